@@ -1,0 +1,59 @@
+# Each target does its own set-up: a machine with Python 3.11+ and make needs nothing else.
+
+PYTHON ?= python3
+STORE  ?= ./quire-data
+JOBS   ?= 2
+NAME   ?=
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FOUND := 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint bench torture clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install quire into it
+
+# The build backend is pinned too: older pips take its version from PIP_CONSTRAINT, newer ones from PIP_BUILD_CONSTRAINT.
+$(STAMP): pyproject.toml constraints.txt
+	@python=; for each in $(PYTHON) python3.14 python3.13 python3.12 python3.11; do \
+	  if "$$each" -c $(FOUND) 2>/dev/null; then python=$$each; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "quire needs Python 3.11 or newer, and '$(PYTHON)' is not: say which with make PYTHON=/path/to/python3" >&2; \
+	  exit 1; \
+	fi; \
+	echo "setting up $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[dev]'
+	@touch $@
+
+run: $(STAMP) ## take the tour in STORE (./quire-data)
+	@$(BIN)/quire tour --store $(STORE)
+
+test: $(STAMP) ## the fast tests
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+
+lint: $(STAMP) ## style, types, import direction
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "run $(BIN)/ruff format" >&2; exit 1; }
+	@$(BIN)/mypy
+	@report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; exit 1; }
+
+bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
+	@$(BIN)/python -m bench $(NAME) $(ARGS)
+
+# hypothesis marks its tests itself, so the properties are searched again with the larger budget.
+torture: $(STAMP) ## the slow tests, and many more examples for the properties
+	@QUIRE_HYPOTHESIS_PROFILE=torture \
+	  $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or hypothesis" --timeout 3600 $(ARGS)
+
+clean: ## remove what the other targets made, the tour's store included
+	rm -rf $(VENV) build dist quire-data .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""quire: a versioned, tiered storage engine for Python.
+
+This is the only door: what is not named in `__all__` is private. It is lazy (PEP 562): `import quire` loads nothing, a
+name loads its module when it is first used. So a command-line program that only prints its help, or an executor that
+only needs the errors, pays neither for LMDB nor for Arrow.
+
+    >>> import quire
+    >>> issubclass(quire.StoreLocked, quire.QuireError)
+    True
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.core.errors import (
+        AccessDenied,
+        AlreadyExists,
+        ArtifactGone,
+        ChecksumMismatch,
+        ConfigMismatch,
+        Conflict,
+        Corruption,
+        DatabaseTombstoned,
+        DiskFull,
+        FormatTooNew,
+        IllegalTransition,
+        Incompatible,
+        InternalError,
+        InvalidConfig,
+        InvalidInput,
+        InvalidName,
+        JobAlreadyPending,
+        ManifestDamaged,
+        NameTaken,
+        NotFound,
+        NotWritable,
+        ObjectNotFound,
+        ObjectStoreUnavailable,
+        OutOfRange,
+        Overloaded,
+        QuireError,
+        ReadOnly,
+        RefcountUnderflow,
+        StalePlan,
+        StillReferenced,
+        StorageFault,
+        StoreClosed,
+        StoreLocked,
+        StoreNotFound,
+        StoreUnusable,
+        TimedOut,
+        TooManyReaders,
+        Unavailable,
+        UnknownArtifact,
+        UnknownCursor,
+        UnknownDatabase,
+        UnknownJob,
+        UnknownNamespace,
+        UnknownSnapshot,
+        WrongKind,
+        WrongThread,
+    )
+    from quire.store.store import Store, open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
+
+    __version__: str
+
+__all__ = [
+    "AccessDenied",
+    "AlreadyExists",
+    "ArtifactGone",
+    "ChecksumMismatch",
+    "ConfigMismatch",
+    "Conflict",
+    "Corruption",
+    "DatabaseTombstoned",
+    "DiskFull",
+    "FormatTooNew",
+    "IllegalTransition",
+    "Incompatible",
+    "InternalError",
+    "InvalidConfig",
+    "InvalidInput",
+    "InvalidName",
+    "JobAlreadyPending",
+    "ManifestDamaged",
+    "NameTaken",
+    "NotFound",
+    "NotWritable",
+    "ObjectNotFound",
+    "ObjectStoreUnavailable",
+    "OutOfRange",
+    "Overloaded",
+    "QuireError",
+    "ReadOnly",
+    "RefcountUnderflow",
+    "StalePlan",
+    "StillReferenced",
+    "StorageFault",
+    "Store",
+    "StoreClosed",
+    "StoreLocked",
+    "StoreNotFound",
+    "StoreUnusable",
+    "TimedOut",
+    "TooManyReaders",
+    "Unavailable",
+    "UnknownArtifact",
+    "UnknownCursor",
+    "UnknownDatabase",
+    "UnknownJob",
+    "UnknownNamespace",
+    "UnknownSnapshot",
+    "WrongKind",
+    "WrongThread",
+    "__version__",
+    "open",
+]
+
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would believe in every misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "__version__":
+            value: Any = import_module("importlib.metadata").version(__name__)
+        else:
+            room = "quire.store.store" if name in {"Store", "open"} else "quire.core.errors"
+            value = getattr(import_module(room), name)
+        globals()[name] = value  # so that this function runs once per name
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

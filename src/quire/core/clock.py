@@ -1,0 +1,28 @@
+"""The one seam to time. Components take a `Clock`; tests pass a `ManualClock` from `quire.testing`."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Wall time for what is recorded, monotonic time for what is measured or awaited."""
+
+    def now_ms(self) -> int:
+        """Milliseconds since the Unix epoch. May jump; never compared across machines (M8)."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment; never goes backwards."""
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    __slots__ = ()
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic(self) -> float:
+        return time.monotonic()

@@ -1,0 +1,106 @@
+"""The identifiers everyone uses, their widths, and the checks at the door.
+
+`DbId`, `ChunkId`, `SnapshotId`, `SegmentId` and generations are u32 with 0 reserved for "none"; job ids, cursor ids, lsns
+and change sequences are u64 (M1). They are plain ints at run time: a `NewType` costs nothing on a hot path and still
+stops a chunk id from being passed where a database id belongs.
+
+    >>> u32("db_id", 7)
+    7
+    >>> u32("db_id", 2**32)
+    Traceback (most recent call last):
+        ...
+    quire.core.errors.OutOfRange: db_id does not fit an unsigned 32-bit field (value=4294967296, max=4294967295)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+from quire.core.errors import OutOfRange
+
+DbId = NewType("DbId", int)
+ChunkId = NewType("ChunkId", int)
+SnapshotId = NewType("SnapshotId", int)
+SegmentId = NewType("SegmentId", int)
+NamespaceId = NewType("NamespaceId", int)
+Generation = NewType("Generation", int)
+JobId = NewType("JobId", int)
+CursorId = NewType("CursorId", int)
+ReaderId = NewType("ReaderId", int)
+Lsn = NewType("Lsn", int)
+Sequence = NewType("Sequence", int)
+
+U16_MAX = 2**16 - 1
+U32_MAX = 2**32 - 1
+U64_MAX = 2**64 - 1
+
+
+def u16(name: str, value: int) -> int:
+    """`value`, if it fits an unsigned 16-bit field."""
+    return _unsigned(name, value, U16_MAX, 16)
+
+
+def u32(name: str, value: int) -> int:
+    """`value`, if it fits an unsigned 32-bit field."""
+    return _unsigned(name, value, U32_MAX, 32)
+
+
+def u64(name: str, value: int) -> int:
+    """`value`, if it fits an unsigned 64-bit field."""
+    return _unsigned(name, value, U64_MAX, 64)
+
+
+def some_u32(name: str, value: int) -> int:
+    """`value`, if it is a real u32 identifier: 0 is reserved for "none"."""
+    if value == 0:
+        raise OutOfRange(f"{name} may not be 0: ids start at 1", value=value)
+    return _unsigned(name, value, U32_MAX, 32)
+
+
+def _unsigned(name: str, value: int, largest: int, bits: int) -> int:
+    if type(value) is not int:
+        raise OutOfRange(f"{name} must be a whole number", value=value, type=type(value).__name__)
+    if not 0 <= value <= largest:
+        raise OutOfRange(f"{name} does not fit an unsigned {bits}-bit field", value=value, max=largest)
+    return value
+
+
+class ArtifactKind(IntEnum):
+    """What an immutable, reference-counted thing is. The first three have objects, the last two only rows."""
+
+    BASE = 0
+    DELTA = 1
+    WAL = 2
+    LEAF = 3
+    NAMESPACE = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArtifactKey:
+    """Names one immutable artifact for ever (M6): who made it, what it is, which slot or segment, which generation.
+
+    `delta_id` is 0 except for deltas; WAL segments have generation 0: a segment is written once.
+    """
+
+    origin_db_id: int
+    kind: ArtifactKind
+    id: int
+    generation: int
+    delta_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Epoch:
+    """A version of a page database: the lsn orders (P5), the segment says where to look.
+
+    >>> str(Epoch(lsn=4711, segment_id=3))
+    '3:4711'
+    """
+
+    lsn: int
+    segment_id: int
+
+    def __str__(self) -> str:
+        return f"{self.segment_id}:{self.lsn}"

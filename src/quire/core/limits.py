@@ -1,0 +1,42 @@
+"""Limits and the reason for each, in one place; relations between them are asserted here.
+
+A limit that a user can tune is a *default* in `core/settings.py`; what stands here is fixed by a format or by arithmetic.
+"""
+
+from __future__ import annotations
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+NAME_BYTES_MAX = 200
+"""Names of databases, snapshots and cursors, in UTF-8: they are parts of LMDB keys (511 bytes at most) and file names (255)."""
+
+LMDB_KEY_BYTES_MAX = 511
+"""LMDB's own limit as compiled into py-lmdb."""
+
+SLOTS_PER_LEAF = 256
+"""Slots in one leaf of a database's slot map (M7): 1 TiB of 64 MiB chunks is 64 leaves, so a snapshot is 64 increments."""
+
+CHUNK_BYTES = 64 * MIB
+"""What one full chunk of a page database covers."""
+
+BATCH_OPS_MAX = 65_536
+"""Operations in one batch: a batch is one transaction and one change record, and both must fit in memory several times."""
+
+RECORD_BYTES_MAX = 64 * MIB
+"""An encoded manifest record: far above any real one, far below LMDB's 2 GiB; a larger one is a bug or an attack."""
+
+SCAN_ROWS_MAX = 65_536
+"""Rows read within one LMDB read transaction by exports and streams (M4): a long transaction stops page reuse."""
+
+IDEMPOTENCY_KEY_BYTES = 16
+"""Idempotency keys are UUIDs (M11)."""
+
+PAGE_SIZE_MIN = 512
+PAGE_SIZE_MAX = 65_536
+"""SQLite's page sizes; always a power of two."""
+
+assert NAME_BYTES_MAX + 8 <= LMDB_KEY_BYTES_MAX
+assert SLOTS_PER_LEAF <= 256, "a slot's offset in its leaf is one byte"
+assert CHUNK_BYTES % PAGE_SIZE_MAX == 0

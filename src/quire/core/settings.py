@@ -1,0 +1,98 @@
+"""Settings: plain data, with defaults and reasons; quire.toml is the same data on disk.
+
+Components (clock, disk, object store) are passed as arguments, never named here. A wrong value is refused when the
+settings are made, with the name of the setting.
+
+    >>> load(b'[manifest]\\ngroup_ops_max = 100').manifest.group_ops_max
+    100
+    >>> load(b'[manifest]\\nops_max = 100')
+    Traceback (most recent call last):
+        ...
+    quire.core.errors.InvalidConfig: quire.toml: Object contains unknown field `ops_max` - at `$.manifest`; `quire init` \
+writes a commented example
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.core.errors import InvalidConfig
+from quire.core.limits import BATCH_OPS_MAX, GIB, MIB
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidConfig(message, hint="`quire init` writes a commented example")
+
+
+class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the manifest's environment and writer behave."""
+
+    map_bytes: int = 256 * GIB
+    """Address space reserved for the manifest (M4). The file stays small; growing the map later is the emergency path."""
+    map_bytes_max: int = 4096 * GIB
+    """Where growing ends: beyond it a full map is `DiskFull`."""
+    map_watermark: float = 0.8
+    """The map is grown before it is fuller than this."""
+    readers_max: int = 1024
+    """Concurrent read transactions over all processes."""
+    group_ops_max: int = 4_096
+    """Operations in one commit, and as many may wait for the next one before `submit` blocks. Bounds memory and latency;
+    beyond it the sync is amortised and nothing is gained."""
+    group_seconds_max: float = 0.02
+    """A group stops taking batches when it has been applying for this long."""
+    long_read_seconds: float = 30.0
+    """A read transaction older than this is reported: it keeps LMDB from reusing pages."""
+    grow_wait_seconds: float = 30.0
+    """How long growing the map waits for read transactions of this process to end."""
+    idempotency_seconds: float = 86_400.0
+    """How long answers to keyed batches are remembered (M11)."""
+
+    def __post_init__(self) -> None:
+        _require(self.map_bytes >= MIB, "manifest.map_bytes must be at least 1 MiB")
+        _require(self.map_bytes <= self.map_bytes_max, "manifest.map_bytes_max must not be below map_bytes")
+        _require(0 < self.map_watermark <= 1, "manifest.map_watermark lies in (0, 1]")
+        _require(1 <= self.readers_max <= 65_536, "manifest.readers_max lies in [1, 65536]")
+        _require(1 <= self.group_ops_max <= BATCH_OPS_MAX, f"manifest.group_ops_max lies in [1, {BATCH_OPS_MAX}]")
+        _require(self.group_seconds_max > 0, "manifest.group_seconds_max must be positive")
+
+
+class FeedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the change feed keeps when no cursor asks for more (M9)."""
+
+    retain_seconds: float = 7 * 86_400.0
+    retain_bytes: int = GIB
+
+
+class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything in quire.toml."""
+
+    object_store: str = ""
+    """URL of the object store; empty means `objects/` inside the store."""
+    manifest: ManifestSettings = ManifestSettings()
+    feed: FeedSettings = FeedSettings()
+
+
+def load(text: bytes) -> StoreSettings:
+    """The settings that a quire.toml says."""
+    try:
+        return msgspec.toml.decode(text, type=StoreSettings)
+    except msgspec.MsgspecError as error:
+        raise InvalidConfig(f"quire.toml: {error}", hint="`quire init` writes a commented example") from error
+
+
+EXAMPLE = """\
+# quire.toml: the configuration of this store. Everything has a default; uncomment to change.
+
+# Where objects live: a path, s3://bucket/prefix, gs://…, az://… Empty: the directory objects/ of this store.
+object_store = "{object_store}"
+
+[manifest]
+# group_ops_max = 4096         # operations in one commit, and waiting for the next one
+# readers_max = 1024           # concurrent read transactions over all processes
+# long_read_seconds = 30.0     # older read transactions are reported
+
+[feed]
+# retain_seconds = 604800.0    # change records kept when no cursor needs them: 7 days …
+# retain_bytes = 1073741824    # … or 1 GiB, whichever is less
+"""

@@ -1,0 +1,173 @@
+"""Named places in the code where a test can make the process die, fail or wait.
+
+Terms
+  point   a place that calls `hit("room.step.before")`
+  script  what to do at a point, hit after hit: terms joined by `->`, each `action` or `N*action`. A counted term
+          serves N hits, a bare one serves all the rest; behind the last term nothing happens
+  action  `off` · `kill` (SIGKILL to this process) · `raise:ENOSPC` (an `OSError` of that errno) · `sleep:20`
+          (milliseconds) · in code also any callable, which gets the point's name
+  `*`     stands for every point: `armed("*", "4*off->kill")` dies at the fifth step, whatever it is
+
+Rules
+  1. With nothing armed `hit` costs one look at an empty dict, so points may stand in commit paths.
+  2. Points of the environment variable `QUIRE_FAILPOINTS="name=kill;other=2*off->raise:EIO"` are armed at import: that
+     is how a test reaches a child process.
+  3. Hits are counted only while something is armed; `recording()` arms nothing else and just counts, so that a test can
+     learn how many steps there are and then die at each of them until a clean pass.
+
+Threads: any; counting and taking a term is under one lock, the action itself runs outside it.
+Raises `InvalidConfig` for a script that does not parse, and at a point what its action says.
+
+    >>> with armed("demo.step", "1*off->raise:ENOSPC"):
+    ...     hit("demo.step")
+    ...     hit("demo.step")
+    Traceback (most recent call last):
+        ...
+    OSError: [Errno 28] failpoint demo.step: No space left on device
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire.core.errors import InvalidConfig
+
+VARIABLE = "QUIRE_FAILPOINTS"
+EVERY = "*"
+
+Action = Callable[[str], None]
+_TERM = re.compile(r"(?:([0-9]{1,9})\*)?([a-z]+)(?::([A-Za-z0-9]+))?")
+_HINT = "a script is like `kill`, `raise:ENOSPC`, `sleep:20` or `3*off->kill`"
+
+
+class _Script:
+    """The remaining terms at one point; touched only under `_lock`."""
+
+    __slots__ = ("_terms",)
+
+    def __init__(self, terms: list[tuple[int | None, Action]]) -> None:
+        self._terms = terms
+
+    def take(self) -> Action | None:
+        if not self._terms:
+            return None
+        count, action = self._terms[0]
+        if count is not None:
+            if count <= 1:
+                self._terms.pop(0)
+            else:
+                self._terms[0] = (count - 1, action)
+        return action
+
+
+_lock = threading.Lock()
+_armed: dict[str, _Script] = {}
+_hits: Counter[str] = Counter()
+
+
+def hit(name: str) -> None:
+    """Mark a step: does what is armed for `name`, normally nothing."""
+    if _armed:
+        _act(name)
+
+
+def _act(name: str) -> None:
+    with _lock:
+        _hits[name] += 1
+        actions = [script.take() for key in (name, EVERY) if (script := _armed.get(key)) is not None]
+    for action in actions:
+        if action is not None:
+            action(name)
+
+
+@contextmanager
+def armed(name: str, script: str | Action) -> Iterator[None]:
+    """Arm a point for the length of a block; an outer arming of the same point comes back afterwards."""
+    new = _Script([(None, script)] if callable(script) else _parse(name, script))
+    with _lock:
+        former = _armed.get(name)
+        _armed[name] = new
+    try:
+        yield
+    finally:
+        with _lock:
+            if former is None:
+                _armed.pop(name, None)
+            else:
+                _armed[name] = former
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Count hits from zero for the length of a block, without doing anything at them; read them with `hits`."""
+    with _lock:
+        _hits.clear()
+    with armed(EVERY, "off"):
+        yield
+
+
+def hits() -> dict[str, int]:
+    """How often each point was hit while something was armed, in the order of their first hit."""
+    with _lock:
+        return dict(_hits)
+
+
+def arm_from(text: str) -> None:
+    """Arm the points of a `QUIRE_FAILPOINTS` text, for the life of the process."""
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, equals, script = entry.partition("=")
+        if not equals or not name.strip():
+            raise InvalidConfig("a failpoint entry is name=script", hint=_HINT, entry=entry)
+        terms = _parse(name.strip(), script.strip())
+        with _lock:
+            _armed[name.strip()] = _Script(terms)
+
+
+def _parse(name: str, script: str) -> list[tuple[int | None, Action]]:
+    terms: list[tuple[int | None, Action]] = []
+    for text in script.split("->"):
+        match = _TERM.fullmatch(text.strip())
+        action = match and _action(match[2], match[3])
+        if match is None or action is None:
+            raise InvalidConfig("a failpoint script does not parse", hint=_HINT, name=name, term=text)
+        count = int(match[1]) if match[1] is not None else None
+        if count != 0:
+            terms.append((count, action))
+    return terms
+
+
+def _action(verb: str, argument: str | None) -> Action | None:
+    if verb == "off" and argument is None:
+        return _off
+    if verb == "kill" and argument is None:
+        return _kill
+    if verb == "sleep" and argument is not None and argument.isascii() and argument.isdigit():
+        seconds = int(argument) / 1000
+        return lambda _name: time.sleep(seconds)
+    number = getattr(errno, argument, None) if verb == "raise" and argument else None
+    if not isinstance(number, int):
+        return None
+    return lambda name: _raise(number, name)
+
+
+def _off(_name: str) -> None:
+    pass
+
+
+def _kill(_name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(number: int, name: str) -> None:
+    raise OSError(number, f"failpoint {name}: {os.strerror(number)}")
+
+
+arm_from(os.environ.get(VARIABLE, ""))

@@ -1,0 +1,298 @@
+"""The seam between quire and the file system, and the only place that syncs.
+
+Terms
+  durable   after `File.sync` the bytes and the size of a file survive power loss
+  named     after `Disk.sync_dir` the *name* of a new, renamed or removed file survives power loss; syncing the file
+            alone does not make its name durable
+
+Rules
+  1. Every durable path goes through a `Disk`, so that `quire.testing` can keep, drop, garble or fail each step.
+  2. `File.write_at` writes everything or raises: a short write is retried by `OsFile`, never seen by callers.
+  3. After a failed `sync` the state on disk is unknown: the caller must stop using the file (see `StoreUnusable`).
+  4. Operating-system errors are translated here, once: ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and
+     EROFS become `NotWritable`; everything else `StorageFault`. `FileNotFoundError` and `FileExistsError` pass
+     unchanged: they are answers, not faults.
+
+Objects are confined to no thread: positional reads and writes carry no shared offset.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from quire.core.errors import DiskFull, NotWritable, StorageFault
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+ZERO_FILL_STEP = 1 << 20
+"""Zero-filling writes this much at a time: large enough to stream, small enough not to double a segment in memory."""
+
+
+class File(Protocol):
+    """An open file with positional reads and writes."""
+
+    @property
+    def path(self) -> str: ...
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """Write all of `data` at `offset`."""
+
+    def size(self) -> int: ...
+
+    def truncate(self, size: int) -> None: ...
+
+    def allocate(self, size: int) -> None:
+        """Reserve `size` bytes on disk and grow the file to them; never sparse, so later writes cannot hit ENOSPC."""
+
+    def sync(self) -> None:
+        """Make bytes and size durable (fdatasync)."""
+
+    def fileno(self) -> int:
+        """The descriptor, for mmap and locks."""
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """The file operations quire uses. Paths are absolute or relative to the process, as for `os`."""
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        """Open for reading and, unless `write=False`, writing. `exclusive` makes the file and fails if it exists."""
+
+    def exists(self, path: str) -> bool: ...
+
+    def size(self, path: str) -> int: ...
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory, sorted; a missing directory raises `FileNotFoundError`."""
+
+    def make_dirs(self, path: str) -> None:
+        """Make a directory and its parents, each name durable; existing ones are fine."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Replace `target` atomically. Durable only after `sync_dir`."""
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; `FileExistsError` if the name is taken."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file; a missing one raises `FileNotFoundError`."""
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty directory."""
+
+    def sync_dir(self, path: str) -> None:
+        """Make the names in a directory durable."""
+
+
+@contextmanager
+def translated(path: str, doing: str) -> Iterator[None]:
+    """Turn operating-system errors into ours (rule 4)."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise translate(error, path, doing) from error
+
+
+def translate(error: OSError, path: str, doing: str) -> StorageFault:
+    """The `StorageFault` that says what `error` means for the caller."""
+    number = error.errno or 0
+    where = {"path": path, "errno": errno.errorcode.get(number, str(number))}
+    if number in FULL_ERRNOS:
+        return DiskFull(
+            f"the disk is full while {doing}", hint="free space or raise the limit, then try again", **where
+        )
+    if number in DENIED_ERRNOS:
+        return NotWritable(f"no permission while {doing}", hint="check owner and mode of the directory", **where)
+    return StorageFault(f"{error.strerror or error} while {doing}", hint="check the disk and the system log", **where)
+
+
+class OsFile:
+    """A `File` on a descriptor of the operating system."""
+
+    __slots__ = ("_fd", "_path")
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        with translated(self._path, "reading"):
+            data = os.pread(self._fd, size, offset)
+            if len(data) == size or not data:
+                return data
+            parts = [data]
+            done = len(data)
+            while done < size and (data := os.pread(self._fd, size - done, offset + done)):
+                parts.append(data)
+                done += len(data)
+            return b"".join(parts)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        with translated(self._path, "writing"):
+            done = os.pwrite(self._fd, data, offset)
+            if done < len(data):
+                rest = memoryview(data)
+                while done < len(data):
+                    done += os.pwrite(self._fd, rest[done:], offset + done)
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def truncate(self, size: int) -> None:
+        with translated(self._path, "truncating"):
+            os.ftruncate(self._fd, size)
+
+    def allocate(self, size: int) -> None:
+        with translated(self._path, "reserving space"):
+            os.posix_fallocate(self._fd, 0, size)
+
+    def sync(self) -> None:
+        with translated(self._path, "syncing"):
+            os.fdatasync(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> OsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OsDisk:
+    """The real file system."""
+
+    __slots__ = ()
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> OsFile:
+        flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
+        if create or exclusive:
+            flags |= os.O_CREAT
+        if exclusive:
+            flags |= os.O_EXCL
+        with translated(path, "opening"):
+            return OsFile(os.open(path, flags, 0o644), path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def names(self, path: str) -> list[str]:
+        with translated(path, "listing"):
+            return sorted(os.listdir(path))
+
+    def make_dirs(self, path: str) -> None:
+        path = os.path.abspath(path)
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for each in reversed(missing):
+            with translated(each, "making a directory"):
+                try:
+                    os.mkdir(each)
+                except FileExistsError:
+                    if not os.path.isdir(each):
+                        raise
+            self.sync_dir(os.path.dirname(each))
+
+    def rename(self, source: str, target: str) -> None:
+        with translated(target, "renaming"):
+            os.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        with translated(target, "linking"):
+            os.link(source, target)
+
+    def remove(self, path: str) -> None:
+        with translated(path, "removing"):
+            os.unlink(path)
+
+    def remove_dir(self, path: str) -> None:
+        with translated(path, "removing a directory"):
+            os.rmdir(path)
+
+    def sync_dir(self, path: str) -> None:
+        with translated(path, "syncing the directory"):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def write_atomic(disk: Disk, path: str, data: bytes) -> None:
+    """Put `data` under `path` so that a crash leaves the old contents or the new, never a mixture.
+
+    before `<path>.tmp` absent or garbage (swept by its owner) · during: the tmp file, synced · after: the new file.
+    """
+    temporary = path + ".tmp"
+    write_new(disk, temporary, data, overwrite=True)
+    disk.rename(temporary, path)
+    disk.sync_dir(os.path.dirname(path) or ".")
+
+
+def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) -> None:
+    """Make a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
+    file = disk.open(path, create=True, exclusive=not overwrite)
+    try:
+        file.truncate(0)
+        file.write_at(data, 0)
+        file.sync()
+    finally:
+        file.close()
+
+
+def read_all(disk: Disk, path: str) -> bytes:
+    """The whole contents of a file."""
+    file = disk.open(path, write=False)
+    try:
+        return file.read_at(file.size(), 0)
+    finally:
+        file.close()
+
+
+def preallocate(disk: Disk, path: str, size: int) -> File:
+    """Make a new file of `size` zero bytes that are really on disk, synced and named.
+
+    Zero-filling (not only reserving) makes later fdatasyncs cheap: the extents are already written, so a sync after
+    an overwrite moves data only, no metadata. ENOSPC surfaces here as `DiskFull`, and the file is removed again.
+    """
+    file = disk.open(path, exclusive=True)
+    try:
+        file.allocate(size)
+        zeros = bytes(min(ZERO_FILL_STEP, size))
+        for offset in range(0, size, ZERO_FILL_STEP):
+            file.write_at(memoryview(zeros)[: size - offset], offset)
+        file.sync()
+        disk.sync_dir(os.path.dirname(path) or ".")
+    except BaseException:
+        file.close()
+        # The first fault is the news; failing to clean up on top of it must not hide it.
+        with suppress(StorageFault, FileNotFoundError):
+            disk.remove(path)
+        raise
+    return file

@@ -1,0 +1,187 @@
+"""An advisory lock on a file that says who holds it: one owner per store, one process per reader's lease.
+
+Terms
+  holder  the process that has the lock, as it wrote itself into the file: pid, host, start time
+
+Rules
+  1. The lock is the kernel's (`flock`), not the file's existence or contents: it ends with the process, however that
+     ends, and a file left behind means nothing. The file is never removed: a removed and remade file is two locks.
+  2. The contents are a courtesy for the message; they may be missing, stale or half written, and decide nothing.
+  3. After `fork()` the lock stays the parent's. The child's copy of the descriptor is closed, never unlocked (unlocking
+     any copy unlocks all), so the parent's lock neither leaks into the child nor dies with it. In the child every call
+     but `close` raises `StoreClosed` (M12).
+  4. `is_held` probes with a shared lock for an instant; `FileLock.acquire` therefore tries a few times before it
+     believes that the lock is taken.
+
+Threads: any. Local file systems only: `flock` over a network file system is as good as that file system says.
+Raises `StoreLocked` with the holder's pid, `StoreClosed`, and `StorageFault` if the file cannot be opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import StoreClosed, StoreLocked
+from quire.durable.files import translated
+
+ATTEMPTS = 5
+PAUSE_SECONDS = 0.002
+"""A probe holds its shared lock for microseconds; five tries over 8 ms outlast it."""
+CONTENTS_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who took a lock, in its own words."""
+
+    pid: int
+    host: str
+    since_ms: int
+
+
+class FileLock:
+    """A lock that this process holds; made by `acquire`, given back by `close` or the end of the process."""
+
+    __slots__ = ("__weakref__", "_fd", "_path", "_pid")
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        self._pid = os.getpid()
+        _live.add(self)
+
+    @classmethod
+    def acquire(cls, path: str, clock: Clock | None = None) -> FileLock:
+        """Take the lock at once or raise `StoreLocked`; makes the file if need be."""
+        with translated(path, "opening the lock file"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not _try_lock(fd):
+                raise _locked(path, _read_holder(fd))
+            me = Holder(pid=os.getpid(), host=socket.gethostname(), since_ms=(clock or SystemClock()).now_ms())
+            # A full disk must not keep the owner out: opening the store may be how space is made.
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps(asdict(me)).encode() + b"\n", 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, path)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def check(self) -> None:
+        """Raise `StoreClosed` unless this process holds the lock."""
+        if self._fd < 0 or self._pid != os.getpid():
+            what = (
+                "the lock was given back" if self._pid == os.getpid() else "the lock belongs to the parent of a fork()"
+            )
+            raise StoreClosed(what, hint="open the store again in this process", path=self._path, pid=self._pid)
+
+    def close(self) -> None:
+        """Give the lock back. In a forked child, and a second time: nothing."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        _live.discard(self)
+        if self._pid == os.getpid():
+            # Unlock first: a descriptor that leaked into some child must not hold the store for the child's life.
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+    def _forget(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        self.check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_live: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for lock in list(_live):
+        lock._forget()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def is_held(path: str) -> bool:
+    """Whether some process, this one included, holds the lock at `path`; a missing file is held by nobody."""
+    try:
+        with translated(path, "opening the lock file"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def holder(path: str) -> Holder | None:
+    """Who wrote itself into the lock file last, `None` if nobody readable did; whether it still holds: `is_held`."""
+    try:
+        with translated(path, "opening the lock file"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return _read_holder(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(PAUSE_SECONDS)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        return True
+    return False
+
+
+def _read_holder(fd: int) -> Holder | None:
+    try:
+        fields = json.loads(os.pread(fd, CONTENTS_BYTES_MAX, 0))
+        return Holder(pid=int(fields["pid"]), host=str(fields["host"]), since_ms=int(fields["since_ms"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _locked(path: str, found: Holder | None) -> StoreLocked:
+    if found is None:
+        return StoreLocked("another process owns this", hint="wait for it to end", path=path, pid=None)
+    if found.pid == os.getpid():
+        hint = "it is already open in this process: use that one, or close it first"
+    else:
+        hint = f"wait for process {found.pid} to end or stop it, or open with mode='r'"
+    where = {"path": path, "pid": found.pid, "host": found.host, "since_ms": found.since_ms}
+    return StoreLocked("another owner has this open", hint=hint, **where)

@@ -1,0 +1,125 @@
+"""The bytes of a framed append log: one file header, then frames whose checksums form a chain.
+
+Terms
+  salt     64 random bits, new in each life of a file
+  kind     four bytes that say whose log this is, so that one log is never replayed as another
+  link     the checksum at the end of the header and of every frame; the *next* frame's checksum is seeded with it
+  tag      the low half of the salt, in every frame: lets a scan jump from candidate to candidate
+  synced   in each frame: how many bytes of the file were known to be durable when the frame was written
+  mark     a frame without payload; it carries nothing but `synced`. Callers cannot append empty payloads
+
+Rules
+  1. Little-endian, no padding, no alignment.
+  2. A frame at `offset` is *valid* if its tag is the log's, its length fits, header size ≤ `synced` ≤ `offset`, and its
+     link equals the crc64 of its head and payload seeded with **the eight bytes just before it**. So validity can be
+     tested at any offset, and yet a frame is valid only behind the very frame it was written behind.
+  3. Sizes are literal and checked at import; the page and the code are compared by a test.
+
+Pure functions, any thread, no input or output. Format page: `docs/formats/framed-log.md`.
+Raises `Corruption` for a bad header, `FormatTooNew`, `WrongKind`; `OutOfRange` for a payload that is too large.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange, WrongKind
+from quire.durable.checksums import Bytes, crc64
+
+MAGIC = b"QUIRELOG"
+VERSION = 1
+
+HEADER = struct.Struct("<8sHH4sQQ")
+"""magic, version, reserved (0), kind, salt, link (crc64 of the 24 bytes before it)"""
+HEAD = struct.Struct("<IIQ")
+"""length of the payload, tag, synced"""
+LINK = struct.Struct("<Q")
+"""crc64 of head and payload, seeded with the link before"""
+
+HEADER_BYTES = 32
+HEAD_BYTES = 16
+LINK_BYTES = 8
+OVERHEAD_BYTES = 24
+"""What a frame costs beyond its payload."""
+TAG_OFFSET = 4
+"""Where the tag stands inside a frame."""
+KIND_BYTES = 4
+PAYLOAD_BYTES_MAX = 64 << 20
+"""One frame is built and checked in memory; larger changes are the caller's to split."""
+
+if HEADER.size != HEADER_BYTES or HEAD.size != HEAD_BYTES or LINK.size != LINK_BYTES:
+    raise AssertionError("the framed log's structs disagree with its literal sizes")
+if OVERHEAD_BYTES != HEAD_BYTES + LINK_BYTES or PAYLOAD_BYTES_MAX >= 1 << 32:
+    raise AssertionError("the framed log's limits contradict each other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogHeader:
+    """What the first bytes of a log say."""
+
+    kind: bytes
+    salt: int
+    link: int
+
+    @property
+    def tag(self) -> int:
+        """The low half of the salt, repeated in every frame."""
+        return self.salt & 0xFFFFFFFF
+
+
+def encode_header(kind: bytes, salt: int) -> bytes:
+    """The 32 bytes that open a log.
+
+    >>> len(encode_header(b"demo", 7))
+    32
+    """
+    if len(kind) != KIND_BYTES:
+        raise InvalidInput("the kind of a log is four bytes", kind=kind)
+    body = HEADER.pack(MAGIC, VERSION, 0, kind, salt, 0)[:-LINK_BYTES]
+    return body + LINK.pack(crc64(body))
+
+
+def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeader:
+    """The header of the log in `data`; `kind` is what the caller expects, `None` for any (dump tools)."""
+    if len(data) < HEADER_BYTES:
+        raise _no_header("the file is too short to be a log", path, len(data))
+    magic, version, _, found, salt, link = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise _no_header("the file does not start as a log", path, len(data))
+    if crc64(memoryview(data)[: HEADER_BYTES - LINK_BYTES]) != link:
+        raise _no_header("the log's header fails its checksum", path, len(data))
+    if version > VERSION:
+        raise FormatTooNew(
+            "the log was written by a newer quire", hint="upgrade quire", path=path, version=version, known=VERSION
+        )
+    if kind is not None and found != kind:
+        raise WrongKind("this is a log of another kind", hint="check the path", path=path, kind=found, expected=kind)
+    return LogHeader(kind=found, salt=salt, link=link)
+
+
+def encode_frames(payloads: Iterable[Bytes], *, tag: int, link: int, synced: int) -> tuple[bytes, int]:
+    """The bytes of frames in a row, the first behind `link`, and the last frame's link."""
+    parts: list[Bytes] = []
+    for payload in payloads:
+        length = len(payload)
+        if not 0 < length <= PAYLOAD_BYTES_MAX:
+            raise OutOfRange("a log record has 1 byte or more, up to the limit", size=length, max=PAYLOAD_BYTES_MAX)
+        head = HEAD.pack(length, tag, synced)
+        link = crc64(payload, crc64(head, link))
+        parts += (head, payload, LINK.pack(link))
+    return b"".join(parts), link
+
+
+def encode_mark(*, tag: int, link: int, synced: int) -> tuple[bytes, int]:
+    """A frame without payload, whose only message is `synced`, and its link."""
+    head = HEAD.pack(0, tag, synced)
+    link = crc64(head, link)
+    return head + LINK.pack(link), link
+
+
+def _no_header(what: str, path: str, size: int) -> Corruption:
+    # A log is born by rename with its header synced, so a bad header is never the trace of a crash.
+    hint = "`quire verify` shows what is affected; restore the file from a copy"
+    return Corruption(what, hint=hint, path=path, offset=0, bytes_lost=size)

@@ -1,0 +1,196 @@
+"""Appends to a framed log, and makes what was appended durable.
+
+Terms
+  end      where the next frame goes; what `append` returns, and what `sync(upto=…)` takes
+  durable  how many leading bytes a returned sync covers; it only grows
+
+States
+  open ──close()──▶ closed
+   └──an append or a sync failed──▶ poisoned ──close()──▶ closed
+
+Rules
+  1. A log is born whole: header written and synced under a temporary name, renamed, directory synced. A log without
+     a good header is therefore corrupt, never half made.
+  2. Opening for append cuts a torn tail off and syncs before anything is appended (P4): frames behind the cut are
+     gone, and would not fit the chain if they came back.
+  3. Each frame records `durable` at the time it is written: the reader's proof (P3).
+  4. After a failed append or sync nobody knows what is on disk. The writer is poisoned and every later call raises
+     `StoreUnusable` until the log is reopened; nothing is retried on the same descriptor.
+  5. A clean close ends the log with a mark, synced, so that damage at rest is told from a torn tail.
+
+Threads: any number may append and sync; appends are ordered by one lock, syncs by another, so appending goes on while
+the disk syncs. A waiting sync that finds its bytes already covered returns without one: that is the group sync.
+Format page: `docs/formats/framed-log.md`.
+Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too many: nothing is poisoned),
+`AlreadyExists`, and on opening what the reader raises and `StorageFault`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Self
+
+from quire.core.errors import AlreadyExists, StorageFault, StoreClosed, StoreUnusable
+from quire.durable.checksums import Bytes
+from quire.durable.files import Disk, File, write_atomic
+from quire.durable.log_format import HEADER_BYTES, encode_frames, encode_header, encode_mark
+from quire.durable.log_reader import LogContents, scan
+
+
+class LogWriter:
+    """An open framed log; made by `create` or `open`."""
+
+    def __init__(self, file: File, contents: LogContents) -> None:
+        # Constant after construction.
+        self._file = file
+        self._tag = contents.header.tag
+        # Held while the tail moves. Order: the sync lock before the append lock.
+        self._append_lock = threading.Lock()
+        self._end = contents.end
+        self._link = contents.link
+        self._marked = contents.ends_with_mark
+        # Held while the disk syncs.
+        self._sync_lock = threading.Lock()
+        self._durable = contents.end
+        # Written under either lock, read by all: only ever set.
+        self._trouble: StoreUnusable | StoreClosed | None = None
+
+    @classmethod
+    def create(cls, disk: Disk, path: str, *, kind: bytes, replace: bool = False) -> LogWriter:
+        """Make a new, empty log (rule 1). `replace` starts a new life of an existing one, in one atomic step."""
+        if not replace and disk.exists(path):
+            raise AlreadyExists("there is a log already", hint="open it instead", path=path)
+        # Never an all-zero tag: a scan over the zeros that power loss leaves would stop at every byte.
+        write_atomic(disk, path, encode_header(kind, secrets.randbits(64) | 1))
+        return cls.open(disk, path, kind=kind)[0]
+
+    @classmethod
+    def open(cls, disk: Disk, path: str, *, kind: bytes, durable_upto: int = 0) -> tuple[LogWriter, LogContents]:
+        """Recover the log, cut its torn tail (rule 2), and go on behind it; also returns what the log holds."""
+        file = disk.open(path)
+        try:
+            file.sync()
+            _forget_cached(file)
+            contents = scan(file.read_at(file.size(), 0), path, kind=kind, durable_upto=durable_upto)
+            if contents.torn_bytes:
+                file.truncate(contents.end)
+                file.sync()
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, contents), contents
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def end(self) -> int:
+        """Where the next frame goes. `end - HEADER_BYTES` is the size of what was logged."""
+        return self._end
+
+    @property
+    def durable(self) -> int:
+        """Everything below this offset has been synced."""
+        return self._durable
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever appended in this life of the file."""
+        return self._end == HEADER_BYTES
+
+    def append(self, payload: Bytes) -> int:
+        """Write one record; returns the `end` behind it. Durable after `sync`."""
+        return self.append_many((payload,))
+
+    def append_many(self, payloads: Iterable[Bytes]) -> int:
+        """Write records in one step; returns the `end` behind them. A crash may keep only the first few."""
+        with self._append_lock:
+            self._check()
+            data, link = encode_frames(payloads, tag=self._tag, link=self._link, synced=self._durable)
+            if data:
+                self._guard("an append", lambda: self._file.write_at(data, self._end))
+                self._end += len(data)
+                self._link = link
+                self._marked = False
+            return self._end
+
+    def sync(self, upto: int | None = None) -> int:
+        """Make everything below `upto` (default: all that was appended) durable; returns the durable end."""
+        if upto is None:
+            upto = self._end
+        with self._sync_lock:
+            self._check()
+            if self._durable < upto:
+                # Read before the sync starts: what is appended meanwhile may or may not be covered.
+                target = self._end
+                self._guard("a sync", self._file.sync)
+                self._durable = target
+            return self._durable
+
+    def close(self) -> None:
+        """Sync, end with a mark (rule 5) and close the file. Closing twice, or a poisoned writer, is fine."""
+        try:
+            if self._trouble is None:
+                self.sync()
+                self._append_mark()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file and nothing else; what was appended but not synced may be lost."""
+        with self._append_lock, suppress(StorageFault):
+            if not isinstance(self._trouble, StoreClosed):
+                self._trouble = StoreClosed("the log is closed", hint="open it again", path=self._file.path)
+                self._file.close()
+
+    def _append_mark(self) -> None:
+        with self._append_lock:
+            if not self._marked and self._trouble is None:
+                mark, _ = encode_mark(tag=self._tag, link=self._link, synced=self._durable)
+                self._guard("the closing mark", lambda: self._file.write_at(mark, self._end))
+                self._guard("the closing mark", self._file.sync)
+
+    def _check(self) -> None:
+        if self._trouble is not None:
+            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+
+    def _guard(self, doing: str, step: Callable[[], None]) -> None:
+        """Run a step whose failure leaves the disk in doubt (rule 4)."""
+        try:
+            step()
+        except BaseException as error:
+            self._trouble = StoreUnusable(
+                f"{doing} to a log failed, and what reached the disk is unknown",
+                hint="repair the cause, then reopen the store",
+                path=self._file.path,
+                offset=self._end,
+                cause=str(error),
+            )
+            if isinstance(error, Exception):
+                raise self._trouble from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An exception in the block is the news; a close that fails on top of it must not hide it.
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def _forget_cached(file: File) -> None:
+    """Drop clean cached pages, so that what is read is what is on disk.
+
+    After a failed fsync Linux keeps the pages but calls them clean: a reopened log would read records that are not on
+    disk, and a second sync would report success. Advice only: where it is not taken, nothing is worse than before.
+    """
+    with suppress(OSError, AttributeError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

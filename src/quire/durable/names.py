@@ -1,0 +1,402 @@
+"""Builds *and* parses every file name in a store and every object key: the one place that knows how they look.
+
+Terms
+  path      relative to the store's directory, `/` between parts
+  key       an object's name below its remote namespace's prefix
+  foreign   any other text; parsing it gives `None`, never an exception: listings hold what people put there
+
+Rules
+  1. Build and parse are inverse: `parse_path(name.path) == name`, and a text that parses is exactly what the parsed
+     name builds. So no two texts mean one thing (no upper-case hex, no other widths, no superfluous zeros).
+  2. Ids are checked when a name is built: a database id is never 0.
+  3. Names of databases, snapshots and cursors are text from people (`check_name`); they never become file names.
+
+Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page.
+Raises `OutOfRange` for an id that does not fit, `InvalidInput` for an artifact that has no object, `InvalidName`.
+
+    >>> WalSegmentFile(db_id=7, segment_id=31).path
+    'pages/00000007/wal/0000001f.seg'
+    >>> parse_path("pages/00000007/wal/0000001f.seg")
+    WalSegmentFile(db_id=7, segment_id=31)
+    >>> object_key(ArtifactKey(origin_db_id=7, kind=ArtifactKind.DELTA, id=2, generation=9, delta_id=3))
+    '00000007/00000002/delta-0003:00000009'
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from uuid import UUID
+
+from quire.core.errors import InvalidInput, InvalidName
+from quire.core.ids import U64_MAX, ArtifactKey, ArtifactKind, some_u32, u16, u32, u64
+from quire.core.limits import NAME_BYTES_MAX
+
+CONFIG = "quire.toml"
+LOCK = "store.lock"
+MANIFEST = "manifest.lmdb"
+MANIFEST_LOCK = "manifest.lmdb-lock"
+SOCKET = "quire.sock"
+READERS = "readers"
+PAGES = "pages"
+STREAMS = "streams"
+LSM = "lsm"
+OBJECTS = "objects"
+SCRATCH = "scratch"
+TEMPORARY = ".tmp"
+"""What `files.write_atomic` appends while it writes; whoever owns the directory sweeps these at start."""
+
+
+# ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def pages_wal_dir(db_id: int) -> str:
+    """Where a page database's WAL segments are."""
+    return f"{PAGES}/{some_u32('db_id', db_id):08x}/wal"
+
+
+def pages_cache_dir(db_id: int) -> str:
+    """Where a page database's hot copies of chunks are."""
+    return f"{PAGES}/{some_u32('db_id', db_id):08x}/cache"
+
+
+def lsm_dir(db_id: int, part: str) -> str:
+    """A key-value database's `manifest`, `wal` or `sst` directory."""
+    assert part in ("manifest", "wal", "sst"), part
+    return f"{LSM}/{some_u32('db_id', db_id):08x}/{part}"
+
+
+def stream_dir(stream_id: int, part: str) -> str:
+    """A stream's `hot`, `warm` or `manifest` directory."""
+    assert part in ("hot", "warm", "manifest"), part
+    return f"{STREAMS}/{u64('stream_id', stream_id)}/{part}"
+
+
+def scratch_dir(job_id: int) -> str:
+    """Where a job stages; removed after its commit, swept at start-up."""
+    return f"{SCRATCH}/{u64('job_id', job_id)}"
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedFile:
+    """One of the files every store has: config, lock, manifest, socket."""
+
+    name: str
+
+    @property
+    def path(self) -> str:
+        assert self.name in FIXED_FILES, self.name
+        return self.name
+
+
+FIXED_FILES = frozenset({CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFile:
+    """The flocked lease of a read-only process."""
+
+    reader: UUID
+
+    @property
+    def path(self) -> str:
+        return f"{READERS}/{self.reader}.lease"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalSegmentFile:
+    """A WAL segment of a page database."""
+
+    db_id: int
+    segment_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{pages_wal_dir(self.db_id)}/{u32('segment_id', self.segment_id):08x}.seg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedChunkFile:
+    """A hot copy of a chunk artifact: below the cache it is named as in the object store."""
+
+    db_id: int
+    key: ArtifactKey
+
+    @property
+    def path(self) -> str:
+        return f"{pages_cache_dir(self.db_id)}/{object_key(self.key)}"
+
+
+class Tier(StrEnum):
+    """The local tiers of a stream."""
+
+    HOT = "hot"
+    WARM = "warm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSegmentFile:
+    """A segment of a stream in one of its local tiers; segment ids of streams are u64, as in the log's records."""
+
+    stream_id: int
+    tier: Tier
+    segment_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{stream_dir(self.stream_id, self.tier)}/{u64('segment_id', self.segment_id):016x}.seg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestLogFile:
+    """A chunk of a stream's manifest log; `temporary` until its first record commits."""
+
+    stream_id: int
+    chunk_index: int
+    temporary: bool = False
+
+    @property
+    def path(self) -> str:
+        suffix = TEMPORARY if self.temporary else ""
+        return f"{stream_dir(self.stream_id, 'manifest')}/{u64('chunk_index', self.chunk_index)}.mlog{suffix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestLogSnapshotFile:
+    """A snapshot beside the chunks of a stream's manifest log."""
+
+    stream_id: int
+    snapshot_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{stream_dir(self.stream_id, 'manifest')}/snapshot_{u64('snapshot_id', self.snapshot_id)}.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LsmManifestLogFile:
+    """An event log of a key-value database's manifest; number 0 is the one in use."""
+
+    db_id: int
+    number: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"{lsm_dir(self.db_id, 'manifest')}/{u64('number', self.number):06d}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LsmManifestSnapshotFile:
+    """A snapshot of a key-value database's manifest; number 1 is the one in use."""
+
+    db_id: int
+    number: int = 1
+
+    @property
+    def path(self) -> str:
+        return f"{lsm_dir(self.db_id, 'manifest')}/MANIFEST-{u64('number', self.number):06d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LsmWalFile:
+    """A write-ahead log of a key-value database."""
+
+    db_id: int
+    number: int
+
+    @property
+    def path(self) -> str:
+        return f"{lsm_dir(self.db_id, 'wal')}/{u64('number', self.number):06d}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SstFile:
+    """A sorted table of a key-value database."""
+
+    db_id: int
+    sst_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{lsm_dir(self.db_id, 'sst')}/{u64('sst_id', self.sst_id):06d}.sst"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchDir:
+    """The staging directory of a job."""
+
+    job_id: int
+
+    @property
+    def path(self) -> str:
+        return scratch_dir(self.job_id)
+
+
+StoreName = (
+    FixedFile
+    | LeaseFile
+    | WalSegmentFile
+    | CachedChunkFile
+    | StreamSegmentFile
+    | ManifestLogFile
+    | ManifestLogSnapshotFile
+    | LsmManifestLogFile
+    | LsmManifestSnapshotFile
+    | LsmWalFile
+    | SstFile
+    | ScratchDir
+)
+
+_HEX8 = "([0-9a-f]{8})"
+_HEX16 = "([0-9a-f]{16})"
+_NUMBER = "(0|[1-9][0-9]{0,19})"
+_NUMBER6 = "([0-9]{6}|[1-9][0-9]{6,19})"
+_UUID = "([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})"
+
+_Parts = tuple[str, ...]
+_PATTERNS: list[tuple[re.Pattern[str], Callable[[_Parts], StoreName | None]]] = [
+    (re.compile(pattern), build)
+    for pattern, build in (
+        (f"{READERS}/{_UUID}\\.lease", lambda p: LeaseFile(reader=UUID(p[0]))),
+        (f"{PAGES}/{_HEX8}/wal/{_HEX8}\\.seg", lambda p: WalSegmentFile(db_id=_hex(p[0]), segment_id=_hex(p[1]))),
+        (f"{PAGES}/{_HEX8}/cache/(.+)", lambda p: _cached(_hex(p[0]), p[1])),
+        (
+            f"{STREAMS}/{_NUMBER}/(hot|warm)/{_HEX16}\\.seg",
+            lambda p: StreamSegmentFile(stream_id=int(p[0]), tier=Tier(p[1]), segment_id=_hex(p[2])),
+        ),
+        (
+            f"{STREAMS}/{_NUMBER}/manifest/{_NUMBER}\\.mlog(\\.tmp)?",
+            lambda p: ManifestLogFile(stream_id=int(p[0]), chunk_index=int(p[1]), temporary=bool(p[2])),
+        ),
+        (
+            f"{STREAMS}/{_NUMBER}/manifest/snapshot_{_NUMBER}\\.bin",
+            lambda p: ManifestLogSnapshotFile(stream_id=int(p[0]), snapshot_id=int(p[1])),
+        ),
+        (
+            f"{LSM}/{_HEX8}/manifest/{_NUMBER6}\\.log",
+            lambda p: LsmManifestLogFile(db_id=_hex(p[0]), number=int(p[1])),
+        ),
+        (
+            f"{LSM}/{_HEX8}/manifest/MANIFEST-{_NUMBER6}",
+            lambda p: LsmManifestSnapshotFile(db_id=_hex(p[0]), number=int(p[1])),
+        ),
+        (f"{LSM}/{_HEX8}/wal/{_NUMBER6}\\.log", lambda p: LsmWalFile(db_id=_hex(p[0]), number=int(p[1]))),
+        (f"{LSM}/{_HEX8}/sst/{_NUMBER6}\\.sst", lambda p: SstFile(db_id=_hex(p[0]), sst_id=int(p[1]))),
+        (f"{SCRATCH}/{_NUMBER}", lambda p: ScratchDir(job_id=int(p[0]))),
+    )
+]
+
+
+def parse_path(path: str) -> StoreName | None:
+    """What a path in a store names; `None` if it is foreign."""
+    if path in FIXED_FILES:
+        return FixedFile(name=path)
+    for pattern, build in _PATTERNS:
+        if match := pattern.fullmatch(path):
+            name = build(match.groups())
+            return name if name is not None and _fits(name, path) else None
+    return None
+
+
+# ── object keys ───────────────────────────────────────────────────────────────────────────────────────────────────────
+_OBJECT = re.compile(f"{_HEX8}/{_HEX8}/(base|wal|delta-([0-9a-f]{{4}})):{_HEX8}")
+_MANIFEST_LOG_KEY = re.compile(f"manifest/{_NUMBER}/{_NUMBER}\\.mlog")
+
+
+def object_key(key: ArtifactKey) -> str:
+    """An artifact's object key; leaves and namespaces have rows only and raise `InvalidInput`."""
+    if key.kind is ArtifactKind.BASE:
+        variant = "base"
+    elif key.kind is ArtifactKind.DELTA:
+        variant = f"delta-{u16('delta_id', key.delta_id):04x}"
+    elif key.kind is ArtifactKind.WAL:
+        variant = "wal"
+    else:
+        raise InvalidInput("only base chunks, deltas and WAL segments have objects", key=key)
+    if key.delta_id and key.kind is not ArtifactKind.DELTA:
+        raise InvalidInput("only a delta has a delta_id", key=key)
+    origin, slot = some_u32("origin_db_id", key.origin_db_id), u32("id", key.id)
+    return f"{origin:08x}/{slot:08x}/{variant}:{u32('generation', key.generation):08x}"
+
+
+def parse_object_key(text: str) -> ArtifactKey | None:
+    """The artifact an object key names; `None` if it is foreign."""
+    match = _OBJECT.fullmatch(text)
+    if match is None or _hex(match[1]) == 0:
+        return None
+    kind = {"b": ArtifactKind.BASE, "d": ArtifactKind.DELTA, "w": ArtifactKind.WAL}[match[3][0]]
+    return ArtifactKey(
+        origin_db_id=_hex(match[1]),
+        kind=kind,
+        id=_hex(match[2]),
+        generation=_hex(match[5]),
+        delta_id=_hex(match[4]) if match[4] else 0,
+    )
+
+
+def manifest_log_key(stream_id: int, chunk_index: int) -> str:
+    """The object key of a sealed chunk of a stream's manifest log."""
+    return f"manifest/{u64('stream_id', stream_id)}/{u64('chunk_index', chunk_index)}.mlog"
+
+
+def parse_manifest_log_key(text: str) -> tuple[int, int] | None:
+    """(stream_id, chunk_index) of a manifest-log chunk's key; `None` if it is foreign."""
+    match = _MANIFEST_LOG_KEY.fullmatch(text)
+    if match is None or max(int(match[1]), int(match[2])) > U64_MAX:
+        return None
+    return int(match[1]), int(match[2])
+
+
+# ── names people give ─────────────────────────────────────────────────────────────────────────────────────────────────
+def check_name(kind: str, name: str) -> str:
+    """`name`, if a database, snapshot or cursor (`kind` is for the message) may be called so.
+
+    1 to 200 bytes of UTF-8; no control characters or line breaks; no `/`; no space at either end; not `.` or `..`.
+
+    >>> check_name("database", "größe 1")
+    'größe 1'
+    >>> check_name("snapshot", "a/b")
+    Traceback (most recent call last):
+        ...
+    quire.core.errors.InvalidName: a snapshot's name may not contain '/' (name='a/b'); use '-' or '.' instead
+    """
+    if not isinstance(name, str):
+        raise InvalidName(f"a {kind}'s name is text", hint="pass a str", type=type(name).__name__)
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise InvalidName(
+            f"a {kind}'s name is not valid Unicode", hint="decode it as UTF-8", name=ascii(name)
+        ) from None
+    if not 1 <= size <= NAME_BYTES_MAX:
+        hint = f"use 1 to {NAME_BYTES_MAX} bytes of UTF-8"
+        raise InvalidName(f"a {kind}'s name is empty or too long", hint=hint, name=name[:40], size=size)
+    if "/" in name:
+        raise InvalidName(f"a {kind}'s name may not contain '/'", hint="use '-' or '.' instead", name=name)
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in name):
+        hint = "remove tabs, line breaks and the like"
+        raise InvalidName(f"a {kind}'s name may not contain control characters", hint=hint, name=name)
+    if name != name.strip():
+        raise InvalidName(f"a {kind}'s name may not start or end with a space", hint="strip it", name=name)
+    if name in (".", ".."):
+        raise InvalidName(f"a {kind} may not be called {name!r}", hint="choose another name", name=name)
+    return name
+
+
+def _hex(digits: str) -> int:
+    return int(digits, 16)
+
+
+def _cached(db_id: int, text: str) -> CachedChunkFile | None:
+    key = parse_object_key(text)
+    return None if key is None else CachedChunkFile(db_id=db_id, key=key)
+
+
+def _fits(name: StoreName, path: str) -> bool:
+    """Whether the name can be built again, to the same text (rule 1): ids of 0 or beyond u64 make a path foreign."""
+    try:
+        return name.path == path
+    except InvalidInput:
+        return False

@@ -1,0 +1,166 @@
+"""Guards: what a caller holds while its batch is on the way to disk.
+
+Terms
+  batch     operations that commit together or not at all
+  receipt   what a committed batch led to: its sequence in the feed and the generations of the components it touched
+
+Rules
+  1. A guard resolves only after the transaction that holds its batch is durable.
+  2. Light by design (M3): no lock and no event per guard. All waiters of a writer share one condition, woken once per
+     commit; asyncio waiters are woken with one call per loop and commit.
+  3. Nothing of a caller runs on the writer thread; waiting on it raises `WrongThread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import QuireError, TimedOut, WrongThread
+from quire.manifest.ops.base import Component, Op
+
+
+Generations = tuple[tuple[int, int], ...]
+"""(component, generation) pairs. Tuples of numbers: the garbage collector stops looking at them after one pass."""
+
+
+class Receipt(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of a committed batch."""
+
+    sequence: int
+    """Its place in the change feed; 0 if it had only local operations."""
+    committed_at_ms: int
+    updates: Generations = ()
+    """(component, generation) for each component the batch touched."""
+    repeated: bool = False
+    """True if the batch's idempotency key had been used: this is the first answer, nothing was applied again."""
+    result: bytes = b""
+
+    @property
+    def generations(self) -> dict[Component, int]:
+        """The generation each touched component has reached."""
+        return {Component(component): generation for component, generation in self.updates}
+
+
+class Bell:
+    """One condition for all waiters of a writer, for threads and event loops alike."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Condition(threading.Lock())
+        self._loops: list[tuple[Callable[[], bool], asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.thread: threading.Thread | None = None
+        """The thread that rings: it must not wait."""
+        self.failure: QuireError | None = None
+        """Set when nothing will ever ring again: the writer has died."""
+
+    def ring(self) -> None:
+        """Something happened: let everyone look."""
+        with self._rung:
+            self._rung.notify_all()
+            if not self._loops:
+                return
+            ready: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+            waiting = []
+            for item in self._loops:
+                if item[0]():
+                    ready.setdefault(item[1], []).append(item[2])
+                else:
+                    waiting.append(item)
+            self._loops = waiting
+        for loop, futures in ready.items():
+            try:
+                loop.call_soon_threadsafe(_set_all, futures)
+            except RuntimeError:
+                pass  # the loop has been closed: nobody waits any more
+
+    def wait(self, happened: Callable[[], bool], timeout: float | None, what: str) -> None:
+        """Block until `happened()`; `TimedOut` names `what`."""
+        if threading.current_thread() is self.thread:
+            raise WrongThread("the manifest's writer thread cannot wait for itself", hint="wait in another thread")
+        with self._rung:
+            if not self._rung.wait_for(happened, timeout):
+                raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
+
+    async def wait_async(self, happened: Callable[[], bool]) -> None:
+        """Suspend until `happened()`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._rung:
+            if happened():
+                return
+            self._loops.append((happened, loop, future))
+        await future
+
+
+def _set_all(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+class ManifestGuard(msgspec.Struct, gc=False, eq=False):
+    """A submitted batch. `guard.result()` blocks, `await guard` suspends, until it is durable or has failed.
+
+    A struct outside the garbage collector's sight: a pipeline holds a million of these, and they form no cycles.
+    """
+
+    ops: tuple[Op, ...]
+    key: bytes | None
+    bell: Bell
+    done: bool = False
+    error: QuireError | None = None
+    sequence: int = 0
+    committed_at_ms: int = 0
+    generations: Generations = ()
+    repeated: bool = False
+    result_bytes: bytes = b""
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """The receipt, once durable. Raises the batch's own error, `StoreUnusable`, or `TimedOut`."""
+        if not self.done:
+            self.bell.wait(self.is_done, timeout, "a manifest commit")
+        if self.error is not None:
+            raise self.error
+        return Receipt(self.sequence, self.committed_at_ms, self.generations, self.repeated, self.result_bytes)
+
+    def is_done(self) -> bool:
+        """Whether the batch is durable or has failed."""
+        return self.done
+
+    def __await__(self) -> Generator[Any, None, Receipt]:
+        if not self.done:
+            yield from self.bell.wait_async(self.is_done).__await__()
+        return self.result(0)
+
+
+class GenerationWait:
+    """Waits until a component has reached a generation; blocking or awaitable like a guard."""
+
+    __slots__ = ("_bell", "_check", "_what")
+
+    def __init__(self, bell: Bell, check: Callable[[], int | None], what: str) -> None:
+        self._bell = bell
+        self._check = check
+        self._what = what
+
+    def result(self, timeout: float | None = None) -> int:
+        """The generation reached."""
+        if (reached := self._check()) is None:
+            self._bell.wait(self._happened, timeout, self._what)
+            reached = self._check()
+        if reached is None:
+            assert self._bell.failure is not None, "the bell woke us too early"
+            raise self._bell.failure
+        return reached
+
+    def _happened(self) -> bool:
+        return self._check() is not None or self._bell.failure is not None
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if self._check() is None:
+            yield from self._bell.wait_async(self._happened).__await__()
+        return self.result(0)

@@ -1,0 +1,175 @@
+"""Operations on catalog rows of artifacts: chunks, deltas, namespaces, and what becomes of their bytes.
+
+Rules
+  1. An artifact's row is written once; putting the same row again is fine (a repeated publish), another one is not.
+  2. A delta needs its base: the base chunk of the generation it names is in the catalog.
+  3. What changes later — residency, hashes learned by an upload, verification — changes through `UpdateArtifact`, in the
+     one row every fork and snapshot shares (M6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, InvalidInput, UnknownArtifact
+from quire.core.ids import ArtifactKind, some_u32
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
+from quire.manifest.ops.refs import namespace_key, release, retain_namespace
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import ChunkRecord, DeltaRecord, NamespaceRecord, Residency, VerifyState
+
+_chunk_key = t.CHUNK_CATALOG.key.fast
+
+
+class PutChunk(Op, frozen=True, tag=20):
+    """A base chunk exists. Nothing refers to it until a leaf does."""
+
+    component = int(Component.CHUNK)
+    origin_db_id: int
+    chunk_id: int
+    generation: int
+    record: ChunkRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        if self.origin_db_id not in tables.active_ids:
+            tables.writable(self.origin_db_id, even="read_only")
+        key = _chunk_key(self.origin_db_id, self.chunk_id, self.generation)
+        record = self.record
+        before = tables.chunk_catalog.insert(key, record)
+        if before is None:
+            if record.namespace_id:
+                retain_namespace(tables, record.namespace_id)
+        elif before != record:
+            raise AlreadyExists(
+                "another chunk of this name is in the catalog",
+                hint="a new body needs a new generation",
+                db_id=self.origin_db_id,
+                chunk_id=self.chunk_id,
+                generation=self.generation,
+            )
+
+
+class PutDelta(Op, frozen=True, tag=21):
+    """A delta over a base chunk exists."""
+
+    component = int(Component.CHUNK)
+    origin_db_id: int
+    chunk_id: int
+    generation: int
+    delta_id: int
+    base_origin_db_id: int
+    record: DeltaRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.origin_db_id, even="read_only")
+        some_u32("delta_id", self.delta_id)
+        base = t.CHUNK_CATALOG.key.pack(self.base_origin_db_id, self.chunk_id, self.record.base_generation)
+        if not tables.chunk_catalog.has(base):
+            raise UnknownArtifact(
+                "a delta needs its base chunk",
+                hint="put the base chunk first",
+                db_id=self.base_origin_db_id,
+                chunk_id=self.chunk_id,
+                generation=self.record.base_generation,
+            )
+        key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.chunk_id, self.generation, self.delta_id)
+        before = tables.chunk_delta_index.insert(key, self.record)
+        if before is None:
+            if self.record.namespace_id:
+                retain_namespace(tables, self.record.namespace_id)
+        elif before != self.record:
+            raise AlreadyExists(
+                "another delta of this name is in the catalog",
+                hint="a new body needs a new generation",
+                db_id=self.origin_db_id,
+                chunk_id=self.chunk_id,
+                generation=self.generation,
+                delta_id=self.delta_id,
+            )
+
+
+class UpdateArtifact(Op, frozen=True, tag=22):
+    """What is known of an artifact's bytes has changed; `None` leaves a field as it is."""
+
+    component = int(Component.REMOTE)
+    origin_db_id: int
+    kind: ArtifactKind
+    id: int
+    generation: int
+    delta_id: int = 0
+    residency: Residency | None = None
+    namespace_id: int | None = None
+    suffix: str | None = None
+    sha256: bytes | None = None
+    bitmap_hash: int | None = None
+    uploaded_at_ms: int | None = None
+    verified_at_ms: int | None = None
+    verify_state: VerifyState | None = None
+    purge_after_ms: int | None = None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        view, key = self._row(tables)
+        row = view.get(key)
+        if row is None:
+            raise UnknownArtifact(
+                "no such artifact in the catalog",
+                db_id=self.origin_db_id,
+                kind=self.kind.name,
+                id=self.id,
+                generation=self.generation,
+            )
+        changes = {
+            name: value
+            for name in _CHANGEABLE
+            if (value := getattr(self, name)) is not None and hasattr(row, name)
+        }
+        moved_to = changes.get("namespace_id", row.namespace_id)
+        if moved_to != row.namespace_id:
+            if moved_to:
+                retain_namespace(tables, moved_to)
+            if row.namespace_id:
+                release(tables, namespace_key(row.namespace_id), at_ms)
+        view.put(key, replace(row, **changes))
+
+    def _row(self, tables: Overlay) -> tuple[Any, bytes]:
+        if self.kind is ArtifactKind.BASE:
+            return tables.chunk_catalog, t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
+        if self.kind is ArtifactKind.DELTA:
+            key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.id, self.generation, self.delta_id)
+            return tables.chunk_delta_index, key
+        if self.kind is ArtifactKind.WAL:
+            return tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id)
+        raise InvalidInput("only chunks, deltas and WAL segments have bytes", kind=self.kind.name)
+
+
+_CHANGEABLE = (
+    "residency",
+    "namespace_id",
+    "suffix",
+    "sha256",
+    "bitmap_hash",
+    "uploaded_at_ms",
+    "verified_at_ms",
+    "verify_state",
+    "purge_after_ms",
+)
+
+
+class PutNamespace(Op, frozen=True, tag=23):
+    """A bucket and prefix that rows may point at. Fixed once made: objects are found through it."""
+
+    component = int(Component.REMOTE)
+    namespace_id: int
+    record: NamespaceRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        some_u32("namespace_id", self.namespace_id)
+        key = t.REMOTE_NAMESPACE.key.pack(self.namespace_id)
+        before = tables.remote_namespace.get(key)
+        if before is not None and before != self.record:
+            raise AlreadyExists("a namespace of this id exists already", namespace_id=self.namespace_id)
+        tables.remote_namespace.put(key, self.record)
+        raise_watermark(tables, Counter.NAMESPACE, self.namespace_id)

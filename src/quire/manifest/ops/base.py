@@ -1,0 +1,80 @@
+"""What every operation is: a small frozen value with a tag, a component, and a pure `apply`.
+
+Rules
+  1. `apply(tables, at_ms)` depends on nothing but its arguments (M2): no clock, no randomness, no I/O. Identifiers are in
+     the op, the time is that of the batch; so a replayed log gives the same bytes.
+  2. An op checks every precondition and raises a `QuireError` before or after its writes, it does not matter which: the
+     batch is rolled back as a whole.
+  3. Tags are never reused and fields are only appended, with defaults: old change records stay readable.
+  4. Ops with `logged = False` write local tables only and never enter the change feed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar
+
+import msgspec
+
+from quire.core.errors import InternalError
+from quire.core.ids import some_u32
+from quire.manifest import tables as t
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import WatermarkRecord
+
+
+class Component(IntEnum):
+    """What a batch touched; each has a generation that awaiters wait for."""
+
+    DATABASE = 1
+    WAL = 2
+    CHUNK = 3
+    SLOT = 4
+    SNAPSHOT = 5
+    JOB = 6
+    REMOTE = 7
+    REFCOUNT = 8
+    PAGE_INDEX = 9
+    LOCAL = 255
+    """Carried by local ops; has no watermark."""
+
+
+class Counter(IntEnum):
+    """Store-wide id sequences (M5)."""
+
+    DB = 1
+    JOB = 2
+    NAMESPACE = 3
+    CURSOR = 4
+    READER = 5
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all operations."""
+
+    component: ClassVar[int] = int(Component.LOCAL)
+    logged: ClassVar[bool] = True
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        raise InternalError("this operation has no apply", op=type(self).__name__)
+
+
+def raise_watermark(tables: Overlay, counter: Counter, used: int) -> None:
+    """Record that `used` has been handed out; ids below the watermark are never given again."""
+    key = t.ID_WATERMARKS.key.pack(counter)
+    row = tables.id_watermarks.get(key)
+    if row is None or row.next_id <= used:
+        tables.id_watermarks.put(key, WatermarkRecord(used + 1))
+
+
+class ReserveIds(Op, frozen=True, tag=1):
+    """Hand out ids up to and including `upto` before the batches that use them exist (M5)."""
+
+    component = int(Component.DATABASE)
+    counter: Counter
+    upto: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        if self.counter is not Counter.JOB and self.counter is not Counter.READER:
+            some_u32(self.counter.name.lower() + "_id", self.upto)
+        raise_watermark(tables, self.counter, self.upto)

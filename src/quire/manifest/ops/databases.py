@@ -1,0 +1,186 @@
+"""Operations on databases: register, rename, open and close for writing, drop, forget."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced
+from quire.core.ids import ArtifactKind, some_u32
+from quire.durable.names import check_name
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
+from quire.manifest.ops.refs import namespace_key, release, retain_namespace
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import DbRecord, DbStatus, IndexRecord, WalState, WalStateRecord
+
+
+def claim_name(tables: Overlay, name: str, db_id: int) -> None:
+    """Enter a database's name in the index, unless it is taken."""
+    check_name("database", name)
+    key = t.DB_NAMES.key.pack(name)
+    holder = tables.db_names.get(key)
+    if holder is not None and holder.value != db_id:
+        raise NameTaken(
+            "a database of this name exists already", hint="choose another name", name=name, db_id=holder.value
+        )
+    tables.db_names.put(key, IndexRecord(db_id))
+
+
+class RegisterDb(Op, frozen=True, tag=10):
+    """A new database, with an empty WAL state."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+    record: DbRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        some_u32("db_id", self.db_id)
+        key = t.DB.key.pack(self.db_id)
+        if tables.db.has(key):
+            raise AlreadyExists("a database of this id exists already", db_id=self.db_id)
+        claim_name(tables, self.record.name, self.db_id)
+        if self.record.namespace_id:
+            retain_namespace(tables, self.record.namespace_id)
+        tables.put_db(self.db_id, self.record)
+        tables.wal_state.put(t.WAL_STATE.key.pack(self.db_id, 0), WalStateRecord())
+        raise_watermark(tables, Counter.DB, self.db_id)
+
+
+class UpdateDbStatus(Op, frozen=True, tag=11):
+    """Switch a database between ACTIVE and READ_ONLY. Dropping is `DropDb`: it has more to do."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+    status: DbStatus
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        if self.status is DbStatus.TOMBSTONED:
+            raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
+        tables.put_db(self.db_id, replace(record, status=self.status))
+
+
+class RenameDb(Op, frozen=True, tag=12):
+    """Give a database another name."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+    name: str
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        claim_name(tables, self.name, self.db_id)
+        if self.name != record.name:
+            tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
+        tables.put_db(self.db_id, replace(record, name=self.name))
+
+
+class ReserveGeneration(Op, frozen=True, tag=13):
+    """Burn a generation of a database before a plan that uses it leaves the process (M5, P10)."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+    generation: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        some_u32("generation", self.generation)
+        if self.generation < record.next_generation:
+            raise AlreadyExists(
+                "this generation was handed out before",
+                db_id=self.db_id,
+                generation=self.generation,
+                next=record.next_generation,
+            )
+        tables.put_db(self.db_id, replace(record, next_generation=self.generation + 1))
+
+
+class SetDbPageSize(Op, frozen=True, tag=14):
+    """Fix the page size: the first commit of a page database decides it, for ever."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+    page_size: int
+    pages_per_chunk: int
+    config_hash: bytes
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id)
+        if record.page_size and record.page_size != self.page_size:
+            raise OutOfRange("the page size is fixed", db_id=self.db_id, is_=record.page_size, asked=self.page_size)
+        changed = replace(
+            record, page_size=self.page_size, pages_per_chunk=self.pages_per_chunk, config_hash=self.config_hash
+        )
+        tables.put_db(self.db_id, changed)
+
+
+class DropDb(Op, frozen=True, tag=15):
+    """Tombstone a database: its name is free, its live leaves and WAL segments are released, its jobs' gates stay.
+
+    Its snapshots must be dropped first (in the same batch, say): a snapshot is a promise of its own.
+    """
+
+    component = int(Component.DATABASE)
+    db_id: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        if tables.snapshot_index.any(t.SNAPSHOT_INDEX.key.prefix(self.db_id)):
+            raise StillReferenced(
+                "the database has snapshots", hint="drop them first, or drop with `--snapshots`", db_id=self.db_id
+            )
+        for key, leaf in list(tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(self.db_id))):
+            _, number = t.LIVE_LEAF.key.unpack(key)
+            release(
+                tables,
+                t.GC_REFCOUNTS.key.pack(leaf.origin_db_id, ArtifactKind.LEAF, number, leaf.generation, 0),
+                at_ms,
+            )
+            tables.live_leaf.delete(key)
+        self._release_wal(tables, at_ms)
+        tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
+        tables.put_db(self.db_id, replace(record, status=DbStatus.TOMBSTONED, dropped_at_ms=at_ms))
+
+    def _release_wal(self, tables: Overlay, at_ms: int) -> None:
+        for key, segment in list(tables.wal_catalog.scan(t.WAL_CATALOG.key.prefix(self.db_id))):
+            _, segment_id = t.WAL_CATALOG.key.unpack(key)
+            if segment.state is not WalState.TRUNCATED:
+                counts = t.GC_REFCOUNTS.key.pack(segment.origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
+                release(tables, counts, at_ms)
+            if segment.origin_db_id == self.db_id:
+                tables.wal_catalog.put(key, replace(segment, state=WalState.TRUNCATED))
+            else:
+                tables.wal_catalog.delete(key)
+        for key, _ in list(tables.wal_manifest.scan(t.WAL_MANIFEST.key.prefix(self.db_id))):
+            tables.wal_manifest.delete(key)
+
+
+class RemoveDb(Op, frozen=True, tag=16):
+    """Remove the tombstone of a database of which no artifact is left."""
+
+    component = int(Component.DATABASE)
+    db_id: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.database(self.db_id)
+        if record.status is not DbStatus.TOMBSTONED:
+            raise IllegalTransition("the database is alive", hint="drop it first", db_id=self.db_id, name=record.name)
+        for view in (
+            tables.gc_refcounts,
+            tables.slot_leaf,
+            tables.wal_catalog,
+            tables.chunk_catalog,
+            tables.chunk_delta_index,
+            tables.page_version_index,
+            tables.page_version_head,
+            tables.job_pending_index,
+        ):
+            if view.any(t.DB.key.pack(self.db_id)):
+                raise StillReferenced(
+                    "the database still owns rows", hint="let its delete job finish", db_id=self.db_id, table=view.table.name
+                )
+        tables.active_ids.discard(self.db_id)
+        tables.db.delete(t.DB.key.pack(self.db_id))
+        tables.wal_state.delete(t.WAL_STATE.key.pack(self.db_id, 0))
+        if record.namespace_id:
+            release(tables, namespace_key(record.namespace_id), at_ms)

@@ -1,0 +1,228 @@
+"""Operations on the durable job queue.
+
+Rules
+  1. States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal
+     jobs never change.
+  2. An exclusive kind has at most one outstanding job per database: `job_pending_index` names it (M8).
+  3. An upload job holds its artifact's `pending_upload` from enqueue to its terminal transaction, whatever the outcome.
+  4. The flush gate in `wal_state` follows the checkpoint job in the same transaction.
+  5. Leases and progress are local rows: they say who works now, not what happened.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, IllegalTransition, JobAlreadyPending, UnknownJob
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
+from quire.manifest.ops.refs import artifact_key, end_upload, hold_upload
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import (
+    EXCLUSIVE_JOBS,
+    TERMINAL_JOB_STATES,
+    IndexRecord,
+    JobKind,
+    JobLeaseRecord,
+    JobRecord,
+    JobState,
+)
+
+
+def job_of(tables: Overlay, job_id: int) -> tuple[bytes, JobRecord]:
+    """Key and row of a job."""
+    key = t.JOB_QUEUE.key.pack(job_id)
+    row = tables.job_queue.get(key)
+    if row is None:
+        raise UnknownJob("no job has this id", hint="`quire jobs ls` lists them", job_id=job_id)
+    return key, row
+
+
+def _put(tables: Overlay, job_id: int, before: JobRecord | None, after: JobRecord) -> None:
+    if before is not None and before.state is not after.state:
+        tables.jobs_by_state.delete(t.JOBS_BY_STATE.key.pack(before.state, job_id))
+    tables.job_queue.put(t.JOB_QUEUE.key.pack(job_id), after)
+    tables.jobs_by_state.put(t.JOBS_BY_STATE.key.pack(after.state, job_id), IndexRecord(job_id))
+
+
+def _uploads(record: JobRecord) -> bytes | None:
+    if record.artifact is None:
+        return None
+    origin, kind, number, generation, delta = record.artifact
+    return artifact_key(ArtifactKey(origin, ArtifactKind(kind), number, generation, delta))
+
+
+class EnqueueJob(Op, frozen=True, tag=70):
+    """Work to be done."""
+
+    component = int(Component.JOB)
+    job_id: int
+    record: JobRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = self.record
+        if record.db_id:
+            tables.database(record.db_id)
+        key = t.JOB_QUEUE.key.pack(self.job_id)
+        if self.job_id == 0 or tables.job_queue.has(key):
+            raise AlreadyExists("a job of this id exists already", job_id=self.job_id)
+        if record.state is not JobState.PENDING:
+            raise IllegalTransition("a job begins as PENDING", state=record.state.name)
+        if record.kind in EXCLUSIVE_JOBS:
+            gate = t.JOB_PENDING_INDEX.key.pack(record.db_id, record.kind)
+            if (holder := tables.job_pending_index.get(gate)) is not None:
+                raise JobAlreadyPending(
+                    "a job of this kind is outstanding for the database",
+                    hint=f"wait for job {holder.value}, or `quire jobs cancel {holder.value}`",
+                    job_id=holder.value,
+                    kind=record.kind.name,
+                    db_id=record.db_id,
+                )
+            tables.job_pending_index.put(gate, IndexRecord(self.job_id))
+        if (artifact := _uploads(record)) is not None:
+            hold_upload(tables, artifact)
+        _put(tables, self.job_id, None, record)
+        raise_watermark(tables, Counter.JOB, self.job_id)
+
+
+class StartJob(Op, frozen=True, tag=71):
+    """A worker takes a pending job: one attempt more."""
+
+    component = int(Component.JOB)
+    job_id: int
+    worker: str
+    lease_expires_at_ms: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _, record = job_of(tables, self.job_id)
+        if record.state is not JobState.PENDING:
+            raise IllegalTransition("only a pending job can be started", job_id=self.job_id, state=record.state.name)
+        started = replace(record, state=JobState.IN_FLIGHT, attempt=record.attempt + 1, started_at_ms=at_ms)
+        _put(tables, self.job_id, record, started)
+        tables.job_leases.put(
+            t.JOB_LEASES.key.pack(self.job_id), JobLeaseRecord(self.worker, self.lease_expires_at_ms, at_ms)
+        )
+        if record.kind is JobKind.CHECKPOINT and record.db_id:
+            _move_gate(tables, record.db_id, active_job_id=self.job_id)
+
+
+class RequeueJob(Op, frozen=True, tag=72):
+    """An attempt ended without success, or its lease ran out: the job waits for the next one."""
+
+    component = int(Component.JOB)
+    job_id: int
+    attempt: int
+    not_before_ms: int
+    error: str = ""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _, record = job_of(tables, self.job_id)
+        if record.state is not JobState.IN_FLIGHT or record.attempt != self.attempt:
+            raise IllegalTransition(
+                "only the running attempt of a job can be requeued",
+                job_id=self.job_id,
+                state=record.state.name,
+                attempt=record.attempt,
+                asked=self.attempt,
+            )
+        _put(
+            tables,
+            self.job_id,
+            record,
+            replace(record, state=JobState.PENDING, not_before_ms=self.not_before_ms, error=self.error),
+        )
+        tables.job_leases.delete(t.JOB_LEASES.key.pack(self.job_id))
+        if record.kind is JobKind.CHECKPOINT and record.db_id:
+            _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms)
+
+
+class CompleteJob(Op, frozen=True, tag=73):
+    """A job ends, one way or another."""
+
+    component = int(Component.JOB)
+    job_id: int
+    state: JobState
+    attempt: int = 0
+    """The attempt that ends; 0 for a cancellation from outside."""
+    error: str = ""
+    result: bytes = b""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _, record = job_of(tables, self.job_id)
+        outside = self.attempt == 0 and self.state is JobState.CANCELLED
+        running = record.state is JobState.IN_FLIGHT and record.attempt == self.attempt
+        if self.state not in TERMINAL_JOB_STATES or not (running or (outside and record.state not in TERMINAL_JOB_STATES)):
+            raise IllegalTransition(
+                "the job cannot end like this",
+                job_id=self.job_id,
+                at=record.state.name,
+                asked=self.state.name,
+                attempt=record.attempt,
+            )
+        ended = replace(record, state=self.state, finished_at_ms=at_ms, error=self.error, result=self.result)
+        _put(tables, self.job_id, record, ended)
+        tables.job_leases.delete(t.JOB_LEASES.key.pack(self.job_id))
+        if record.kind in EXCLUSIVE_JOBS:
+            tables.job_pending_index.delete(t.JOB_PENDING_INDEX.key.pack(record.db_id, record.kind))
+        if (artifact := _uploads(record)) is not None:
+            end_upload(tables, artifact, at_ms)
+        if record.kind is JobKind.CHECKPOINT and record.db_id:
+            if self.state is JobState.SUCCEEDED:
+                _move_gate(tables, record.db_id, active_job_id=0, succeeded_at_ms=at_ms)
+            else:
+                _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms)
+
+
+class ForgetJob(Op, frozen=True, tag=74):
+    """Remove the row of a job that ended."""
+
+    component = int(Component.JOB)
+    job_id: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, record = job_of(tables, self.job_id)
+        if record.state not in TERMINAL_JOB_STATES:
+            raise IllegalTransition("the job has not ended", job_id=self.job_id, state=record.state.name)
+        tables.job_queue.delete(key)
+        tables.jobs_by_state.delete(t.JOBS_BY_STATE.key.pack(record.state, self.job_id))
+
+
+class RenewJobLease(Op, frozen=True, tag=75):
+    """A worker is alive and this far."""
+
+    logged = False
+    job_id: int
+    worker: str
+    expires_at_ms: int
+    done: int = 0
+    total: int = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _, record = job_of(tables, self.job_id)
+        key = t.JOB_LEASES.key.pack(self.job_id)
+        lease = tables.job_leases.get(key)
+        if record.state is not JobState.IN_FLIGHT or lease is None or lease.worker != self.worker:
+            raise IllegalTransition(
+                "the worker no longer holds this job", hint="stop working on it", job_id=self.job_id, worker=self.worker
+            )
+        tables.job_leases.put(key, JobLeaseRecord(self.worker, self.expires_at_ms, at_ms, self.done, self.total))
+
+
+def _move_gate(
+    tables: Overlay, db_id: int, *, active_job_id: int, succeeded_at_ms: int = 0, errored_at_ms: int = 0
+) -> None:
+    key = t.WAL_STATE.key.pack(db_id, 0)
+    state = tables.wal_state.get(key)
+    if state is None:
+        return
+    errored = 0 if succeeded_at_ms else (state.errored_since_ms or errored_at_ms)
+    tables.wal_state.put(
+        key,
+        replace(
+            state,
+            active_job_id=active_job_id,
+            last_success_at_ms=succeeded_at_ms or state.last_success_at_ms,
+            errored_since_ms=errored,
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Reference counts: who may hold an artifact, and what zero means (M8).
+
+Rules
+  1. A count row appears with the first reference and disappears only with the artifact itself.
+  2. At in_use = pending_upload = 0 the row is doomed: it is entered in `gc_zero` with the time and never rises again.
+  3. A count never goes below zero: the batch that tries fails.
+  4. LEAF rows hold references on the artifacts of their chains for as long as the row exists, so collecting a leaf is
+     what releases them; artifacts with bytes hold a reference on their namespace likewise.
+"""
+
+from __future__ import annotations
+
+from quire.core.errors import ArtifactGone, RefcountUnderflow, StillReferenced, UnknownArtifact, UnknownNamespace
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import IndexRecord, RefcountRecord
+
+FIRST = RefcountRecord(in_use=1)
+
+
+def artifact_key(key: ArtifactKey) -> bytes:
+    """The packed key of `gc_refcounts` and `gc_zero`."""
+    return t.GC_REFCOUNTS.key.pack(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id)
+
+
+def unpack_artifact(raw: bytes) -> ArtifactKey:
+    """The inverse of `artifact_key`."""
+    origin, kind, number, generation, delta = t.GC_REFCOUNTS.key.unpack(raw)
+    return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
+
+
+def retain(tables: Overlay, key: bytes, count: int = 1) -> None:
+    """Add references."""
+    row = tables.gc_refcounts.get(key)
+    if row is None:
+        tables.gc_refcounts.put(key, FIRST if count == 1 else RefcountRecord(in_use=count))
+        return
+    _refuse_doomed(row, key)
+    tables.gc_refcounts.put(key, RefcountRecord(row.in_use + count, row.pending_upload))
+
+
+def release(tables: Overlay, key: bytes, at_ms: int, count: int = 1) -> None:
+    """Drop references; at zero the artifact becomes work for the collector."""
+    row = tables.gc_refcounts.get(key)
+    if row is None or row.in_use < count:
+        raise RefcountUnderflow(
+            "a reference count would fall below zero",
+            hint="run `quire manifest check`; `--repair` recounts",
+            artifact=unpack_artifact(key),
+            in_use=0 if row is None else row.in_use,
+            release=count,
+        )
+    _put_count(tables, key, row.in_use - count, row.pending_upload, at_ms)
+
+
+def hold_upload(tables: Overlay, key: bytes) -> None:
+    """An upload job needs the artifact's bytes until it ends."""
+    row = tables.gc_refcounts.get(key)
+    if row is None:
+        raise UnknownArtifact("nothing refers to this artifact, so there is nothing to upload", artifact=unpack_artifact(key))
+    _refuse_doomed(row, key)
+    tables.gc_refcounts.put(key, RefcountRecord(row.in_use, row.pending_upload + 1))
+
+
+def end_upload(tables: Overlay, key: bytes, at_ms: int) -> None:
+    """The upload job ended, however it ended."""
+    row = tables.gc_refcounts.get(key)
+    if row is None or row.pending_upload == 0:
+        raise RefcountUnderflow("no upload of this artifact is pending", artifact=unpack_artifact(key))
+    _put_count(tables, key, row.in_use, row.pending_upload - 1, at_ms)
+
+
+def require_doomed(tables: Overlay, key: bytes) -> None:
+    """The artifact's row is at zero; anything else must not be removed."""
+    row = tables.gc_refcounts.get(key)
+    if row is None:
+        raise UnknownArtifact("the artifact has no count row", artifact=unpack_artifact(key))
+    if row.in_use or row.pending_upload:
+        raise StillReferenced(
+            "the artifact is still referenced",
+            hint="`quire why` shows by whom",
+            artifact=unpack_artifact(key),
+            in_use=row.in_use,
+            pending_upload=row.pending_upload,
+        )
+
+
+def forget(tables: Overlay, key: bytes) -> None:
+    """Remove count and zero rows of an artifact that is gone."""
+    tables.gc_refcounts.delete(key)
+    tables.gc_zero.delete(key)
+
+
+def _put_count(tables: Overlay, key: bytes, in_use: int, pending_upload: int, at_ms: int) -> None:
+    if in_use or pending_upload:
+        tables.gc_refcounts.put(key, RefcountRecord(in_use, pending_upload))
+    else:
+        tables.gc_refcounts.put(key, RefcountRecord(0, 0, at_ms))
+        tables.gc_zero.put(key, IndexRecord(at_ms))
+
+
+def _refuse_doomed(row: RefcountRecord, key: bytes) -> None:
+    if not row.in_use and not row.pending_upload:
+        raise ArtifactGone(
+            "the artifact is being deleted and cannot be referenced again",
+            hint="plan again from the current state",
+            artifact=unpack_artifact(key),
+        )
+
+
+class RemoveArtifact(Op, frozen=True, tag=60):
+    """The object of a doomed artifact is gone: remove its rows. Leaves are collected with `CollectLeaf` instead."""
+
+    component = int(Component.REFCOUNT)
+    origin_db_id: int
+    kind: ArtifactKind
+    id: int
+    generation: int
+    delta_id: int = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
+        require_doomed(tables, key)
+        namespace_id = self._remove_row(tables)
+        forget(tables, key)
+        if namespace_id:
+            release(tables, namespace_key(namespace_id), at_ms)
+
+    def _remove_row(self, tables: Overlay) -> int:
+        """Delete the catalog row; the namespace it pointed at."""
+        if self.kind is ArtifactKind.BASE:
+            key = t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
+            chunk = tables.chunk_catalog.get(key)
+            tables.chunk_catalog.delete(key)
+            return chunk.namespace_id if chunk else 0
+        if self.kind is ArtifactKind.DELTA:
+            key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.id, self.generation, self.delta_id)
+            delta = tables.chunk_delta_index.get(key)
+            tables.chunk_delta_index.delete(key)
+            return delta.namespace_id if delta else 0
+        if self.kind is ArtifactKind.WAL:
+            key = t.WAL_CATALOG.key.pack(self.origin_db_id, self.id)
+            segment = tables.wal_catalog.get(key)
+            tables.wal_catalog.delete(key)
+            return segment.namespace_id if segment else 0
+        if self.kind is ArtifactKind.NAMESPACE:
+            tables.remote_namespace.delete(t.REMOTE_NAMESPACE.key.pack(self.id))
+            return 0
+        raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
+
+
+def namespace_key(namespace_id: int) -> bytes:
+    """The count key of a remote namespace."""
+    return t.GC_REFCOUNTS.key.pack(0, ArtifactKind.NAMESPACE, namespace_id, 0, 0)
+
+
+def retain_namespace(tables: Overlay, namespace_id: int) -> None:
+    """Something with bytes, or a database, points at a namespace."""
+    if not tables.remote_namespace.has(t.REMOTE_NAMESPACE.key.pack(namespace_id)):
+        raise UnknownNamespace(
+            "no remote namespace has this id", hint="register it with put_namespace first", namespace_id=namespace_id
+        )
+    retain(tables, namespace_key(namespace_id))

@@ -1,0 +1,80 @@
+"""All operations: the union a change record holds, and the table of them in the documentation."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
+from quire.manifest.ops.base import Op, ReserveIds
+from quire.manifest.ops.databases import (
+    DropDb,
+    RegisterDb,
+    RemoveDb,
+    RenameDb,
+    ReserveGeneration,
+    SetDbPageSize,
+    UpdateDbStatus,
+)
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.ops.local import (
+    AcknowledgeChanges,
+    DropCursor,
+    DropReader,
+    PruneIdempotency,
+    PutReader,
+    RecordMetric,
+    RegisterCursor,
+    SetFloor,
+)
+from quire.manifest.ops.pageindex import DropPageVersions, PublishPages
+from quire.manifest.ops.refs import RemoveArtifact
+from quire.manifest.ops.slots import CollectLeaf, SetSlots
+from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.wal import AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
+
+AnyOp = (
+    ReserveIds
+    | RegisterDb
+    | UpdateDbStatus
+    | RenameDb
+    | ReserveGeneration
+    | SetDbPageSize
+    | DropDb
+    | RemoveDb
+    | PutChunk
+    | PutDelta
+    | UpdateArtifact
+    | PutNamespace
+    | SetSlots
+    | CollectLeaf
+    | OpenSegment
+    | AppendWalChunk
+    | MoveWalState
+    | AdvanceWal
+    | AdvanceCheckpoint
+    | PublishSnapshot
+    | DropSnapshot
+    | ForkDb
+    | RemoveArtifact
+    | EnqueueJob
+    | StartJob
+    | RequeueJob
+    | CompleteJob
+    | ForgetJob
+    | RenewJobLease
+    | PublishPages
+    | DropPageVersions
+    | RecordMetric
+    | RegisterCursor
+    | AcknowledgeChanges
+    | DropCursor
+    | PutReader
+    | DropReader
+    | SetFloor
+    | PruneIdempotency
+)
+
+OPS: dict[int, type[Op]] = {op.__struct_config__.tag: op for op in get_args(AnyOp)}
+"""Tag → operation."""
+
+assert len(OPS) == len(get_args(AnyOp)), "two operations share a tag"

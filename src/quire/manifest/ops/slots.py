@@ -1,0 +1,138 @@
+"""Operations on the slot map (M7): which artifacts hold which slot of a database.
+
+Rules
+  1. Every leaf row holds one reference on each artifact of its chains; live databases and snapshots hold leaves.
+  2. A new version of a leaf that nobody else holds takes over its predecessor's references: only changed slots move
+     counts. A shared leaf stays; the new version takes its own references, once.
+  3. A leaf at zero keeps its references until `CollectLeaf` drops them, so dropping a snapshot is cheap and the
+     collection is done in commits as small as the collector likes.
+"""
+
+from __future__ import annotations
+
+from quire.core.errors import AlreadyExists, InternalError, StalePlan, UnknownArtifact
+from quire.core.ids import ArtifactKey, ArtifactKind, u32
+from quire.core.limits import SLOTS_PER_LEAF
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.refs import artifact_key, forget, release, require_doomed, retain
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import LeafRecord, LeafRef
+from quire.manifest.slots import Leaf, artifacts, check_chain, pack_leaf, unpack_leaf
+
+
+def leaf_count_key(origin_db_id: int, leaf: int, generation: int) -> bytes:
+    """The count key of a leaf."""
+    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.LEAF, leaf, generation, 0)
+
+
+def read_leaf(tables: Overlay, origin_db_id: int, leaf: int, generation: int) -> Leaf:
+    """The chains of a leaf that something holds; its absence is a bug."""
+    row = tables.slot_leaf.get(t.SLOT_LEAF.key.pack(origin_db_id, leaf, generation))
+    if row is None:
+        raise InternalError("a held leaf has no row", db_id=origin_db_id, leaf=leaf, generation=generation)
+    return unpack_leaf(row.entries)
+
+
+class SetSlots(Op, frozen=True, tag=30):
+    """Give slots of one leaf new chains (an empty chain clears the slot).
+
+    `expected` is the generation of the leaf the change was planned on, 0 for none: a zombie's plan no longer matches
+    (P10). `changes` is packed as in `slots.py`; `cleared` lists offsets that lose their chain.
+    """
+
+    component = int(Component.SLOT)
+    db_id: int
+    leaf: int
+    generation: int
+    expected_origin_db_id: int
+    expected_generation: int
+    changes: bytes
+    cleared: bytes = b""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        u32("last slot of the leaf", (self.leaf + 1) * SLOTS_PER_LEAF - 1)
+        db = tables.writable(self.db_id, even="read_only")
+        if not 0 < self.generation < db.next_generation:
+            raise StalePlan("the generation was not reserved", hint="reserve_generation first", generation=self.generation)
+        live_key = t.LIVE_LEAF.key.pack(self.db_id, self.leaf)
+        held = tables.live_leaf.get(live_key) or LeafRef(0, 0)
+        if (held.origin_db_id, held.generation) != (self.expected_origin_db_id, self.expected_generation):
+            raise StalePlan(
+                "the leaf has changed since the plan was made",
+                hint="plan again",
+                db_id=self.db_id,
+                leaf=self.leaf,
+                now=(held.origin_db_id, held.generation),
+                planned=(self.expected_origin_db_id, self.expected_generation),
+            )
+        key = t.SLOT_LEAF.key.pack(self.db_id, self.leaf, self.generation)
+        if tables.slot_leaf.has(key):
+            raise AlreadyExists("this version of the leaf exists", leaf=self.leaf, generation=self.generation)
+        before = read_leaf(tables, held.origin_db_id, self.leaf, held.generation) if held.generation else {}
+        after = self._changed(before)
+        self._move_references(tables, held, before, after, at_ms)
+        tables.slot_leaf.put(key, LeafRecord(pack_leaf(after)))
+        retain(tables, leaf_count_key(self.db_id, self.leaf, self.generation))
+        tables.live_leaf.put(live_key, LeafRef(self.db_id, self.generation))
+
+    def _changed(self, before: Leaf) -> Leaf:
+        changes = unpack_leaf(self.changes)
+        for offset, chain in changes.items():
+            check_chain(chain, self.leaf * SLOTS_PER_LEAF + offset)
+        after = {**before, **changes}
+        for offset in self.cleared:
+            after.pop(offset, None)
+        return after
+
+    def _move_references(self, tables: Overlay, held: LeafRef, before: Leaf, after: Leaf, at_ms: int) -> None:
+        mine: set[ArtifactKey] = set(artifacts(after, self.leaf))
+        gone: set[ArtifactKey] = set()
+        if held.generation:
+            counts_key = leaf_count_key(held.origin_db_id, self.leaf, held.generation)
+            counts = tables.gc_refcounts.get(counts_key)
+            if counts is not None and counts.in_use == 1 and not counts.pending_upload:
+                theirs = set(artifacts(before, self.leaf))
+                mine, gone = mine - theirs, theirs - mine
+                tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(held.origin_db_id, self.leaf, held.generation))
+                forget(tables, counts_key)
+            else:
+                release(tables, counts_key, at_ms)
+        for artifact in sorted(mine):
+            self._require_row(tables, artifact)
+            retain(tables, artifact_key(artifact))
+        for artifact in sorted(gone):
+            release(tables, artifact_key(artifact), at_ms)
+
+    def _require_row(self, tables: Overlay, artifact: ArtifactKey) -> None:
+        if artifact.kind is ArtifactKind.BASE:
+            found = tables.chunk_catalog.has(
+                t.CHUNK_CATALOG.key.pack(artifact.origin_db_id, artifact.id, artifact.generation)
+            )
+        else:
+            found = tables.chunk_delta_index.has(
+                t.CHUNK_DELTA_INDEX.key.pack(
+                    artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id
+                )
+            )
+        if not found:
+            raise UnknownArtifact(
+                "a chain names an artifact that is not in the catalog", hint="put it first", artifact=artifact
+            )
+
+
+class CollectLeaf(Op, frozen=True, tag=31):
+    """Remove a leaf that nobody holds and release what it referred to."""
+
+    component = int(Component.SLOT)
+    origin_db_id: int
+    leaf: int
+    generation: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        counts_key = leaf_count_key(self.origin_db_id, self.leaf, self.generation)
+        require_doomed(tables, counts_key)
+        for artifact in artifacts(read_leaf(tables, self.origin_db_id, self.leaf, self.generation), self.leaf):
+            release(tables, artifact_key(artifact), at_ms)
+        tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(self.origin_db_id, self.leaf, self.generation))
+        forget(tables, counts_key)

@@ -1,0 +1,244 @@
+"""Operations on snapshots and forks: views that share everything and copy nothing but keys (M7, P12).
+
+Rules
+  1. A snapshot holds one reference on each leaf of its database and one on each pinned WAL segment; so does a fork.
+  2. Publishing and forking read the live leaves in the transaction itself: the op stays small and can never be stale.
+  3. A fork continues its parent's numbering (lsn, segment, generation), so one name never means two things along a line.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, NameTaken, UnknownArtifact, UnknownSnapshot, WrongKind
+from quire.core.ids import some_u32
+from quire.durable.names import check_name
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
+from quire.manifest.ops.databases import claim_name
+from quire.manifest.ops.refs import release, retain, retain_namespace
+from quire.manifest.ops.slots import leaf_count_key
+from quire.manifest.ops.wal import wal_count_key, wal_state_of
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import (
+    DbKind,
+    DbRecord,
+    DbStatus,
+    IndexRecord,
+    LeafRef,
+    Pin,
+    SnapshotKind,
+    SnapshotRecord,
+    WalRecord,
+    WalState,
+    WalStateRecord,
+)
+
+
+def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:
+    """(leaf, origin, generation) of every leaf a database holds now."""
+    return [
+        (t.LIVE_LEAF.key.unpack(key)[1], leaf.origin_db_id, leaf.generation)
+        for key, leaf in tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(db_id))
+    ]
+
+
+def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pin]) -> None:
+    """Take the references of a snapshot or fork (rule 1)."""
+    for leaf, origin, generation in leaves:
+        retain(tables, leaf_count_key(origin, leaf, generation))
+    for pin in pins:
+        row = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
+        if row is None:
+            raise UnknownArtifact("a pinned WAL segment is not in the catalog", pin=pin)
+        retain(tables, wal_count_key(pin.origin_db_id, pin.segment_id))
+
+
+class PublishSnapshot(Op, frozen=True, tag=50):
+    """Keep the live set of a database under an id and, if named, a name."""
+
+    component = int(Component.SNAPSHOT)
+    db_id: int
+    snapshot_id: int
+    kind: SnapshotKind
+    name: str = ""
+    anchor_lsn: int = 0
+    anchor_segment_id: int = 0
+    size_pages: int = 0
+    pins: list[Pin] = []
+    expires_at_ms: int = 0
+    anchor_time_ms: int = 0
+    tags: dict[str, str] = {}
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        db = tables.writable(self.db_id, even="read_only")
+        some_u32("snapshot_id", self.snapshot_id)
+        key = t.SNAPSHOT_INDEX.key.pack(self.db_id, self.snapshot_id)
+        if self.snapshot_id < db.next_snapshot_id:
+            raise AlreadyExists("snapshot ids are never reused", snapshot_id=self.snapshot_id, next=db.next_snapshot_id)
+        if self.kind is SnapshotKind.NAMED:
+            check_name("snapshot", self.name)
+            name_key = t.SNAPSHOT_NAMES.key.pack(self.db_id, self.name)
+            if (holder := tables.snapshot_names.get(name_key)) is not None:
+                raise NameTaken(
+                    "the database has a snapshot of this name", name=self.name, snapshot_id=holder.value, db_id=self.db_id
+                )
+            tables.snapshot_names.put(name_key, IndexRecord(self.snapshot_id))
+        _, wal = wal_state_of(tables, self.db_id, 0)
+        leaves = live_leaves(tables, self.db_id)
+        hold_view(tables, leaves, self.pins)
+        record = SnapshotRecord(
+            name=self.name,
+            kind=self.kind,
+            created_at_ms=at_ms,
+            generation=wal.last_checkpoint_generation,
+            anchor_lsn=self.anchor_lsn,
+            anchor_segment_id=self.anchor_segment_id,
+            size_pages=self.size_pages,
+            page_size=db.page_size,
+            leaves=leaves,
+            pins=self.pins,
+            expires_at_ms=self.expires_at_ms,
+            anchor_time_ms=self.anchor_time_ms or at_ms,
+            tags=self.tags,
+        )
+        tables.snapshot_index.put(key, record)
+        tables.put_db(self.db_id, replace(db, next_snapshot_id=self.snapshot_id + 1))
+
+
+class DropSnapshot(Op, frozen=True, tag=51):
+    """Let a snapshot's references go."""
+
+    component = int(Component.SNAPSHOT)
+    db_id: int
+    snapshot_id: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.database(self.db_id)
+        key = t.SNAPSHOT_INDEX.key.pack(self.db_id, self.snapshot_id)
+        record = tables.snapshot_index.get(key)
+        if record is None:
+            raise UnknownSnapshot(
+                "the database has no snapshot of this id",
+                hint="`quire snapshot ls` lists them",
+                db_id=self.db_id,
+                snapshot_id=self.snapshot_id,
+            )
+        for leaf, origin, generation in record.leaves:
+            release(tables, leaf_count_key(origin, leaf, generation), at_ms)
+        for pin in record.pins:
+            release(tables, wal_count_key(pin.origin_db_id, pin.segment_id), at_ms)
+        if record.kind is SnapshotKind.NAMED:
+            tables.snapshot_names.delete(t.SNAPSHOT_NAMES.key.pack(self.db_id, record.name))
+        tables.snapshot_index.delete(key)
+
+
+class ForkDb(Op, frozen=True, tag=52):
+    """A new database that begins as another one is now (`snapshot_id` 0) or was at a snapshot.
+
+    `pins` are the WAL segments the live fork point needs; a snapshot brings its own.
+    """
+
+    component = int(Component.SNAPSHOT)
+    db_id: int
+    source_db_id: int
+    name: str
+    snapshot_id: int = 0
+    anchor_lsn: int = 0
+    anchor_segment_id: int = 0
+    size_pages: int = 0
+    pins: list[Pin] = []
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        source = tables.writable(self.source_db_id, even="read_only")
+        if source.kind is not DbKind.PAGES:
+            raise WrongKind(
+                "only page databases are forked in the manifest",
+                hint="streams cannot be forked; key-value databases have their own fork",
+                db_id=self.source_db_id,
+                kind=source.kind.name,
+            )
+        some_u32("db_id", self.db_id)
+        key = t.DB.key.pack(self.db_id)
+        if tables.db.has(key):
+            raise AlreadyExists("a database of this id exists already", db_id=self.db_id)
+        claim_name(tables, self.name, self.db_id)
+        view = self._fork_point(tables, source)
+        hold_view(tables, view.leaves, view.pins)
+        for leaf, origin, generation in view.leaves:
+            tables.live_leaf.put(t.LIVE_LEAF.key.pack(self.db_id, leaf), LeafRef(origin, generation))
+        self._inherit_wal(tables, view)
+        if source.namespace_id:
+            retain_namespace(tables, source.namespace_id)
+        tables.put_db(
+            self.db_id,
+            replace(
+                source,
+                name=self.name,
+                created_at_ms=at_ms,
+                status=DbStatus.ACTIVE,
+                parent_db_id=self.source_db_id,
+                parent_snapshot_id=self.snapshot_id,
+                parent_generation=view.generation,
+                parent_lsn=view.anchor_lsn,
+                next_snapshot_id=1,
+                tags={},
+            ),
+        )
+        raise_watermark(tables, Counter.DB, self.db_id)
+
+    def _fork_point(self, tables: Overlay, source: DbRecord) -> SnapshotRecord:
+        if self.snapshot_id:
+            record = tables.snapshot_index.get(t.SNAPSHOT_INDEX.key.pack(self.source_db_id, self.snapshot_id))
+            if record is None:
+                raise UnknownSnapshot(
+                    "the database has no snapshot of this id", db_id=self.source_db_id, snapshot_id=self.snapshot_id
+                )
+            return record
+        _, wal = wal_state_of(tables, self.source_db_id, 0)
+        return SnapshotRecord(
+            name="",
+            kind=SnapshotKind.ANONYMOUS,
+            created_at_ms=0,
+            generation=wal.last_checkpoint_generation,
+            anchor_lsn=self.anchor_lsn,
+            anchor_segment_id=self.anchor_segment_id,
+            size_pages=self.size_pages,
+            page_size=source.page_size,
+            leaves=live_leaves(tables, self.source_db_id),
+            pins=self.pins,
+        )
+
+    def _inherit_wal(self, tables: Overlay, view: SnapshotRecord) -> None:
+        newest = view.anchor_segment_id
+        for pin in view.pins:
+            origin = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
+            assert origin is not None, "hold_view has just seen this row"
+            newest = max(newest, pin.segment_id)
+            inherited = WalRecord(
+                origin_db_id=pin.origin_db_id,
+                state=WalState.INDEXED,
+                format=origin.format,
+                created_at_ms=origin.created_at_ms,
+                sealed_at_ms=origin.sealed_at_ms,
+                first_lsn=origin.first_lsn,
+                last_lsn=pin.upto_lsn,
+                used_bytes=pin.used_bytes,
+                frame_count=origin.frame_count,
+                size_pages=view.size_pages,
+            )
+            tables.wal_catalog.put(t.WAL_CATALOG.key.pack(self.db_id, pin.segment_id), inherited)
+        covered = min((pin.upto_lsn for pin in view.pins), default=view.anchor_lsn)
+        tables.wal_state.put(
+            t.WAL_STATE.key.pack(self.db_id, 0),
+            WalStateRecord(
+                next_segment_id=newest + 1,
+                lsn_reserved=view.anchor_lsn,
+                last_sealed_segment=newest,
+                last_applied_lsn=view.anchor_lsn,
+                indexed_upto_lsn=view.anchor_lsn,
+                checkpointed_lsn=0 if view.pins else covered,
+                last_checkpoint_generation=view.generation,
+                size_pages=view.size_pages,
+            ),
+        )

@@ -1,0 +1,229 @@
+"""Operations on write-ahead logs: segments and their states, and how far a database has come.
+
+Rules
+  1. States move OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED, one step at a time; the one backward
+     edge is CHECKPOINT_READY → INDEXED (P6): a checkpoint that was given up.
+  2. A database's tracking row holds one reference on the segment until TRUNCATED; snapshots and forks hold their own, so
+     truncating here never takes bytes from them (P12).
+  3. Marks in `wal_state` only rise (P5).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, IllegalTransition, InvalidInput, UnknownArtifact, UnknownDatabase
+from quire.core.ids import ArtifactKind, some_u32, u64
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.refs import release, retain
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import Residency, WalChunkPointer, WalFormat, WalRecord, WalState, WalStateRecord
+
+NEXT_STATES: dict[WalState, frozenset[WalState]] = {
+    WalState.OPEN: frozenset({WalState.SEALED}),
+    WalState.SEALED: frozenset({WalState.INDEXED}),
+    WalState.INDEXED: frozenset({WalState.CHECKPOINT_READY}),
+    WalState.CHECKPOINT_READY: frozenset({WalState.CHECKPOINTED, WalState.INDEXED}),
+    WalState.CHECKPOINTED: frozenset({WalState.TRUNCATED}),
+    WalState.TRUNCATED: frozenset(),
+}
+
+
+def wal_count_key(origin_db_id: int, segment_id: int) -> bytes:
+    """The count key of a WAL segment."""
+    return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
+
+
+def wal_state_of(tables: Overlay, db_id: int, shard: int) -> tuple[bytes, WalStateRecord]:
+    """Key and row of a database's WAL state."""
+    key = t.WAL_STATE.key.pack(db_id, shard)
+    row = tables.wal_state.get(key)
+    if row is None:
+        raise UnknownDatabase("the database has no such WAL shard", db_id=db_id, shard=shard)
+    return key, row
+
+
+def _track(tables: Overlay, db_id: int, segment_id: int, row: WalRecord) -> None:
+    some_u32("segment_id", segment_id)
+    key = t.WAL_CATALOG.key.pack(db_id, segment_id)
+    if tables.wal_catalog.has(key):
+        raise AlreadyExists("a segment of this id exists already", db_id=db_id, segment_id=segment_id)
+    tables.wal_catalog.put(key, row)
+    retain(tables, wal_count_key(row.origin_db_id, segment_id))
+
+
+class OpenSegment(Op, frozen=True, tag=40):
+    """A new segment file is there, its header synced (P1): a file without this row is garbage."""
+
+    component = int(Component.WAL)
+    db_id: int
+    segment_id: int
+    format: WalFormat
+    file_bytes: int
+    salt: bytes
+    first_lsn: int
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id)
+        state_key, state = wal_state_of(tables, self.db_id, 0)
+        if self.segment_id < state.next_segment_id:
+            raise AlreadyExists(
+                "segment ids are never reused", segment_id=self.segment_id, next=state.next_segment_id
+            )
+        row = WalRecord(
+            origin_db_id=self.db_id,
+            state=WalState.OPEN,
+            format=self.format,
+            created_at_ms=at_ms,
+            first_lsn=u64("first_lsn", self.first_lsn),
+            file_bytes=self.file_bytes,
+            salt=self.salt,
+        )
+        _track(tables, self.db_id, self.segment_id, row)
+        tables.wal_state.put(state_key, replace(state, next_segment_id=self.segment_id + 1))
+
+
+class AppendWalChunk(Op, frozen=True, tag=41):
+    """A segment is sealed (seed 001): ordered under its generation, its range and size known.
+
+    A segment that was never opened in the catalog (one already in its final form, as streams make them) is entered here.
+    """
+
+    component = int(Component.WAL)
+    db_id: int
+    shard: int
+    segment_id: int
+    generation: int
+    first_lsn: int
+    last_lsn: int
+    used_bytes: int
+    frame_count: int = 0
+    size_pages: int = 0
+    format: WalFormat = WalFormat.PAGER
+    residency: Residency = Residency.LOCAL
+    crc64: int = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        if self.last_lsn < self.first_lsn:
+            raise InvalidInput("a segment ends before it begins", first_lsn=self.first_lsn, last_lsn=self.last_lsn)
+        state_key, state = wal_state_of(tables, self.db_id, self.shard)
+        key = t.WAL_CATALOG.key.pack(self.db_id, self.segment_id)
+        row = tables.wal_catalog.get(key)
+        if row is None:
+            row = WalRecord(self.db_id, WalState.OPEN, self.format, created_at_ms=at_ms, residency=self.residency)
+            _track(tables, self.db_id, self.segment_id, row)
+        if row.state is not WalState.OPEN:
+            raise IllegalTransition(
+                "the segment is sealed already", db_id=self.db_id, segment_id=self.segment_id, state=row.state.name
+            )
+        sealed = replace(
+            row,
+            state=WalState.SEALED,
+            sealed_at_ms=at_ms,
+            first_lsn=self.first_lsn,
+            last_lsn=u64("last_lsn", self.last_lsn),
+            used_bytes=self.used_bytes,
+            frame_count=self.frame_count,
+            size_pages=self.size_pages,
+            crc64=self.crc64,
+        )
+        tables.wal_catalog.put(key, sealed)
+        pointer = WalChunkPointer(self.db_id, self.first_lsn, self.last_lsn, self.used_bytes, at_ms)
+        tables.wal_manifest.put(t.WAL_MANIFEST.key.pack(self.db_id, self.generation, self.segment_id), pointer)
+        tables.wal_state.put(
+            state_key,
+            replace(
+                state,
+                next_segment_id=max(state.next_segment_id, self.segment_id + 1),
+                last_sealed_segment=max(state.last_sealed_segment, self.segment_id),
+                last_applied_lsn=max(state.last_applied_lsn, self.last_lsn),
+                lsn_reserved=max(state.lsn_reserved, self.last_lsn),
+            ),
+        )
+
+
+class MoveWalState(Op, frozen=True, tag=42):
+    """One step of a segment's life (rule 1)."""
+
+    component = int(Component.WAL)
+    db_id: int
+    segment_id: int
+    state: WalState
+    gc_ticket: int = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.database(self.db_id)
+        key = t.WAL_CATALOG.key.pack(self.db_id, self.segment_id)
+        row = tables.wal_catalog.get(key)
+        if row is None:
+            raise UnknownArtifact("no such WAL segment", db_id=self.db_id, segment_id=self.segment_id)
+        if self.state not in NEXT_STATES[row.state]:
+            raise IllegalTransition(
+                "a WAL segment has no such step",
+                db_id=self.db_id,
+                segment_id=self.segment_id,
+                at=row.state.name,
+                asked=self.state.name,
+            )
+        moved = replace(row, state=self.state, gc_ticket=self.gc_ticket or row.gc_ticket)
+        if self.state is WalState.TRUNCATED:
+            release(tables, wal_count_key(row.origin_db_id, self.segment_id), at_ms)
+            if row.origin_db_id != self.db_id:
+                tables.wal_catalog.delete(key)
+                return
+        tables.wal_catalog.put(key, moved)
+
+
+class AdvanceWal(Op, frozen=True, tag=43):
+    """Raise the marks of a database's WAL; a mark that is not above the present one leaves it (rule 3)."""
+
+    component = int(Component.WAL)
+    db_id: int
+    shard: int = 0
+    lsn_reserved: int = 0
+    indexed_upto_lsn: int = 0
+    last_applied_lsn: int = 0
+    size_pages: int | None = None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key, state = wal_state_of(tables, self.db_id, self.shard)
+        tables.wal_state.put(
+            key,
+            replace(
+                state,
+                lsn_reserved=max(state.lsn_reserved, u64("lsn_reserved", self.lsn_reserved)),
+                indexed_upto_lsn=max(state.indexed_upto_lsn, u64("indexed_upto_lsn", self.indexed_upto_lsn)),
+                last_applied_lsn=max(state.last_applied_lsn, u64("last_applied_lsn", self.last_applied_lsn)),
+                size_pages=state.size_pages if self.size_pages is None else self.size_pages,
+            ),
+        )
+
+
+class AdvanceCheckpoint(Op, frozen=True, tag=44):
+    """A checkpoint has absorbed everything up to an lsn. Never moves back."""
+
+    component = int(Component.WAL)
+    db_id: int
+    generation: int
+    checkpointed_lsn: int
+    shard: int = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key, state = wal_state_of(tables, self.db_id, self.shard)
+        if self.generation <= state.last_checkpoint_generation or self.checkpointed_lsn < state.checkpointed_lsn:
+            raise IllegalTransition(
+                "a checkpoint cannot move backwards",
+                db_id=self.db_id,
+                generation=self.generation,
+                last_generation=state.last_checkpoint_generation,
+                lsn=self.checkpointed_lsn,
+                last_lsn=state.checkpointed_lsn,
+            )
+        tables.wal_state.put(
+            key,
+            replace(state, last_checkpoint_generation=self.generation, checkpointed_lsn=self.checkpointed_lsn),
+        )

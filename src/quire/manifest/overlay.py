@@ -1,0 +1,341 @@
+"""The tables as the writer sees them: committed rows under a layer of pending ones.
+
+Terms
+  pending   rows written by the batches of the current group, not yet in LMDB; `None` marks a deletion
+  inserted  pending rows that their op claims are new
+  undo      how pending rows looked before the current batch
+  kept      decoded rows of small, hot tables that stay in memory across groups
+
+Rules
+  1. A batch reads its own writes and those of the batches before it, in every table.
+  2. A batch that fails leaves no trace. Ops are pure, so until the first failure of a group nothing is noted down for
+     that: the pending rows are dropped and the good batches applied again, from then on with an undo log (`tracking`).
+     Groups without failures pay nothing, groups with any number of them at most twice
+     (docs/decisions/001-write-overlay.md).
+  3. `insert` believes that a key is new and looks only at pending rows; LMDB tells at `flush` (`KeysTaken`), and the group is
+     done again with `strict` lookups. So inserting a million rows costs no million reads.
+  4. LMDB is not written before `flush`; so cursors opened by `scan` stay valid while an op writes, and a transaction
+     that failed (map full) can be begun again and flushed again without applying anything twice.
+  5. `kept` rows change only in `settle`, after the commit is durable.
+
+Owned by the writer thread (or by whoever replays a feed): never shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal
+
+from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
+from quire.manifest import tables as t
+from quire.manifest.codec import R
+from quire.manifest.keys import prefix_end
+from quire.manifest.records import DbRecord, DbStatus
+
+if TYPE_CHECKING:
+    import lmdb
+
+KEPT_ROWS_MAX = 65_536
+"""Kept rows per table; a fuller table starts over. Bounds the writer's memory at a few tens of MB."""
+
+_ABSENT: Final = object()
+
+
+class KeysTaken(Exception):  # never leaves the manifest: the writer answers it with a strict pass
+    """An optimistic insert met an existing row."""
+
+
+class TableView(Generic[R]):
+    """One table of the overlay. Keys are packed bytes: callers pack once and use the key several times."""
+
+    __slots__ = ("_decode", "_deleted", "_handle", "_kept", "_overlay", "insert", "inserted", "pending", "put", "table")
+
+    def __init__(self, table: t.Table[R], handle: Any, overlay: Overlay, *, keep: bool) -> None:
+        self.table = table
+        self.pending: dict[bytes, R | None] = {}
+        self.inserted: dict[bytes, R] = {}
+        self.put: Callable[[bytes, R], None] = self.pending.__setitem__
+        """Insert or replace the row. A bound C method unless the overlay is tracking."""
+        self.insert: Callable[[bytes, R], R | None] = self._insert_optimistic
+        """Put a row that should be new; returns the row that is in the way, if there is one (rule 3)."""
+        self._decode = table.codec.decode
+        self._deleted = False
+        self._handle = handle
+        self._kept: dict[bytes, R] | None = {} if keep else None
+        self._overlay = overlay
+
+    def get(self, key: bytes) -> R | None:
+        """The row, or `None`."""
+        found: Any = self.pending.get(key, _ABSENT)
+        if found is not _ABSENT:
+            return found  # type: ignore[no-any-return]  # Any only to compare with the sentinel
+        if key in self.inserted:
+            return self.inserted[key]
+        kept = self._kept
+        if kept is not None and key in kept:
+            return kept[key]
+        raw = self._overlay.txn.get(key, db=self._handle)
+        if raw is None:
+            return None
+        record = self._decode(raw)
+        if kept is not None:
+            if len(kept) >= KEPT_ROWS_MAX:
+                kept.clear()
+            kept[key] = record
+        return record
+
+    def has(self, key: bytes) -> bool:
+        """Whether the row exists, without decoding it."""
+        found: Any = self.pending.get(key, _ABSENT)
+        if found is not _ABSENT:
+            return found is not None
+        if key in self.inserted or (self._kept is not None and key in self._kept):
+            return True
+        return self._overlay.txn.get(key, db=self._handle) is not None
+
+    def _insert_optimistic(self, key: bytes, record: R) -> R | None:
+        if key in self.pending:
+            return self._insert_careful(key, record)
+        before = self.inserted.setdefault(key, record)
+        return None if before is record else before
+
+    def _insert_careful(self, key: bytes, record: R) -> R | None:
+        overlay = self._overlay
+        if overlay.strict or key in self.pending or key in self.inserted:
+            if (before := self.get(key)) is None:
+                self.put(key, record)
+            return before
+        overlay.undo.append((self.inserted, key, _ABSENT))
+        self.inserted[key] = record
+        return None
+
+    def delete(self, key: bytes) -> None:
+        """Remove the row; a missing one is fine."""
+        self.put(key, None)  # type: ignore[arg-type]  # None marks a deletion
+        self._deleted = True
+
+    def switch(self, *, tracking: bool, strict: bool) -> None:
+        """Write with or without an undo log (rule 2), insert with or without looking first (rule 3)."""
+        self.put = self._put_tracked if tracking else self.pending.__setitem__
+        self.insert = self._insert_careful if tracking or strict else self._insert_optimistic
+
+    def _put_tracked(self, key: bytes, record: R) -> None:
+        pending = self.pending
+        self._overlay.undo.append((pending, key, pending.get(key, _ABSENT)))
+        pending[key] = record
+
+    def _row(self, key: bytes) -> R | None:
+        """A pending row, `None` if deleted. REQUIRES that the key is pending."""
+        return self.pending[key] if key in self.pending else self.inserted[key]
+
+    def scan(self, prefix: bytes = b"", *, after: bytes | None = None) -> Iterator[tuple[bytes, R]]:
+        """Rows whose key starts with `prefix` (and lies above `after`), in key order."""
+        merged = iter(
+            sorted(
+                key
+                for key in self.pending.keys() | self.inserted.keys()
+                if key.startswith(prefix) and (after is None or key > after)
+            )
+        )
+        ours = next(merged, None)
+        for key, raw in self._committed(prefix, after):
+            while ours is not None and ours < key:
+                if (record := self._row(ours)) is not None:
+                    yield ours, record
+                ours = next(merged, None)
+            if ours == key:
+                if (record := self._row(key)) is not None:
+                    yield key, record
+                ours = next(merged, None)
+            else:
+                yield key, self._decode(raw)
+        while ours is not None:
+            if (record := self._row(ours)) is not None:
+                yield ours, record
+            ours = next(merged, None)
+
+    def any(self, prefix: bytes) -> bool:
+        """Whether any row has this prefix."""
+        return next(self.scan(prefix), None) is not None
+
+    def _committed(self, prefix: bytes, after: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+        end = prefix_end(prefix)
+        with self._overlay.txn.cursor(db=self._handle) as cursor:
+            if not cursor.set_range(after if after is not None else prefix):
+                return
+            for key, raw in cursor.iternext():
+                if end is not None and key >= end:
+                    return
+                if after is None or key > after:
+                    yield key, raw
+
+    def flush(self) -> int:
+        """Write pending rows into the LMDB transaction, in key order; the number of rows."""
+        txn, codec = self._overlay.txn, self.table.codec
+        with txn.cursor(db=self._handle) as cursor:
+            if self.inserted:
+                fresh = sorted(self.inserted.items())
+                if self.pending:
+                    fresh = [item for item in fresh if item[0] not in self.pending]
+                consumed, added = cursor.putmulti(_encoded(codec, fresh), overwrite=False)
+                if added < consumed:
+                    raise KeysTaken
+            rows = sorted(self.pending.items(), key=_first)
+            if self._deleted:
+                for key, record in rows:
+                    if record is None:
+                        txn.delete(key, db=self._handle)
+                rows = [item for item in rows if item[1] is not None]
+            cursor.putmulti(_encoded(codec, rows))
+        return len(self.pending) + len(self.inserted)
+
+    def settle(self) -> None:
+        """The pending rows are durable: remember the hot ones, forget the rest."""
+        kept = self._kept
+        if kept is not None:
+            for key, record in (self.inserted | self.pending).items():
+                if record is None:
+                    kept.pop(key, None)
+                else:
+                    kept[key] = record
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the pending rows."""
+        self.pending.clear()
+        self.inserted.clear()
+        self._deleted = False
+
+
+def _first(item: tuple[bytes, Any]) -> bytes:
+    return item[0]
+
+
+def _encoded(codec: Any, rows: list[tuple[bytes, Any]]) -> list[tuple[bytes, bytes]]:
+    if codec.packed is None:
+        head, body = codec.head, codec.body
+        return [(key, head + body(record)) for key, record in rows]
+    encode = codec.encode
+    return [(key, encode(record)) for key, record in rows]
+
+
+class Overlay:
+    """All tables, with the shared undo log. `txn` is set by `begin` for the time of one group."""
+
+    def __init__(self, handles: dict[str, Any]) -> None:
+        self.txn: lmdb.Transaction
+        self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
+        self.tracking = False
+        self.strict = False
+        """Inserts look into LMDB before they believe that a key is new (rule 3)."""
+        self.active_ids: set[int] = set()
+        """Databases known to be ACTIVE: saves a look-up per op. Emptied whenever a `db` row changes or is undone."""
+        self.views: list[TableView[Any]] = []
+
+        def view(table: t.Table[R], *, keep: bool = False) -> TableView[R]:
+            made = TableView(table, handles[table.name], self, keep=keep)
+            self.views.append(made)
+            return made
+
+        self.db = view(t.DB, keep=True)
+        self.wal_state = view(t.WAL_STATE, keep=True)
+        self.wal_catalog = view(t.WAL_CATALOG)
+        self.wal_manifest = view(t.WAL_MANIFEST)
+        self.chunk_catalog = view(t.CHUNK_CATALOG)
+        self.chunk_delta_index = view(t.CHUNK_DELTA_INDEX)
+        self.slot_leaf = view(t.SLOT_LEAF)
+        self.live_leaf = view(t.LIVE_LEAF)
+        self.remote_namespace = view(t.REMOTE_NAMESPACE, keep=True)
+        self.snapshot_index = view(t.SNAPSHOT_INDEX)
+        self.job_queue = view(t.JOB_QUEUE)
+        self.job_pending_index = view(t.JOB_PENDING_INDEX)
+        self.gc_refcounts = view(t.GC_REFCOUNTS)
+        self.page_version_index = view(t.PAGE_VERSION_INDEX)
+        self.page_version_head = view(t.PAGE_VERSION_HEAD)
+        self.generation_watermarks = view(t.GENERATION_WATERMARKS, keep=True)
+        self.id_watermarks = view(t.ID_WATERMARKS, keep=True)
+        self.change_cursors = view(t.CHANGE_CURSORS)
+        self.snapshot_readers = view(t.SNAPSHOT_READERS)
+        self.snapshot_floor = view(t.SNAPSHOT_FLOOR)
+        self.metrics = view(t.METRICS, keep=True)
+        self.idempotency = view(t.IDEMPOTENCY)
+        self.job_leases = view(t.JOB_LEASES)
+        self.meta = view(t.META, keep=True)
+        self.db_names = view(t.DB_NAMES)
+        self.snapshot_names = view(t.SNAPSHOT_NAMES)
+        self.cursor_names = view(t.CURSOR_NAMES)
+        self.jobs_by_state = view(t.JOBS_BY_STATE)
+        self.gc_zero = view(t.GC_ZERO)
+
+    def begin(self, txn: lmdb.Transaction) -> None:
+        """Work on this transaction from now on."""
+        self.txn = txn
+
+    def switch(self, *, tracking: bool = False, strict: bool = False) -> None:
+        """Choose how the following batches write; see `TableView.switch`."""
+        if (tracking, strict) != (self.tracking, self.strict):
+            self.tracking, self.strict = tracking, strict
+            for view in self.views:
+                view.switch(tracking=tracking, strict=strict)
+
+    def rollback(self) -> None:
+        """Forget what the current batch wrote. REQUIRES `tracking`."""
+        for pending, key, before in reversed(self.undo):
+            if before is _ABSENT:
+                del pending[key]
+            else:
+                pending[key] = before
+        self.undo.clear()
+        self.active_ids.clear()
+
+    def flush(self) -> int:
+        """Write everything pending into the transaction; the number of rows. `KeysTaken`: see rule 3."""
+        return sum([view.flush() for view in self.views if view.pending or view.inserted])
+
+    def settle(self) -> None:
+        """The transaction is durable (rule 5)."""
+        for view in self.views:
+            if view.pending or view.inserted:
+                view.settle()
+        self._restart()
+
+    def discard(self) -> None:
+        """The transaction is gone: forget all pending rows."""
+        for view in self.views:
+            view.discard()
+        self.active_ids.clear()
+        self._restart()
+
+    def _restart(self) -> None:
+        self.undo.clear()
+        self.switch()
+
+    # ── lookups that many ops share ───────────────────────────────────────────────────────────────────────────────────
+    def put_db(self, db_id: int, record: DbRecord) -> None:
+        """Write a database's row."""
+        self.active_ids.discard(db_id)
+        self.db.put(t.DB.key.pack(db_id), record)
+
+    def database(self, db_id: int) -> DbRecord:
+        """The database's row, in any status but gone."""
+        record = self.db.get(t.DB.key.pack(db_id))
+        if record is None:
+            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+        return record
+
+    def writable(self, db_id: int, *, even: Literal["read_only"] | None = None) -> DbRecord:
+        """The database's row, if it takes writes. Upkeep passes `even="read_only"`."""
+        record = self.database(db_id)
+        if record.status is DbStatus.ACTIVE:
+            self.active_ids.add(db_id)
+        else:
+            if record.status is DbStatus.TOMBSTONED:
+                raise DatabaseTombstoned("the database was dropped and takes no writes", db_id=db_id, name=record.name)
+            if even != "read_only":
+                raise ReadOnly(
+                    "the database is read-only",
+                    hint="set its status to ACTIVE to write to it",
+                    db_id=db_id,
+                    name=record.name,
+                )
+        return record

@@ -1,0 +1,432 @@
+"""Records of manifest tables: what a row says.
+
+Rules
+  1. A record is frozen: the writer keeps decoded records across transactions, so nobody may change one in place.
+  2. Fields are only appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring
+     what they do not know. Anything else bumps the table's version and adds a step to the migration ledger.
+  3. Times are milliseconds of the owner's clock; 0 means "never". Ids are 0 for "none".
+
+The bytes (u16 version + msgpack array, or a packed struct for the four tables of millions) are described in
+docs/formats/manifest.md.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all records. `gc=False`: records hold no cycles, and millions of them must not slow the collector."""
+
+
+# ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class DbKind(IntEnum):
+    PAGES = 1
+    STREAM = 2
+    LSM = 3
+
+
+class DbStatus(IntEnum):
+    """ACTIVE ⇄ READ_ONLY → TOMBSTONED; a tombstone is removed once no artifact of the database is left."""
+
+    ACTIVE = 1
+    READ_ONLY = 2
+    TOMBSTONED = 3
+
+
+class Compression(IntEnum):
+    NONE = 0
+    ZSTD = 1
+
+
+class DbRecord(Record, frozen=True):
+    """Identity, fixed configuration and per-database high-water marks (M5)."""
+
+    name: str
+    kind: DbKind
+    created_at_ms: int
+    status: DbStatus = DbStatus.ACTIVE
+    config_hash: bytes = b""
+    page_size: int = 0
+    pages_per_chunk: int = 0
+    compression: Compression = Compression.ZSTD
+    namespace_id: int = 0
+    parent_db_id: int = 0
+    parent_snapshot_id: int = 0
+    parent_generation: int = 0
+    parent_lsn: int = 0
+    next_generation: int = 1
+    next_snapshot_id: int = 1
+    dropped_at_ms: int = 0
+    tags: dict[str, str] = {}
+
+
+# ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Residency(IntEnum):
+    """Where an artifact's bytes are. EVICTED: the catalog remembers an object that must be hydrated before use."""
+
+    LOCAL = 1
+    LOCAL_AND_REMOTE = 2
+    REMOTE_ARCHIVED = 3
+    EVICTED = 4
+
+
+class VerifyState(IntEnum):
+    UNVERIFIED = 0
+    VERIFIED = 1
+    MISSING = 2
+    ALTERED = 3
+
+
+class ChunkRecord(Record, frozen=True):
+    """One base chunk. The object's name follows from the row's key; `suffix` is set only where it does not."""
+
+    residency: Residency
+    size_bytes: int
+    created_at_ms: int
+    lsn_start: int = 0
+    lsn_end: int = 0
+    page_count: int = 0
+    compression: Compression = Compression.ZSTD
+    namespace_id: int = 0
+    suffix: str = ""
+    sha256: bytes = b""
+    bitmap_hash: int = 0
+    plan_digest: bytes = b""
+    uploaded_at_ms: int = 0
+    verified_at_ms: int = 0
+    verify_state: VerifyState = VerifyState.UNVERIFIED
+    purge_after_ms: int = 0
+
+
+class DeltaRecord(Record, frozen=True):
+    """One delta over a base chunk: the pages of the slot that changed."""
+
+    base_generation: int
+    residency: Residency
+    size_bytes: int
+    created_at_ms: int
+    lsn_start: int = 0
+    lsn_end: int = 0
+    page_count: int = 0
+    dirty_pages: bytes = b""
+    compression: Compression = Compression.ZSTD
+    namespace_id: int = 0
+    suffix: str = ""
+    sha256: bytes = b""
+    bitmap_hash: int = 0
+    plan_digest: bytes = b""
+    uploaded_at_ms: int = 0
+    verified_at_ms: int = 0
+    verify_state: VerifyState = VerifyState.UNVERIFIED
+    purge_after_ms: int = 0
+
+
+class NamespaceRecord(Record, frozen=True):
+    """Where remote objects live: joined with a compact suffix it gives the canonical object name."""
+
+    url: str
+    prefix: str = ""
+    encryption_profile: str = ""
+    created_at_ms: int = 0
+
+
+class RefcountRecord(Record, frozen=True):
+    """References to one artifact. At zero the row is work (M8): it never rises again and goes when its object is gone."""
+
+    in_use: int = 0
+    pending_upload: int = 0
+    zero_since_ms: int = 0
+
+
+class LeafRecord(Record, frozen=True):
+    """The chains of up to 256 slots, packed (see `slots.py`). Immutable: a change makes a new generation of the leaf."""
+
+    entries: bytes
+
+
+class LeafRef(Record, frozen=True):
+    """Which leaf version a live database holds."""
+
+    origin_db_id: int
+    generation: int
+
+
+# ── write-ahead log ───────────────────────────────────────────────────────────────────────────────────────────────────
+class WalState(IntEnum):
+    """OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED; back only CHECKPOINT_READY → INDEXED (P6)."""
+
+    OPEN = 1
+    SEALED = 2
+    INDEXED = 3
+    CHECKPOINT_READY = 4
+    CHECKPOINTED = 5
+    TRUNCATED = 6
+
+
+class WalFormat(IntEnum):
+    PAGER = 1
+    APPEND_ONLY = 2
+
+
+class WalStateRecord(Record, frozen=True):
+    """How far a database's WAL has come, and the gate of its flush job."""
+
+    next_segment_id: int = 1
+    lsn_reserved: int = 0
+    last_sealed_segment: int = 0
+    last_applied_lsn: int = 0
+    indexed_upto_lsn: int = 0
+    checkpointed_lsn: int = 0
+    last_checkpoint_generation: int = 0
+    size_pages: int = 0
+    active_job_id: int = 0
+    last_success_at_ms: int = 0
+    errored_since_ms: int = 0
+
+
+class WalRecord(Record, frozen=True):
+    """One WAL artifact as one database tracks it. Residency, size and hashes are the artifact's own and live only in the
+    row whose database is the origin; a fork's row names the origin and has a state of its own (P12)."""
+
+    origin_db_id: int
+    state: WalState
+    format: WalFormat = WalFormat.PAGER
+    created_at_ms: int = 0
+    sealed_at_ms: int = 0
+    first_lsn: int = 0
+    last_lsn: int = 0
+    used_bytes: int = 0
+    file_bytes: int = 0
+    frame_count: int = 0
+    size_pages: int = 0
+    residency: Residency = Residency.LOCAL
+    namespace_id: int = 0
+    suffix: str = ""
+    sha256: bytes = b""
+    crc64: int = 0
+    uploaded_at_ms: int = 0
+    verified_at_ms: int = 0
+    verify_state: VerifyState = VerifyState.UNVERIFIED
+    newest_reader_lsn: int = 0
+    gc_ticket: int = 0
+    salt: bytes = b""
+
+
+class WalChunkPointer(Record, frozen=True):
+    """The place of one sealed WAL artifact in its generation's order."""
+
+    origin_db_id: int
+    first_lsn: int
+    last_lsn: int
+    size_bytes: int
+    sealed_at_ms: int = 0
+
+
+# ── page versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class PageVersionRecord(Record, frozen=True):
+    """Where one version of one page lies in the WAL."""
+
+    origin_db_id: int
+    segment_id: int
+    frame_no: int
+    flags: int
+    prev_lsn: int
+    frame_crc64: int
+
+
+class PageHeadRecord(Record, frozen=True):
+    """The newest WAL-backed version of a page."""
+
+    lsn: int
+    segment_id: int
+    source: int = 1
+
+
+# ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class SnapshotKind(IntEnum):
+    NAMED = 1
+    ANONYMOUS = 2
+    LEASED = 3
+
+
+class Pin(Record, frozen=True):
+    """A WAL segment that a snapshot or fork needs, up to an lsn."""
+
+    origin_db_id: int
+    segment_id: int
+    upto_lsn: int
+    used_bytes: int = 0
+
+
+class SnapshotRecord(Record, frozen=True):
+    """An immutable view: leaf keys and pinned segments. Holds references, never the floor (P13)."""
+
+    name: str
+    kind: SnapshotKind
+    created_at_ms: int
+    generation: int
+    anchor_lsn: int = 0
+    anchor_segment_id: int = 0
+    size_pages: int = 0
+    page_size: int = 0
+    leaves: list[tuple[int, int, int]] = []
+    """(leaf number, origin_db_id, generation) of every leaf."""
+    pins: list[Pin] = []
+    expires_at_ms: int = 0
+    anchor_time_ms: int = 0
+    tags: dict[str, str] = {}
+
+
+# ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class JobKind(IntEnum):
+    CHECKPOINT = 1
+    MERGE = 2
+    DELETE = 3
+    UPLOAD = 4
+    EVICT = 5
+    HYDRATE = 6
+    VERIFY = 7
+    RETENTION = 8
+    TRUNCATE = 9
+    COMPACTION = 10
+    BUNDLE = 11
+    SWEEP = 12
+
+
+EXCLUSIVE_JOBS = frozenset({JobKind.CHECKPOINT, JobKind.MERGE, JobKind.DELETE, JobKind.RETENTION, JobKind.TRUNCATE})
+"""At most one of each may be outstanding per database: two would do the same work, or work against each other."""
+
+
+class JobState(IntEnum):
+    """PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED."""
+
+    PENDING = 1
+    IN_FLIGHT = 2
+    SUCCEEDED = 3
+    FAILED_PERMANENT = 4
+    CANCELLED = 5
+
+
+TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED_PERMANENT, JobState.CANCELLED})
+
+
+class JobRecord(Record, frozen=True):
+    """One piece of work that survives crashes."""
+
+    kind: JobKind
+    db_id: int
+    created_at_ms: int
+    state: JobState = JobState.PENDING
+    payload: bytes = b""
+    attempt: int = 0
+    max_attempts: int = 5
+    not_before_ms: int = 0
+    started_at_ms: int = 0
+    finished_at_ms: int = 0
+    error: str = ""
+    result: bytes = b""
+    token: bytes = b""
+    artifact: tuple[int, int, int, int, int] | None = None
+    """The artifact (origin, kind, id, generation, delta) whose `pending_upload` this job holds, if it is an upload."""
+
+
+class JobLeaseRecord(Record, frozen=True):
+    """Who works on a job, until when, and how far it is."""
+
+    worker: str
+    expires_at_ms: int
+    heartbeat_at_ms: int
+    done: int = 0
+    total: int = 0
+
+
+# ── the change feed ───────────────────────────────────────────────────────────────────────────────────────────────────
+class CursorState(IntEnum):
+    LIVE = 1
+    LOST = 2
+
+
+class CursorRecord(Record, frozen=True):
+    """A subscriber and the highest sequence it has acknowledged."""
+
+    acked_sequence: int
+    created_at_ms: int
+    updated_at_ms: int
+    name: str = ""
+    state: CursorState = CursorState.LIVE
+    ttl_ms: int = 0
+    max_lag: int = 0
+    lost_reason: str = ""
+
+
+class IdempotencyRecord(Record, frozen=True):
+    """What a batch with this key answered (M11)."""
+
+    sequence: int
+    expires_at_ms: int
+    generations: tuple[tuple[int, int], ...] = ()
+    result: bytes = b""
+
+
+# ── readers, metrics, housekeeping ────────────────────────────────────────────────────────────────────────────────────
+class ReaderRecord(Record, frozen=True):
+    """A remote reader's lease on a version of a database."""
+
+    snapshot_lsn: int
+    opened_at_ms: int
+    heartbeat_at_ms: int
+    expires_at_ms: int
+    tags: dict[str, str] = {}
+
+
+class FloorRecord(Record, frozen=True):
+    """The lowest version any reader may still ask for."""
+
+    min_snapshot_lsn: int
+    writer_high_lsn: int
+
+
+class MetricRecord(Record, frozen=True):
+    """A rolling metric. Bucket i counts observations in [2^(i-1), 2^i); bucket 0 those below 1."""
+
+    sum: float = 0.0
+    count: int = 0
+    min: float = 0.0
+    max: float = 0.0
+    buckets: list[int] = []
+
+
+class GenerationRecord(Record, frozen=True):
+    """How many batches have touched a component, and when the last one did."""
+
+    generation: int
+    updated_at_ms: int
+
+
+class WatermarkRecord(Record, frozen=True):
+    """The next id to hand out; never falls (M5)."""
+
+    next_id: int
+
+
+class MigrationRecord(Record, frozen=True):
+    """A step of the migration ledger that has been carried out."""
+
+    applied_at_ms: int
+    quire_version: str
+
+
+class MetaRecord(Record, frozen=True):
+    """A named fact about this environment (store id, schema version, bounds of the change log)."""
+
+    number: int = 0
+    text: str = ""
+
+
+class IndexRecord(Record, frozen=True):
+    """The value of a derived index row: the id (or time) it leads to."""
+
+    value: int

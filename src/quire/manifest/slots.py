@@ -1,0 +1,106 @@
+"""The packed body of a slot leaf: for each slot its chain, a base chunk and the deltas over it.
+
+Terms
+  slot     the place of one chunk in a database; its number is the chunk id (M7)
+  leaf     256 consecutive slots; slot s is at offset s % 256 of leaf s // 256
+  chain    the artifacts that together hold a slot's pages: first the base, then deltas, oldest first
+  covered  every artifact carries the highest lsn it holds; a chain's is that of its last artifact (P8)
+
+An entry is 20 bytes, little-endian: offset u8, kind u8, delta_id u16, origin_db_id u32, generation u32, covered_lsn u64.
+
+Rules
+  1. Entries are sorted by offset; within a slot they keep the order of the chain.
+  2. A chain begins with its only BASE and goes on with DELTAs of strictly rising covered_lsn.
+  3. A slot without a chain has no entry.
+
+Pure functions, any thread; numpy only where many leaves are read at once. Part of docs/formats/manifest.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain as chained
+
+from quire.core.errors import InvalidInput, ManifestDamaged, OutOfRange
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import SLOTS_PER_LEAF
+
+ENTRY = struct.Struct("<BBHIIQ")
+ENTRY_FIELDS = [
+    ("offset", "u1"),
+    ("kind", "u1"),
+    ("delta_id", "<u2"),
+    ("origin_db_id", "<u4"),
+    ("generation", "<u4"),
+    ("covered_lsn", "<u8"),
+]
+assert ENTRY.size == 20
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One artifact of a chain."""
+
+    kind: ArtifactKind
+    origin_db_id: int
+    generation: int
+    covered_lsn: int
+    delta_id: int = 0
+
+    def artifact(self, slot: int) -> ArtifactKey:
+        """The artifact's name, given the slot the chain belongs to."""
+        return ArtifactKey(self.origin_db_id, self.kind, slot, self.generation, self.delta_id)
+
+
+Chain = tuple[Link, ...]
+Leaf = dict[int, Chain]
+"""Offset in the leaf → chain."""
+
+EMPTY: Chain = ()
+
+
+def place(slot: int) -> tuple[int, int]:
+    """(leaf, offset) of a slot."""
+    return divmod(slot, SLOTS_PER_LEAF)
+
+
+def check_chain(chain: Chain, slot: int) -> None:
+    """Rule 2, for chains that come from callers."""
+    if chain[0].kind is not ArtifactKind.BASE or any(link.kind is not ArtifactKind.DELTA for link in chain[1:]):
+        raise InvalidInput("a chain is one base followed by deltas", slot=slot, kinds=[link.kind.name for link in chain])
+    if any(low.covered_lsn >= high.covered_lsn for low, high in zip(chain, chain[1:])):
+        raise InvalidInput(
+            "a chain's deltas must cover rising lsns", slot=slot, covered=[link.covered_lsn for link in chain]
+        )
+
+
+def pack_leaf(leaf: Leaf) -> bytes:
+    """The bytes of a leaf."""
+    try:
+        return b"".join(
+            ENTRY.pack(offset, link.kind, link.delta_id, link.origin_db_id, link.generation, link.covered_lsn)
+            for offset in sorted(leaf)
+            for link in leaf[offset]
+        )
+    except struct.error as error:
+        raise OutOfRange("a chain has a number that does not fit its field", leaf=str(leaf)[:200]) from error
+
+
+def unpack_leaf(entries: bytes) -> Leaf:
+    """The chains of a leaf."""
+    if len(entries) % ENTRY.size:
+        raise ManifestDamaged("a leaf is not a whole number of entries", bytes=len(entries))
+    leaf: dict[int, list[Link]] = {}
+    for offset, kind, delta_id, origin, generation, covered in ENTRY.iter_unpack(entries):
+        leaf.setdefault(offset, []).append(Link(ArtifactKind(kind), origin, generation, covered, delta_id))
+    return {offset: tuple(chain) for offset, chain in leaf.items()}
+
+
+def artifacts(leaf: Leaf, number: int) -> Iterable[ArtifactKey]:
+    """Every artifact that leaf `number` refers to."""
+    first = number * SLOTS_PER_LEAF
+    return chained.from_iterable(
+        (link.artifact(first + offset) for link in chain) for offset, chain in leaf.items()
+    )

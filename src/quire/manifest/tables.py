@@ -1,0 +1,172 @@
+"""Every table of the manifest: its key, its record, and whether its changes are part of the feed.
+
+Terms
+  logged    changes enter the change log; replaying the log gives these tables byte for byte (M2)
+  local     never logged: about this environment, its subscribers and its readers, not about the data
+  derived   an index that can be rebuilt from other tables; written in the same transaction, never logged itself
+
+Rules
+  1. This list is the schema. `docs/formats/manifest.md` shows it and a house test holds the two together.
+  2. A table is added by a line here and, for stores that exist, by nothing else: tables are made at open.
+
+Constants only.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Generic
+
+from quire.manifest import records as r
+from quire.manifest.codec import R, RecordCodec
+from quire.manifest.keys import KeyCodec, Width
+
+
+class Policy(Enum):
+    LOGGED = "logged"
+    LOCAL = "local"
+    DERIVED = "derived"
+
+
+class Table(Generic[R]):
+    """One LMDB database: name, typed key, typed record."""
+
+    __slots__ = ("codec", "key", "name", "policy", "purpose")
+
+    def __init__(
+        self,
+        name: str,
+        key: tuple[tuple[str, Width], ...],
+        record: type[R],
+        policy: Policy,
+        purpose: str,
+        *,
+        version: int = 1,
+        packed: str | None = None,
+    ) -> None:
+        self.name = name
+        self.key = KeyCodec(*key)
+        self.codec = RecordCodec(record, version=version, packed=packed)
+        self.policy = policy
+        self.purpose = purpose
+        TABLES[name] = self
+
+    def __repr__(self) -> str:
+        return f"Table({self.name})"
+
+
+TABLES: dict[str, Table[Any]] = {}
+"""All tables by name, in the order in which they are declared."""
+
+_LOGGED, _LOCAL, _DERIVED = Policy.LOGGED, Policy.LOCAL, Policy.DERIVED
+_ARTIFACT: tuple[tuple[str, Width], ...] = (
+    ("origin_db_id", "u32"),
+    ("kind", "u8"),
+    ("id", "u32"),
+    ("generation", "u32"),
+    ("delta_id", "u16"),
+)
+
+# ── logged ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+DB = Table("db", (("db_id", "u32"),), r.DbRecord, _LOGGED, "identity, configuration and life of a database")
+WAL_STATE = Table(
+    "wal_state", (("db_id", "u32"), ("shard", "u16")), r.WalStateRecord, _LOGGED, "how far the WAL has come; flush gate"
+)
+WAL_CATALOG = Table(
+    "wal_catalog", (("db_id", "u32"), ("segment_id", "u32")), r.WalRecord, _LOGGED, "WAL artifacts and their states"
+)
+WAL_MANIFEST = Table(
+    "wal_manifest",
+    (("db_id", "u32"), ("generation", "u32"), ("segment_id", "u32")),
+    r.WalChunkPointer,
+    _LOGGED,
+    "order of sealed WAL artifacts per generation",
+)
+CHUNK_CATALOG = Table(
+    "chunk_catalog",
+    (("origin_db_id", "u32"), ("chunk_id", "u32"), ("generation", "u32")),
+    r.ChunkRecord,
+    _LOGGED,
+    "base chunks: residency, size, hashes",
+)
+CHUNK_DELTA_INDEX = Table(
+    "chunk_delta_index",
+    (("origin_db_id", "u32"), ("chunk_id", "u32"), ("generation", "u32"), ("delta_id", "u16")),
+    r.DeltaRecord,
+    _LOGGED,
+    "deltas over base chunks",
+)
+SLOT_LEAF = Table(
+    "slot_leaf",
+    (("origin_db_id", "u32"), ("leaf", "u32"), ("generation", "u32")),
+    r.LeafRecord,
+    _LOGGED,
+    "immutable leaves of 256 slots: slot → chain of base and deltas",
+)
+LIVE_LEAF = Table(
+    "live_leaf", (("db_id", "u32"), ("leaf", "u32")), r.LeafRef, _LOGGED, "the leaf versions a live database holds"
+)
+REMOTE_NAMESPACE = Table(
+    "remote_namespace", (("namespace_id", "u32"),), r.NamespaceRecord, _LOGGED, "buckets and prefixes"
+)
+SNAPSHOT_INDEX = Table(
+    "snapshot_index",
+    (("db_id", "u32"), ("snapshot_id", "u32")),
+    r.SnapshotRecord,
+    _LOGGED,
+    "snapshots: leaf keys, pinned segments, anchor",
+)
+JOB_QUEUE = Table("job_queue", (("job_id", "u64"),), r.JobRecord, _LOGGED, "durable work items")
+JOB_PENDING_INDEX = Table(
+    "job_pending_index",
+    (("db_id", "u32"), ("job_kind", "u16")),
+    r.IndexRecord,
+    _LOGGED,
+    "gate: the outstanding job of an exclusive kind",
+    packed="Q",
+)
+GC_REFCOUNTS = Table("gc_refcounts", _ARTIFACT, r.RefcountRecord, _LOGGED, "references to artifacts", packed="IIQ")
+PAGE_VERSION_INDEX = Table(
+    "page_version_index",
+    (("db_id", "u32"), ("page", "u32"), ("lsn", "u64")),
+    r.PageVersionRecord,
+    _LOGGED,
+    "page versions that live in the WAL",
+    packed="IIIIQQ",
+)
+PAGE_VERSION_HEAD = Table(
+    "page_version_head",
+    (("db_id", "u32"), ("page", "u32")),
+    r.PageHeadRecord,
+    _LOGGED,
+    "newest WAL-backed version of a page",
+    packed="QII",
+)
+GENERATION_WATERMARKS = Table(
+    "generation_watermarks", (("component", "u32"),), r.GenerationRecord, _LOGGED, "batches that touched a component"
+)
+ID_WATERMARKS = Table("id_watermarks", (("counter", "u16"),), r.WatermarkRecord, _LOGGED, "next ids, never reused")
+
+# ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# change_log's records are ManifestChange (change.py): its row codec is made there, from the ops. The key is listed here.
+CHANGE_CURSORS = Table("change_cursors", (("cursor_id", "u64"),), r.CursorRecord, _LOCAL, "subscribers of the feed")
+SNAPSHOT_READERS = Table(
+    "snapshot_readers", (("db_id", "u32"), ("reader_id", "u64")), r.ReaderRecord, _LOCAL, "leases of remote readers"
+)
+SNAPSHOT_FLOOR = Table("snapshot_floor", (("db_id", "u32"),), r.FloorRecord, _LOCAL, "lowest version still readable")
+METRICS = Table("metrics", (("scope", "u32"), ("metric_kind", "u32")), r.MetricRecord, _LOCAL, "rolling metrics")
+IDEMPOTENCY = Table("idempotency", (("key", "raw"),), r.IdempotencyRecord, _LOCAL, "answers to keyed batches")
+JOB_LEASES = Table("job_leases", (("job_id", "u64"),), r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
+META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
+MIGRATIONS = Table("migrations", (("name", "text"),), r.MigrationRecord, _LOCAL, "the migration ledger")
+
+# ── derived ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+DB_NAMES = Table("db_names", (("name", "text"),), r.IndexRecord, _DERIVED, "name → db_id", packed="Q")
+SNAPSHOT_NAMES = Table(
+    "snapshot_names", (("db_id", "u32"), ("name", "text")), r.IndexRecord, _DERIVED, "name → snapshot_id", packed="Q"
+)
+CURSOR_NAMES = Table("cursor_names", (("name", "text"),), r.IndexRecord, _DERIVED, "name → cursor_id", packed="Q")
+JOBS_BY_STATE = Table(
+    "jobs_by_state", (("state", "u8"), ("job_id", "u64")), r.IndexRecord, _DERIVED, "jobs in each state", packed="Q"
+)
+GC_ZERO = Table("gc_zero", _ARTIFACT, r.IndexRecord, _DERIVED, "artifacts at zero → since when", packed="Q")

@@ -1,0 +1,46 @@
+"""How to reach an object store: tunables and credentials, as plain data.
+
+Rules
+  1. Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) unless `settings` has them; they are never part
+     of a URL and never shown by `repr`.
+  2. Options pickle: an executor opens its own store from (url, options).
+
+Raises: `InvalidConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quire.core.errors import InvalidConfig
+from quire.objects.retry import RetryPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What `open_store` needs beyond the URL. A path needs none of it.
+
+    >>> StoreOptions(region="eu-central-1", settings={"secret_access_key": "s3cret"})  # doctest: +ELLIPSIS
+    StoreOptions(endpoint=None, region='eu-central-1', allow_http=False, ...)
+    """
+
+    endpoint: str | None = None
+    """Of an S3-compatible service, an emulator or a private endpoint; None means the provider's own."""
+    region: str | None = None
+    """S3 only. None means AWS_REGION, else us-east-1."""
+    allow_http: bool = False
+    """Plain HTTP is refused unless asked for: credentials and data would travel in the clear."""
+    connect_timeout_seconds: float = 5.0
+    request_timeout_seconds: float = 60.0
+    """From connecting to the last byte of the body. 64 MiB in 60 s needs ~9 Mbit/s; raise it on slower links."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Passed to the backend as they are: credentials, encryption … as in obstore's S3Config, GCSConfig, AzureConfig."""
+
+    def __post_init__(self) -> None:
+        if self.connect_timeout_seconds <= 0 or self.request_timeout_seconds <= 0:
+            raise InvalidConfig("timeouts must be above zero seconds")
+        for name in ("endpoint", "region", "bucket"):
+            if name in self.settings:
+                raise InvalidConfig(f"{name!r} belongs in the URL or in its own option, not in settings")

@@ -1,0 +1,441 @@
+"""A `Disk` that remembers what was not synced, and can show the directory as power loss could have left it.
+
+Terms
+  durable   what a sync has covered: a file's bytes and size by `File.sync`, a directory's names by `Disk.sync_dir`
+  pending   what happened since: each write (by 512-byte sector), each change of size, each change of a name
+  outcome   what power loss did to one pending thing: kept it, dropped it, or (bytes only) garbled it
+  chooser   a function that picks one of the outcomes offered: `random.Random(seed).choice`, a hypothesis draw,
+            `keep_all`, `drop_all`, or one of `every_chooser()`
+
+Rules
+  1. Durable things always survive; pending ones are decided one by one, independently, whatever their order was.
+     That is harsher than a journaling file system, and as harsh as the promises of POSIX.
+  2. A write beyond the end may leave the new size without its bytes (zeros), or some sectors without others.
+  3. A rename in one directory is one thing: it happened or it did not. Between directories the new name comes first,
+     the removal of the old one is decided apart and only if the new name is there.
+  4. A file whose name is not durable may vanish although its bytes were synced; a removed or replaced file may be back.
+  5. Live files are real files, so that `fileno`, mmap and locks work; bytes changed through a mapping are found at the
+     next sync or at the crash by comparing.
+
+Threads: any; one lock, so operations are atomic for the record. Nothing is really synced: tests stay fast.
+Raises what `OsDisk` raises, and `InvalidInput` for a path outside the root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.core.errors import InvalidInput
+from quire.durable.files import OsDisk, OsFile
+
+SECTOR_BYTES = 512
+
+
+class Outcome(Enum):
+    """What power loss did to one pending thing."""
+
+    KEEP = "keep"
+    DROP = "drop"
+    GARBLE = "garble"
+
+
+Chooser = Callable[[Sequence[Outcome]], Outcome]
+_EITHER = (Outcome.KEEP, Outcome.DROP)
+_ANY = (Outcome.KEEP, Outcome.DROP, Outcome.GARBLE)
+
+
+def keep_all(_options: Sequence[Outcome]) -> Outcome:
+    """The kindest crash: a killed process on a machine that stays up."""
+    return Outcome.KEEP
+
+
+def drop_all(_options: Sequence[Outcome]) -> Outcome:
+    """Nothing unsynced survives."""
+    return Outcome.DROP
+
+
+def every_chooser() -> Iterator[Chooser]:
+    """Choosers that together take every path through the decisions; use each for one crash before asking for the next.
+
+    >>> seen = []
+    >>> for choose in every_chooser():
+    ...     seen.append((choose(_EITHER).value, choose(_EITHER).value))
+    >>> seen
+    [('keep', 'keep'), ('keep', 'drop'), ('drop', 'keep'), ('drop', 'drop')]
+    """
+    plan: list[int] = []
+    while True:
+        widths: list[int] = []
+
+        def choose(options: Sequence[Outcome], plan: list[int] = plan, widths: list[int] = widths) -> Outcome:
+            step = len(widths)
+            widths.append(len(options))
+            return options[plan[step] if step < len(plan) else 0]
+
+        yield choose
+        taken = (plan + [0] * len(widths))[: len(widths)]
+        while taken and taken[-1] == widths[len(taken) - 1] - 1:
+            taken.pop()
+        if not taken:
+            return
+        taken[-1] += 1
+        plan = taken
+
+
+@dataclass(slots=True)
+class _Write:
+    offset: int
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Resize:
+    size: int
+    grow_only: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Inode:
+    durable: bytearray = field(default_factory=bytearray)
+    pending: list[_Write | _Resize] = field(default_factory=list)
+    mapped: bool = False
+    """Whether someone asked for the descriptor: then bytes may change behind our back."""
+    real: str = ""
+    """A name under which the live bytes can be read, while there is one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Directory:
+    durable: dict[str, _Node] = field(default_factory=dict)
+    live: dict[str, _Node] = field(default_factory=dict)
+
+
+_Node = _Inode | _Directory
+
+
+@dataclass(slots=True)
+class _Edit:
+    """One name in one directory, set or (`node=None`) removed."""
+
+    directory: _Directory
+    name: str
+    node: _Node | None
+
+
+class CrashDisk:
+    """A `Disk` over a real directory that can crash; what is there at the start counts as durable."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+        self._inner = OsDisk()
+        self._lock = threading.RLock()
+        self._changes: list[list[_Edit]] = []
+        os.makedirs(self.root, exist_ok=True)
+        self._tree = _load(self.root)
+
+    def path(self, *parts: str) -> str:
+        """The absolute path of something below the root."""
+        return os.path.join(self.root, *parts)
+
+    def crash(self, target: str, choose: Chooser) -> CrashDisk:
+        """Build in `target` (a new directory) what the disk could hold after power loss now; this disk stays usable."""
+        with self._lock:
+            tree = _Crash(choose, self._changes).tree(self._tree)
+        os.makedirs(target)
+        _store(tree, target, {})
+        return CrashDisk(target)
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> CrashFile:
+        with self._lock:
+            parent, name = self._parent(path)
+            inner = self._inner.open(path, create=create, exclusive=exclusive, write=write)
+            node = parent.live.get(name)
+            if node is None:
+                node = _Inode(real=path)
+                self._change(_Edit(parent, name, node))
+            assert isinstance(node, _Inode), path
+            return CrashFile(inner, node, self._lock)
+
+    def exists(self, path: str) -> bool:
+        return self._inner.exists(path)
+
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        return self._inner.names(path)
+
+    def make_dirs(self, path: str) -> None:
+        with self._lock:
+            directory, where = self._tree, self.root
+            for name in self._parts(path):
+                where, above = os.path.join(where, name), where
+                if not os.path.isdir(where):
+                    os.mkdir(where)
+                    self._change(_Edit(directory, name, _Directory()))
+                    self.sync_dir(above)
+                below = directory.live[name]
+                assert isinstance(below, _Directory), where
+                directory = below
+
+    def rename(self, source: str, target: str) -> None:
+        with self._lock:
+            (old_parent, old), (new_parent, new) = self._parent(source), self._parent(target)
+            self._inner.rename(source, target)
+            node = old_parent.live[old]
+            if node is new_parent.live.get(new):
+                return  # two names of one file: POSIX says that a rename then does nothing
+            replaced = new_parent.live.get(new)
+            if isinstance(replaced, _Inode):
+                replaced.real = ""
+            if isinstance(node, _Inode):
+                node.real = target
+            self._change(_Edit(new_parent, new, node), _Edit(old_parent, old, None))
+
+    def link(self, source: str, target: str) -> None:
+        with self._lock:
+            (old_parent, old), (new_parent, new) = self._parent(source), self._parent(target)
+            self._inner.link(source, target)
+            self._change(_Edit(new_parent, new, old_parent.live[old]))
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            parent, name = self._parent(path)
+            node = parent.live.get(name)
+            if isinstance(node, _Inode):
+                _notice_mapped(node)
+                node.real = ""
+            self._inner.remove(path)
+            self._change(_Edit(parent, name, None))
+
+    def remove_dir(self, path: str) -> None:
+        with self._lock:
+            parent, name = self._parent(path)
+            self._inner.remove_dir(path)
+            self._change(_Edit(parent, name, None))
+
+    def sync_dir(self, path: str) -> None:
+        with self._lock:
+            directory = self._tree
+            for name in self._parts(path):
+                below = directory.live.get(name)
+                if not isinstance(below, _Directory):
+                    raise FileNotFoundError(path)
+                directory = below
+            for edits in self._changes:
+                # Rule 3: the removal of an old name waits for the new one.
+                while edits and edits[0].directory is directory:
+                    _apply(directory.durable, edits.pop(0))
+            self._changes = [edits for edits in self._changes if edits]
+
+    def _change(self, *edits: _Edit) -> None:
+        for edit in edits:
+            _apply(edit.directory.live, edit)
+        self._changes.append(list(edits))
+
+    def _parts(self, path: str) -> list[str]:
+        relative = os.path.relpath(os.path.abspath(path), self.root)
+        if relative.split(os.sep)[0] == os.pardir:
+            raise InvalidInput("the path is outside the crash disk", path=path, root=self.root)
+        return [] if relative == os.curdir else relative.split(os.sep)
+
+    def _parent(self, path: str) -> tuple[_Directory, str]:
+        *above, name = self._parts(path)
+        directory = self._tree
+        for part in above:
+            below = directory.live.get(part)
+            if not isinstance(below, _Directory):
+                raise FileNotFoundError(path)
+            directory = below
+        return directory, name
+
+
+class CrashFile:
+    """A `File` of a `CrashDisk`."""
+
+    __slots__ = ("_inner", "_inode", "_lock")
+
+    def __init__(self, inner: OsFile, inode: _Inode, lock: threading.RLock) -> None:
+        self._inner = inner
+        self._inode = inode
+        self._lock = lock
+
+    @property
+    def path(self) -> str:
+        return self._inner.path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        return self._inner.read_at(size, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        with self._lock:
+            self._inner.write_at(data, offset)
+            if len(data):  # an empty write changes nothing, not even the size
+                self._inode.pending.append(_Write(offset, bytes(data)))
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    def truncate(self, size: int) -> None:
+        with self._lock:
+            self._inner.truncate(size)
+            self._inode.pending.append(_Resize(size, grow_only=False))
+
+    def allocate(self, size: int) -> None:
+        with self._lock:
+            self._inner.allocate(size)
+            self._inode.pending.append(_Resize(size, grow_only=True))
+
+    def sync(self) -> None:
+        with self._lock:
+            inode = self._inode
+            if inode.mapped:
+                inode.durable = bytearray(self._inner.read_at(self._inner.size(), 0))
+            else:
+                for op in inode.pending:
+                    _play(inode.durable, op, keep_all)
+            inode.pending.clear()
+
+    def fileno(self) -> int:
+        self._inode.mapped = True
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> CrashFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Crash:
+    """One way in which power loss could have gone."""
+
+    def __init__(self, choose: Chooser, changes: list[list[_Edit]]) -> None:
+        self._choose = choose
+        self._names: dict[int, dict[str, _Node]] = {}
+        self._contents: dict[int, bytes] = {}
+        for edits in changes:
+            self._decide(edits)
+
+    def tree(self, root: _Directory) -> dict[str, object]:
+        """The surviving names below `root`: sub-dicts for directories, (inode number, bytes) for files."""
+        survivors: dict[str, object] = {}
+        for name, node in sorted(self._entries(root).items()):
+            if isinstance(node, _Directory):
+                survivors[name] = self.tree(node)
+            else:
+                survivors[name] = (id(node), self._content(node))
+        return survivors
+
+    def _decide(self, edits: list[_Edit]) -> None:
+        first, *rest = edits
+        if self._choose(_EITHER) is not Outcome.KEEP:
+            return
+        _apply(self._entries(first.directory), first)
+        for edit in rest:
+            if edit.directory is first.directory or self._choose(_EITHER) is Outcome.KEEP:
+                _apply(self._entries(edit.directory), edit)
+
+    def _entries(self, directory: _Directory) -> dict[str, _Node]:
+        return self._names.setdefault(id(directory), dict(directory.durable))
+
+    def _content(self, inode: _Inode) -> bytes:
+        if id(inode) not in self._contents:
+            _notice_mapped(inode)
+            data = bytearray(inode.durable)
+            for op in inode.pending:
+                _play(data, op, self._choose)
+            self._contents[id(inode)] = bytes(data)
+        return self._contents[id(inode)]
+
+
+def _apply(entries: dict[str, _Node], edit: _Edit) -> None:
+    if edit.node is None:
+        entries.pop(edit.name, None)
+    else:
+        entries[edit.name] = edit.node
+
+
+def _play(data: bytearray, op: _Write | _Resize, choose: Chooser) -> None:
+    """Let `op` happen to `data`, as far as the chooser lets it."""
+    if isinstance(op, _Resize):
+        unchanged = op.size == len(data) or (op.grow_only and op.size < len(data))
+        if not unchanged and choose(_EITHER) is Outcome.KEEP:
+            _set_size(data, op.size)
+        return
+    end = op.offset + len(op.data)
+    start = op.offset
+    while start < end:
+        stop = min(end, (start // SECTOR_BYTES + 1) * SECTOR_BYTES)
+        outcome = choose(_ANY)
+        if outcome is not Outcome.DROP:
+            piece = op.data[start - op.offset : stop - op.offset]
+            if outcome is Outcome.GARBLE:
+                piece = hashlib.shake_128(piece).digest(len(piece))
+            if len(data) < start:
+                _set_size(data, start)
+            data[start:stop] = piece
+        start = stop
+    if len(data) < end and choose(_EITHER) is Outcome.KEEP:
+        _set_size(data, end)
+
+
+def _set_size(data: bytearray, size: int) -> None:
+    if size < len(data):
+        del data[size:]
+    else:
+        data.extend(bytes(size - len(data)))
+
+
+def _notice_mapped(inode: _Inode) -> None:
+    """Turn bytes that changed through a mapping into pending writes."""
+    if not inode.mapped or not os.path.exists(inode.real):
+        return
+    with OsDisk().open(inode.real, write=False) as file:
+        live = file.read_at(file.size(), 0)
+    known = bytearray(inode.durable)
+    for op in inode.pending:
+        _play(known, op, keep_all)
+    for start in range(0, len(live), SECTOR_BYTES):
+        sector = live[start : start + SECTOR_BYTES]
+        if known[start : start + SECTOR_BYTES] != sector:
+            inode.pending.append(_Write(start, sector))
+
+
+def _load(path: str) -> _Directory:
+    directory = _Directory()
+    with os.scandir(path) as entries:
+        for entry in entries:
+            node: _Node
+            if entry.is_dir(follow_symlinks=False):
+                node = _load(entry.path)
+            else:
+                with OsDisk().open(entry.path, write=False) as file:
+                    node = _Inode(durable=bytearray(file.read_at(file.size(), 0)), real=entry.path)
+            directory.durable[entry.name] = directory.live[entry.name] = node
+    return directory
+
+
+def _store(tree: dict[str, object], path: str, written: dict[int, str]) -> None:
+    for name, node in tree.items():
+        where = os.path.join(path, name)
+        if isinstance(node, dict):
+            os.mkdir(where)
+            _store(node, where, written)
+            continue
+        assert isinstance(node, tuple)
+        inode, data = node
+        if inode in written:
+            os.link(written[inode], where)
+        else:
+            written[inode] = where
+            with open(where, "wb") as file:
+                file.write(data)

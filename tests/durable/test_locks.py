@@ -1,0 +1,154 @@
+"""The lock: one holder, named to the others, gone with its process, untouched by forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import NotWritable, StorageFault, StoreClosed, StoreLocked
+from quire.durable.locks import FileLock, holder, is_held
+from quire.testing.clock import ManualClock
+
+HOLD = """
+import sys
+from quire.durable.locks import FileLock
+lock = FileLock.acquire(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_elsewhere(path: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLD, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Run `work` in a forked child; whether it returned true."""
+    pid = os.fork()
+    if pid == 0:
+        verdict = 1
+        try:
+            verdict = 0 if work() else 1
+        finally:
+            os._exit(verdict)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_second_taker_learns_who_was_first(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.lock")
+    with held_elsewhere(path) as process:
+        with pytest.raises(StoreLocked) as caught:
+            FileLock.acquire(path)
+        assert caught.value.where["pid"] == process.pid
+        assert str(process.pid) in caught.value.hint
+        assert is_held(path)
+
+
+def test_the_lock_ends_with_a_killed_holder(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.lock")
+    with held_elsewhere(path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not is_held(path)
+        with FileLock.acquire(path):
+            found = holder(path)
+            assert found is not None
+            assert found.pid == os.getpid()
+
+
+def test_one_process_cannot_take_it_twice_but_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.lock")
+    with FileLock.acquire(path, ManualClock(now_ms=42)) as lock:
+        lock.check()
+        found = holder(path)
+        assert found is not None
+        assert (found.pid, found.since_ms) == (os.getpid(), 42)
+        with pytest.raises(StoreLocked, match="already open in this process"):
+            FileLock.acquire(path)
+    assert not is_held(path)
+    assert holder(path) is None
+    lock.close()
+    with pytest.raises(StoreClosed):
+        lock.check()
+    with pytest.raises(StoreClosed), lock:
+        pass
+    FileLock.acquire(path).close()
+
+
+def test_a_forked_child_neither_has_nor_drops_the_parents_lock(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.lock")
+    lock = FileLock.acquire(path)
+
+    def child() -> bool:
+        with pytest.raises(StoreClosed, match="parent of a fork"):
+            lock.check()
+        with pytest.raises(StoreLocked):
+            FileLock.acquire(path)
+        lock.close()
+        return True
+
+    assert in_child(child)
+    lock.check()
+    assert is_held(path)
+    lock.close()
+    assert in_child(lambda: FileLock.acquire(path).path == path)
+
+
+def test_a_surviving_child_does_not_keep_a_dead_parents_lock(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from quire.durable.locks import FileLock
+lock = FileLock.acquire(sys.argv[1])
+if os.fork() == 0:
+    print("child", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+time.sleep(600)
+"""
+    path = str(tmp_path / "store.lock")
+    command = [sys.executable, "-c", code, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "child\n"
+        assert is_held(path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        FileLock.acquire(path).close()
+
+
+@pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"pid": "x"}', b"\xff" * 5000, b"[" * 4096])
+def test_unreadable_contents_decide_nothing(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "store.lock"
+    path.write_bytes(contents)
+    assert holder(str(path)) is None
+    assert not is_held(str(path))
+    with FileLock.acquire(str(path)):
+        path.write_bytes(contents)
+        with pytest.raises(StoreLocked) as caught:
+            FileLock.acquire(str(path))
+        assert caught.value.where["pid"] is None
+
+
+def test_a_missing_file_is_held_by_nobody(tmp_path: Path) -> None:
+    assert not is_held(str(tmp_path / "none"))
+    assert holder(str(tmp_path / "none")) is None
+
+
+def test_a_place_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises((StorageFault, NotWritable)):
+        FileLock.acquire(str(tmp_path))

@@ -1,0 +1,80 @@
+"""What runs on an executor imports where `import lmdb` fails: a cluster's machines have no manifest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tests.house.tree import SRC, Source, imports, modules
+
+EXECUTOR_SAFE = [
+    "quire.core.*",
+    "quire.durable.checksums",
+    "quire.durable.log*",
+    "quire.durable.names",
+    "quire.objects.*",
+]
+
+# One process for all: between two modules everything of quire is forgotten, so that each is imported afresh.
+WITHOUT_LMDB = """
+import importlib, json, sys
+
+class NoLmdb:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lmdb":
+            raise ModuleNotFoundError("lmdb is not on this machine", name=name)
+
+sys.meta_path.insert(0, NoLmdb())
+sys.path[:0] = json.loads(sys.argv[1])
+verdict = {}
+for name in json.loads(sys.argv[2]):
+    for each in [each for each in sys.modules if each.partition(".")[0] == "quire"]:
+        del sys.modules[each]
+    try:
+        importlib.import_module(name)
+        verdict[name] = ""
+    except ImportError as error:
+        verdict[name] = str(error)
+print(json.dumps(verdict))
+"""
+
+
+def refused_without_lmdb(names: list[str], *paths: Path) -> dict[str, str]:
+    """The modules of `names` that cannot be imported without lmdb, with what they say."""
+    arguments = [json.dumps([str(path) for path in (SRC, *paths)]), json.dumps(names)]
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LMDB, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    verdict: dict[str, str] = json.loads(ended.stdout)
+    return {name: error for name, error in verdict.items() if error}
+
+
+def needs_lmdb(source: Source) -> bool:
+    """Whether importing the module imports lmdb; what is in functions or under TYPE_CHECKING does not count here."""
+    at_once = {node.lineno for node in source.tree.body}
+    return any(each.is_in("lmdb") and each.line in at_once for each in imports(source))
+
+
+def test_declared_modules_import_without_lmdb() -> None:
+    names = [source.module for source in modules()]
+    missing = [pattern for pattern in EXECUTOR_SAFE if not any(fnmatchcase(name, pattern) for name in names)]
+    assert not missing, f"no module matches {missing}: was it renamed?"
+    safe = [name for name in names if any(fnmatchcase(name, pattern) for pattern in EXECUTOR_SAFE)]
+    assert not refused_without_lmdb(safe)
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "straight.py").write_text("import lmdb")
+    (tmp_path / "around.py").write_text("import straight")
+    (tmp_path / "innocent.py").write_text("import json")
+    assert refused_without_lmdb(["straight", "around", "innocent"], tmp_path).keys() == {"straight", "around"}
+
+
+def test_modules_of_the_manifest_that_need_lmdb_are_refused() -> None:
+    users = [source.module for source in modules() if needs_lmdb(source)]
+    assert users, "nobody imports lmdb: what is the manifest made of?"
+    assert refused_without_lmdb(users).keys() == set(users)

@@ -1,0 +1,51 @@
+"""Each on-disk format has one module that owns its bytes and one page that describes them, and each names the other.
+No page that the code cites is missing.
+
+That the numbers on a page agree with the structs is tested beside each format; here, that no page is orphaned or thin.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT, modules
+
+PAGES = sorted(file for file in (ROOT / "docs" / "formats").glob("*.md") if file.name != "README.md")
+
+# What a reader of a format asks, in this order; CONTRIBUTING.md explains each.
+SECTIONS = ["Layout", "Example", "Reading", "Evolution", "Downsides"]
+
+OWNER = re.compile(r"^Owner: `(quire(?:\.\w+)+)`", re.MULTILINE)
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_answers_what_a_reader_asks(page: Path) -> None:
+    headings = sections(page.read_text("utf-8"))
+    assert [heading for heading in headings if heading in SECTIONS] == SECTIONS, f"{page.name} needs {SECTIONS}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_and_owner_name_each_other(page: Path) -> None:
+    owner = OWNER.search(page.read_text("utf-8"))
+    assert owner, f"{page.name} needs a line: Owner: `quire.<room>.<module>`"
+    docstrings = {source.module: source.docstring for source in modules()}
+    assert owner[1] in docstrings, f"{page.name}: there is no module {owner[1]}"
+    assert f"docs/formats/{page.name}" in docstrings[owner[1]], f"the docstring of {owner[1]} must name its page"
+
+
+def test_pages_that_modules_cite_exist() -> None:
+    cited = [(source.path, page) for source in modules() for page in re.findall(r"docs/[\w/-]+\.md", source.text)]
+    assert not [f"{path} cites {page}" for path, page in cited if not (ROOT / page).exists()]
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text("utf-8")
+    assert not [page.name for page in folder.glob("[0-9]*.md") if f"]({page.name})" not in index]

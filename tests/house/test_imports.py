@@ -1,0 +1,85 @@
+"""Who may import whom, held by a walk of the syntax trees.
+
+import-linter holds the same rules (pyproject.toml). They are said a second time on purpose: a contract is loosened with
+one line, and this walk also sees imports through importlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.house.tree import Source, imports, modules, parse
+
+LAYERS = [
+    {"core"},
+    {"durable"},
+    {"objects"},
+    {"manifest"},
+    {"pages", "stream", "lsm"},
+    {"jobs", "sqlite"},
+    {"service"},
+    {"spark"},
+    {"store"},
+    {"cli", "testing"},
+]
+RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
+FENCES = {"lmdb": "manifest", "obstore": "objects", "apsw": "sqlite", "pyspark": "spark", "typer": "cli"}
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted name in quire; the root package counts as `store`, because its door leads there."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in RANK else "store"
+
+
+def wrong_ways(source: Source) -> Iterator[str]:
+    here = room_of(source.module)
+    for each in imports(source):
+        there = room_of(each.name)
+        if each.is_in("quire") and there != here and RANK[there] >= RANK[here]:
+            yield f"{source.path}:{each.line}: {here} may not import {each.name}"
+
+
+def climbed_fences(source: Source) -> Iterator[str]:
+    for each in imports(source):
+        for package, room in FENCES.items():
+            if each.is_in(package) and room_of(source.module) != room:
+                yield f"{source.path}:{each.line}: {package} belongs to {room}/"
+
+
+def inside() -> list[Source]:
+    """All modules but the root's lazy door, which is above every room."""
+    return [source for source in modules() if source.module != "quire"]
+
+
+def test_every_room_has_a_place_in_the_order() -> None:
+    homeless = [source.path for source in inside() if source.module.split(".")[1] not in RANK]
+    assert not homeless, f"give the room a layer here and in pyproject.toml: {homeless}"
+
+
+def test_imports_point_one_way() -> None:
+    assert not [problem for source in inside() for problem in wrong_ways(source)]
+
+
+def test_third_party_packages_stay_behind_their_fences() -> None:
+    assert not [problem for source in modules() for problem in climbed_fences(source)]
+
+
+def test_package_inits_are_empty() -> None:
+    """Else importing one executor-safe module runs code of its neighbours."""
+    assert not [source.path for source in inside() if source.is_package and source.text]
+
+
+def test_the_walk_sees_hidden_and_sideways_imports() -> None:
+    def problems(path: str, text: str) -> int:
+        source = parse(path, text)
+        return len([*wrong_ways(source), *climbed_fences(source)])
+
+    assert problems("src/quire/core/a.py", "def f():\n    from quire.manifest import keys") == 1
+    assert problems("src/quire/core/a.py", "if TYPE_CHECKING:\n    from ..durable import files") == 1
+    assert problems("src/quire/objects/a.py", "importlib.import_module('quire.manifest.keys')") == 1
+    assert problems("src/quire/manifest/a.py", "from quire import Store") == 1
+    assert problems("src/quire/manifest/a.py", "import quire.testing.models") == 1
+    assert problems("src/quire/pages/a.py", "import quire.stream.segment") == 1
+    assert problems("src/quire/store/a.py", "def f():\n    import lmdb.tool") == 1
+    assert problems("src/quire/manifest/a.py", "import lmdb\nfrom quire import core\nfrom . import keys") == 0

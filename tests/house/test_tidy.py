@@ -1,0 +1,242 @@
+"""House rules that no linter knows. Each has its reason, what to write instead, and an example that it catches.
+
+Lengths are ratchets: a file or function that must be longer is listed with its size and may shrink, never grow.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.house.tree import ROOT, Source, parse, sources
+
+MODULE_LINES_MAX = 450
+FUNCTION_LINES_MAX = 70
+
+LONGER_MODULES: dict[str, int] = {}
+LONGER_FUNCTIONS: dict[str, int] = {}
+
+CODE = ("src/quire", "bench", "tests")
+TEXT = ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", "docs/**/*.md", *(f"{folder}/**/*.py" for folder in CODE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`find` yields the lines of a file that break the rule; `where` lists the folders it holds in, less `but`."""
+
+    name: str
+    reason: str
+    instead: str
+    find: Callable[[Source], Iterator[int]]
+    caught: str
+    where: tuple[str, ...] = CODE
+    but: tuple[str, ...] = ()
+
+
+def calls(*names: str) -> Callable[[Source], Iterator[int]]:
+    """Lines that mention a dotted name (`os.fsync`), or import it bare (`from os import fsync`)."""
+    pairs = [tuple(name.rpartition(".")[::2]) for name in names]
+
+    def find(source: Source) -> Iterator[int]:
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
+                    if (owner, name) in pairs:
+                        yield node.lineno
+                case ast.ImportFrom(module=owner, names=aliases):
+                    if any((owner, each.name) in pairs for each in aliases):
+                        yield node.lineno
+                case ast.Call(func=ast.Name(id=name)):
+                    if ("", name) in pairs:
+                        yield node.lineno
+
+    return find
+
+
+def words(pattern: str) -> Callable[[Source], Iterator[int]]:
+    expression = re.compile(pattern)
+    return lambda source: (n for n, line in enumerate(source.text.splitlines(), 1) if expression.search(line))
+
+
+def module_lines(source: Source) -> int:
+    return source.text.count("\n")
+
+
+def function_lines(source: Source) -> Iterator[tuple[str, int, int]]:
+    """Each function as (path:name, first line, number of lines)."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{source.path}:{node.name}", node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def long_module(source: Source) -> Iterator[int]:
+    if module_lines(source) > LONGER_MODULES.get(source.path, MODULE_LINES_MAX):
+        yield module_lines(source)
+
+
+def long_function(source: Source) -> Iterator[int]:
+    for name, line, lines in function_lines(source):
+        if lines > LONGER_FUNCTIONS.get(name, FUNCTION_LINES_MAX):
+            yield line
+
+
+def no_docstring(source: Source) -> Iterator[int]:
+    if source.text and not ast.get_docstring(source.tree):
+        yield 1
+
+
+def bare_except(source: Source) -> Iterator[int]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno
+
+
+def swallowed(source: Source) -> Iterator[int]:
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException"), body=[ast.Pass()]):
+                yield node.lineno
+
+
+def star_import(source: Source) -> Iterator[int]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and any(each.name == "*" for each in node.names):
+            yield node.lineno
+
+
+RULES = [
+    Rule(
+        name="module length",
+        reason=f"a module has one job; above {MODULE_LINES_MAX} lines it has two",
+        instead="split it by verb, or list it in LONGER_MODULES with the reason in the change",
+        find=long_module,
+        caught="#\n" * (MODULE_LINES_MAX + 1),
+    ),
+    Rule(
+        name="function length",
+        reason=f"a function is read on one screen: {FUNCTION_LINES_MAX} lines",
+        instead="give its steps names",
+        find=long_function,
+        caught="def f():\n" + "    f()\n" * FUNCTION_LINES_MAX,
+    ),
+    Rule(
+        name="module docstring",
+        reason="a reader wants the job of a module before its code",
+        instead="say it in one sentence; then terms, rules, the thread that owns it, the format's page",
+        find=no_docstring,
+        caught="x = 1\n",
+    ),
+    Rule(
+        name="print",
+        reason="a library's output belongs to the program that uses it",
+        instead="structlog, or a value that cli/ renders",
+        find=calls("print"),
+        caught="print(1)\n",
+        where=("src/quire",),
+        but=("src/quire/cli/",),
+    ),
+    Rule(
+        name="sync",
+        reason="faults are injected at one seam; a sync elsewhere is never tested for failing",
+        instead="File.sync and Disk.sync_dir of quire.durable.files",
+        find=calls("os.fsync", "os.fdatasync", "os.sync"),
+        caught="import os\nos.fdatasync(3)\n",
+        where=("src/quire",),
+        but=("src/quire/durable/files.py",),
+    ),
+    Rule(
+        name="wall time",
+        reason="tests must be able to move time, and one clock decides (M8)",
+        instead="a Clock argument (quire.core.clock): now_ms() or monotonic()",
+        find=calls("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
+        caught="import datetime\ndatetime.datetime.now()\n",
+        where=("src/quire",),
+        but=("src/quire/core/clock.py",),
+    ),
+    Rule(
+        name="leftover",
+        reason="a note to oneself is read by everyone and done by no one",
+        instead="do it, or write it down in docs/ with an owner",
+        find=words(r"\b(T[O]DO|F[I]XME|X[X]X)\b"),
+        caught="# T\x4fDO: later\n",
+    ),
+    Rule(
+        name="bare except",
+        reason="it catches KeyboardInterrupt and SystemExit as well",
+        instead="the error that is expected; `except BaseException:` where everything is cleaned up and raised again",
+        find=bare_except,
+        caught="try:\n    x\nexcept:\n    raise\n",
+    ),
+    Rule(
+        name="swallowed error",
+        reason="a fault that nobody hears of becomes corruption that nobody can explain",
+        instead="catch the one error that is an answer, and say why it is one",
+        find=swallowed,
+        caught="try:\n    x\nexcept Exception:\n    pass\n",
+    ),
+    Rule(
+        name="star import",
+        reason="the reader cannot tell where a name comes from",
+        instead="the names themselves",
+        find=star_import,
+        caught="from os import *\n",
+    ),
+]
+
+
+def offences(rule: Rule) -> Iterator[str]:
+    for folder in rule.where:
+        for source in sources(folder):
+            if not source.path.startswith(rule.but):
+                yield from (f"{source.path}:{line}" for line in rule.find(source))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_house_rule(rule: Rule) -> None:
+    found = list(offences(rule))
+    assert not found, f"{', '.join(found)}: {rule.reason}. Instead: {rule.instead}"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rule_catches_its_example(rule: Rule) -> None:
+    assert list(rule.find(parse("src/quire/example.py", rule.caught)))
+
+
+def test_ratchets_are_as_tight_as_they_can_be() -> None:
+    """What shrank gives its room back; what is gone leaves the list."""
+    files = [source for folder in CODE for source in sources(folder)]
+    modules = {source.path: module_lines(source) for source in files}
+    functions = {name: lines for source in files for name, _, lines in function_lines(source)}
+    assert {path: modules.get(path) for path in LONGER_MODULES} == LONGER_MODULES
+    assert {name: functions.get(name) for name in LONGER_FUNCTIONS} == LONGER_FUNCTIONS
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    """Such a path works for one person. Instead: a path relative to the repository, or `tmp_path`."""
+    private = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users)/\w")
+    found = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for pattern in TEXT
+        for file in ROOT.glob(pattern)
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if private.search(line)
+    ]
+    assert not found
+    assert private.search('open("/' + 'home/me/x")')
+
+
+def test_constraints_are_names_and_versions_that_cover_the_dependencies() -> None:
+    """No index, no hash, no path: they would tie the project to one mirror or one platform."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9A-Za-z.]*", line)] == []
+    pinned = [line.partition("==")[0] for line in lines]
+    assert pinned == sorted(set(pinned))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    named = {re.split(r"[^A-Za-z0-9_.-]", each)[0].lower().replace("_", "-") for each in wanted}
+    assert not named - set(pinned)

@@ -1,0 +1,364 @@
+"""S3 over a network that fails: what is retried, what is not, and what a lost answer does."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ChecksumMismatch,
+    InvalidConfig,
+    ObjectNotFound,
+    ObjectStoreUnavailable,
+    OutOfRange,
+    StorageFault,
+)
+from quire.objects import remote
+from quire.objects.api import ExistingObject, ObjectStore, Range, list_objects
+from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
+from quire.objects.retry import RetryPolicy
+from tests.objects.conftest import BUCKET, QUICK_RETRIES, fresh_url, s3_options
+from tests.objects.proxy import Fault, FaultyProxy, Seen
+
+KEY = "00000001/0000002a/base:00000003"
+BODY = bytes(range(256)) * 40
+
+
+def count(proxy: FaultyProxy, method: str) -> int:
+    return len(proxy.seen(lambda seen: seen.method == method))
+
+
+# ── transient trouble is ridden out ───────────────────────────────────────────────────────────────────────────────────
+TROUBLE = [
+    Fault(harm="status", status=500),
+    Fault(harm="status", status=503, body=b"<Error><Code>SlowDown</Code></Error>"),
+    Fault(harm="status", status=429),
+    Fault(harm="drop_before"),
+    Fault(harm="drop_after"),
+]
+
+
+@pytest.mark.parametrize("fault", TROUBLE, ids=lambda fault: f"{fault.harm} {fault.status}")
+def test_every_call_survives_one_transient_fault(s3_store: ObjectStore, proxy: FaultyProxy, fault: Fault) -> None:
+    proxy.plan(fault)
+    s3_store.put(KEY, BODY)
+    proxy.plan(fault)
+    assert s3_store.get(KEY) == BODY
+    proxy.plan(fault)
+    assert s3_store.get_range(KEY, 5, 10) == BODY[5:15]
+    proxy.plan(fault)
+    assert s3_store.get_ranges(KEY, [Range(offset=5, length=10)]) == [BODY[5:15]]
+    proxy.plan(fault)
+    assert s3_store.head(KEY).size_bytes == len(BODY)
+    proxy.plan(fault)
+    assert [info.key for info in list_objects(s3_store)] == [KEY]
+    proxy.plan(fault)
+    assert s3_store.list_prefixes() == ["00000001"]
+    proxy.plan(fault)
+    s3_store.delete(KEY)
+    proxy.plan(fault)
+    s3_store.delete_many([KEY, "other"])
+    assert list(list_objects(s3_store)) == []
+
+
+@pytest.mark.parametrize("code", [b"RequestTimeout", b"XAmzContentSHA256Mismatch", b"BadDigest", b"IncompleteBody"])
+def test_a_400_that_blames_the_connection_is_retried(s3_store: ObjectStore, proxy: FaultyProxy, code: bytes) -> None:
+    proxy.plan(Fault(harm="status", method="PUT", status=400, body=b"<Error><Code>%s</Code></Error>" % code))
+    s3_store.put(KEY, BODY)
+    assert s3_store.get(KEY) == BODY
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1, 5_000, len(BODY) - 1])
+def test_a_truncated_body_is_read_again_and_never_returned(
+    s3_store: ObjectStore, proxy: FaultyProxy, keep_bytes: int
+) -> None:
+    s3_store.put(KEY, BODY)
+    cut = Fault(harm="truncate", method="GET", keep_bytes=keep_bytes)
+    proxy.plan(cut, cut)
+    assert s3_store.get(KEY) == BODY
+    proxy.plan(cut)
+    assert s3_store.get_range(KEY, 0, len(BODY)) == BODY
+    proxy.plan(cut)
+    assert s3_store.get_ranges(KEY, [Range(offset=0, length=len(BODY))]) == [BODY]
+
+
+def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    """As a broken cache between would send it. A whole `get` has only the length to go by; digests tell."""
+    s3_store.put(KEY, BODY)
+    short = Fault(harm="short", method="GET", keep_bytes=100)
+    proxy.plan(short)
+    assert s3_store.get_range(KEY, 0, 500) == BODY[:500]
+    proxy.plan(short)
+    assert s3_store.get_ranges(KEY, [Range(offset=0, length=500)]) == [BODY[:500]]
+    proxy.plan(short)
+    digest = hashlib.sha256(BODY).digest()
+    assert s3_store.get_verified(KEY, size_bytes=len(BODY), sha256=digest) == BODY
+
+
+def test_a_listing_interrupted_in_the_middle_is_complete_and_has_no_doubles(
+    s3_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "5")  # keys per answer of the server
+    keys = [f"{number:03}" for number in range(23)]
+    for key in keys:
+        s3_store.put(key, b"1")
+    proxy.plan(
+        Fault(harm="drop_before", part="continuation-token"),
+        Fault(harm="status", part="start-after"),
+        Fault(harm="truncate", part="continuation-token", keep_bytes=100),
+    )
+    pages = list(s3_store.list_pages(page_objects=3))
+    assert [info.key for page in pages for info in page] == keys
+
+
+def test_a_body_garbled_on_the_way_is_read_again_before_it_is_called_corrupt(
+    s3_store: ObjectStore, proxy: FaultyProxy
+) -> None:
+    s3_store.put(KEY, BODY)
+    proxy.plan(Fault(harm="garble", method="GET"))
+    digest = hashlib.sha256(BODY).digest()
+    assert s3_store.get_verified(KEY, size_bytes=len(BODY), sha256=digest) == BODY
+    proxy.plan(Fault(harm="garble", method="GET"), Fault(harm="garble", method="GET"))
+    with pytest.raises(ChecksumMismatch, match="two reads"):
+        s3_store.get_verified(KEY, size_bytes=len(BODY), sha256=digest)
+
+
+def test_a_slow_body_is_waited_for_up_to_the_request_timeout(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, BODY)
+    proxy.plan(Fault(harm="slow", method="GET", seconds=0.2))
+    assert s3_store.get(KEY) == BODY
+    assert count(proxy, "GET") == 1
+
+
+def test_a_stalled_body_is_given_up_at_the_request_timeout_and_read_again(proxy: FaultyProxy) -> None:
+    store = open_store(fresh_url(), options=s3_options(proxy.endpoint, request_timeout_seconds=0.4))
+    store.put(KEY, BODY)
+    proxy.plan(Fault(harm="slow", method="GET", seconds=1.5))
+    started = time.monotonic()
+    assert store.get(KEY) == BODY
+    assert time.monotonic() - started < 1.4
+    assert count(proxy, "GET") == 2
+
+
+# ── lasting trouble is told ───────────────────────────────────────────────────────────────────────────────────────────
+def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, BODY)
+    attempts = QUICK_RETRIES.attempts_max
+    proxy.plan(*[Fault(harm="status", method="GET", status=503)] * attempts)
+    with pytest.raises(ObjectStoreUnavailable, match="503") as caught:
+        s3_store.get(KEY)
+    assert caught.value.where["attempts"] == attempts == count(proxy, "GET")
+    assert caught.value.where["key"] == KEY
+    assert pickle.loads(pickle.dumps(caught.value)).where == caught.value.where
+
+
+def test_a_body_that_is_always_cut_is_unavailable_not_short(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, BODY)
+    proxy.plan(*[Fault(harm="truncate", method="GET")] * QUICK_RETRIES.attempts_max)
+    with pytest.raises(ObjectStoreUnavailable):
+        s3_store.get(KEY)
+
+
+def test_an_unreachable_store_is_unavailable_within_the_deadline() -> None:
+    policy = RetryPolicy(attempts_max=1000, deadline_seconds=0.3, backoff_first_seconds=0.01)
+    store = open_store("s3://bucket", options=s3_options("http://127.0.0.1:1", retry=policy))
+    started = time.monotonic()
+    with pytest.raises(ObjectStoreUnavailable) as caught:
+        store.get(KEY)
+    assert time.monotonic() - started < 5
+    assert caught.value.where["attempts"] > 1
+
+
+# ── answers are not asked twice ───────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("status", "error"), [(401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (400, StorageFault)]
+)
+def test_answers_are_not_retried(
+    s3_store: ObjectStore, proxy: FaultyProxy, status: int, error: type[Exception]
+) -> None:
+    proxy.plan(Fault(harm="status", status=status, body=b"<Error><Code>Some</Code></Error>"))
+    with pytest.raises(error):
+        s3_store.get(KEY)
+    assert len(proxy.seen()) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_refused_credentials_are_access_denied_in_every_call(
+    s3_store: ObjectStore, proxy: FaultyProxy, status: int
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: s3_store.put(KEY, BODY),
+        lambda: s3_store.put(KEY, BODY, create_only=True),
+        lambda: s3_store.get_range(KEY, 0, 1),
+        lambda: s3_store.get_ranges(KEY, [Range(offset=0, length=1)]),
+        lambda: s3_store.head(KEY),
+        lambda: list(s3_store.list_pages()),
+        lambda: s3_store.list_prefixes(),
+        lambda: s3_store.delete(KEY),
+        lambda: s3_store.delete_many([KEY]),
+    ]
+    for call in calls:
+        proxy.plan(Fault(harm="status", status=status))
+        with pytest.raises(AccessDenied, match="credentials"):
+            call()
+    assert len(proxy.seen()) == len(calls)
+
+
+def test_a_missing_bucket_is_a_configuration_error_not_an_empty_store(proxy: FaultyProxy) -> None:
+    store = open_store("s3://no-such-bucket", options=s3_options(proxy.endpoint))
+    for call in (lambda: store.get(KEY), lambda: store.put(KEY, b"1"), lambda: list(store.list_pages())):
+        with pytest.raises(InvalidConfig, match="NoSuchBucket"):
+            call()
+
+
+def test_plain_http_is_refused_unless_allowed(proxy: FaultyProxy) -> None:
+    options = StoreOptions(endpoint=proxy.endpoint, settings={"access_key_id": "a", "secret_access_key": "b"})
+    with pytest.raises(InvalidConfig):
+        open_store(f"s3://{BUCKET}", options=options).get(KEY)
+    assert proxy.seen() == []
+
+
+# ── create-only and lost answers (P11) ────────────────────────────────────────────────────────────────────────────────
+def test_after_a_lost_answer_our_own_object_is_adopted(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    proxy.plan(Fault(harm="drop_after", method="PUT"))
+    result = s3_store.put(KEY, b"body|plan-7", create_only=True, identity=lambda found: found.read_tail(6) == b"plan-7")
+    assert result.adopted is True
+    assert s3_store.get(KEY) == b"body|plan-7"
+    assert count(proxy, "PUT") == 2
+
+
+def test_after_a_lost_answer_somebody_elses_object_is_not_touched(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, b"theirs|plan-6")
+    proxy.plan(Fault(harm="drop_after", method="PUT"))
+    with pytest.raises(AlreadyExists):
+        s3_store.put(KEY, b"ours|plan-7", create_only=True, identity=lambda found: found.read_tail(6) == b"plan-7")
+    assert s3_store.get(KEY) == b"theirs|plan-6"
+
+
+def test_a_create_whose_request_was_lost_creates(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    proxy.plan(Fault(harm="drop_before", method="PUT"), Fault(harm="status", method="PUT", status=500))
+    assert s3_store.put(KEY, BODY, create_only=True).adopted is False
+    assert s3_store.get(KEY) == BODY
+
+
+def test_a_conflict_with_a_create_under_way_is_not_taken_for_an_object(
+    s3_store: ObjectStore, proxy: FaultyProxy
+) -> None:
+    """S3 answers 409 while another create of the name is under way; that one may still fail."""
+    proxy.plan(
+        Fault(harm="status", method="PUT", status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+    )
+    assert s3_store.put(KEY, BODY, create_only=True).adopted is False
+    assert s3_store.get(KEY) == BODY
+
+
+def test_the_identity_check_itself_survives_faults(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, b"body|plan-7")
+    proxy.plan(Fault(harm="drop_before", method="HEAD"), Fault(harm="truncate", method="GET"))
+
+    def same(found: ExistingObject) -> bool:
+        return found.read_tail(6) == b"plan-7"
+
+    assert s3_store.put(KEY, b"x", create_only=True, identity=same).adopted is True
+
+
+def test_every_create_only_put_is_one_conditional_request(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, BODY, create_only=True)
+    (seen,) = proxy.seen()
+    assert (seen.method, seen.headers["if-none-match"]) == ("PUT", "*")
+
+
+def test_the_body_sent_is_covered_by_a_checksum_the_server_verifies(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    s3_store.put(KEY, BODY)
+    (seen,) = proxy.seen()
+    assert len(seen.headers["x-amz-content-sha256"]) == 64
+
+
+# ── large objects ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Multipart from 6 MiB on, in parts of 5 MiB, the least S3 allows."""
+    monkeypatch.setattr(remote, "MULTIPART_BYTES_MIN", 6 << 20)
+    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    return 11 << 20
+
+
+def uploads(proxy: FaultyProxy) -> list[Seen]:
+    return proxy.seen(lambda seen: "uploadId=" in seen.path or "?uploads" in seen.path)
+
+
+def test_large_puts_are_multipart(s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(small_parts))
+    assert s3_store.put_file("file", str(path)).size_bytes == small_parts
+    assert len(uploads(proxy)) == 5  # begin, three parts, complete
+    s3_store.put("buffer", memoryview(bytes(small_parts)))
+    assert len(uploads(proxy)) == 10
+    assert s3_store.get("file") == s3_store.get("buffer") == bytes(small_parts)
+
+
+def test_a_failed_multipart_put_is_aborted_and_begun_again(
+    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int
+) -> None:
+    proxy.plan(Fault(harm="status", method="PUT", part="partNumber=2", status=500))
+    s3_store.put("large", bytes(small_parts))
+    assert s3_store.head("large").size_bytes == small_parts
+    methods = [seen.method for seen in uploads(proxy)]
+    assert methods.count("DELETE") == 1, "the first upload must not stay behind, hidden and paid for"
+
+
+def test_a_multipart_put_whose_completion_got_lost_still_succeeds(
+    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int
+) -> None:
+    proxy.plan(Fault(harm="drop_after", method="POST", part="uploadId="))
+    s3_store.put("large", bytes(small_parts))
+    assert s3_store.head("large").size_bytes == small_parts
+
+
+def test_create_only_is_one_request_whatever_its_size(
+    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(small_parts))
+    s3_store.put_file("file", str(path), create_only=True)
+    s3_store.put("buffer", bytes(small_parts), create_only=True)
+    assert uploads(proxy) == []
+    assert count(proxy, "PUT") == 2
+    assert s3_store.get("file") == bytes(small_parts)
+    monkeypatch.setattr(remote, "SINGLE_PUT_BYTES_MAX", small_parts - 1)
+    with pytest.raises(OutOfRange, match="split"):
+        s3_store.put_file("other", str(path), create_only=True)
+
+
+# ── costs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_requests_per_call_are_as_documented(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+    def requests_of(call: object) -> list[str]:
+        proxy.reset()
+        assert callable(call)
+        call()
+        return [seen.method for seen in proxy.seen()]
+
+    far_apart = [Range(offset=0, length=1), Range(offset=3 << 20, length=1)]
+    assert requests_of(lambda: s3_store.put(KEY, bytes(4 << 20))) == ["PUT"]
+    assert requests_of(lambda: s3_store.get(KEY)) == ["GET"]
+    assert requests_of(lambda: s3_store.get_range(KEY, 7, 9)) == ["GET"]
+    assert requests_of(lambda: s3_store.get_ranges(KEY, [Range(offset=n * 100, length=9) for n in range(9)])) == ["GET"]
+    assert requests_of(lambda: s3_store.get_ranges(KEY, far_apart)) == ["GET", "GET"]
+    assert requests_of(lambda: s3_store.head(KEY)) == ["HEAD"]
+    assert requests_of(lambda: list(s3_store.list_pages())) == ["GET"]
+    assert requests_of(lambda: s3_store.put(KEY, b"", create_only=True, identity=lambda _: True)) == ["PUT", "HEAD"]
+    assert requests_of(lambda: s3_store.delete_many([KEY, "a", "b"])) == ["POST"]
+    assert requests_of(lambda: s3_store.delete(KEY)) in (["POST"], ["DELETE"])
+
+
+def test_a_store_says_how_to_send_it_elsewhere_instead_of_pickling(s3_store: ObjectStore) -> None:
+    with pytest.raises(TypeError, match="open_store"):
+        pickle.dumps(s3_store)
