@@ -71,7 +71,9 @@ def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
         )
     if isinstance(error, (lmdb.DiskError,)) or getattr(error, "errno", None) in FULL_ERRNOS or _is_full(error):
         return DiskFull("the disk is full", hint="free space, then try again", path=path)
-    if isinstance(error, (lmdb.ReadonlyError, lmdb.LockError)) or _mentions(error, errno.EACCES, errno.EROFS, errno.EPERM):
+    if isinstance(error, (lmdb.ReadonlyError, lmdb.LockError)) or _mentions(
+        error, errno.EACCES, errno.EROFS, errno.EPERM
+    ):
         return NotWritable("the manifest cannot be opened for writing", hint="check owner and mode", path=path)
     if isinstance(error, _DAMAGE):
         return ManifestDamaged(f"the manifest is damaged: {error}", hint=_RESTORE, path=path)
@@ -224,7 +226,7 @@ class ManifestEnv:
         from lmdb import verify
 
         try:
-            verify.verify(self.path, subdir=False)
+            verify.verify(self.path, subdir=False)  # type: ignore[no-untyped-call]  # the module has no stubs
         except verify.VerifyError as error:
             raise ManifestDamaged(
                 f"the manifest is truncated: {error}", hint=_RESTORE, path=self.path, bytes=present, needed=needed
@@ -310,8 +312,9 @@ class ManifestEnv:
 
     def info(self) -> dict[str, int]:
         """LMDB's own figures, for `doctor` and metrics."""
-        info, stat = self._env.info(), self._env.stat()
-        return {**info, "page_size": stat["psize"], "file_bytes": os.stat(self.path).st_size}
+        figures: dict[str, Any] = {**self._env.info()}
+        figures.update(page_size=self._env.stat()["psize"], file_bytes=os.stat(self.path).st_size)
+        return figures
 
     def report_long_reads(self) -> None:
         """Warn once about each read transaction that has been open for too long."""

@@ -23,7 +23,6 @@ import msgspec
 from quire.core.errors import QuireError, TimedOut, WrongThread
 from quire.manifest.ops.base import Component, Op
 
-
 Generations = tuple[tuple[int, int], ...]
 """(component, generation) pairs. Tuples of numbers: the garbage collector stops looking at them after one pass."""
 

@@ -24,16 +24,13 @@ Owned by the writer thread (or by whoever replays a feed): never shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal
+from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.keys import prefix_end
 from quire.manifest.records import DbRecord, DbStatus
-
-if TYPE_CHECKING:
-    import lmdb
 
 KEPT_ROWS_MAX = 65_536
 """Kept rows per table; a fuller table starts over. Bounds the writer's memory at a few tens of MB."""
@@ -223,7 +220,7 @@ class Overlay:
     """All tables, with the shared undo log. `txn` is set by `begin` for the time of one group."""
 
     def __init__(self, handles: dict[str, Any]) -> None:
-        self.txn: lmdb.Transaction
+        self.txn: Any  # an lmdb.Transaction; its stubs allow for memoryviews, which we never ask for
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
         self.tracking = False
         self.strict = False
@@ -267,7 +264,7 @@ class Overlay:
         self.jobs_by_state = view(t.JOBS_BY_STATE)
         self.gc_zero = view(t.GC_ZERO)
 
-    def begin(self, txn: lmdb.Transaction) -> None:
+    def begin(self, txn: Any) -> None:
         """Work on this transaction from now on."""
         self.txn = txn
 

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain as chained
+from itertools import pairwise
 
 from quire.core.errors import InvalidInput, ManifestDamaged, OutOfRange
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -69,8 +70,10 @@ def place(slot: int) -> tuple[int, int]:
 def check_chain(chain: Chain, slot: int) -> None:
     """Rule 2, for chains that come from callers."""
     if chain[0].kind is not ArtifactKind.BASE or any(link.kind is not ArtifactKind.DELTA for link in chain[1:]):
-        raise InvalidInput("a chain is one base followed by deltas", slot=slot, kinds=[link.kind.name for link in chain])
-    if any(low.covered_lsn >= high.covered_lsn for low, high in zip(chain, chain[1:])):
+        raise InvalidInput(
+            "a chain is one base followed by deltas", slot=slot, kinds=[link.kind.name for link in chain]
+        )
+    if any(low.covered_lsn >= high.covered_lsn for low, high in pairwise(chain)):
         raise InvalidInput(
             "a chain's deltas must cover rising lsns", slot=slot, covered=[link.covered_lsn for link in chain]
         )
@@ -101,6 +104,4 @@ def unpack_leaf(entries: bytes) -> Leaf:
 def artifacts(leaf: Leaf, number: int) -> Iterable[ArtifactKey]:
     """Every artifact that leaf `number` refers to."""
     first = number * SLOTS_PER_LEAF
-    return chained.from_iterable(
-        (link.artifact(first + offset) for link in chain) for offset, chain in leaf.items()
-    )
+    return chained.from_iterable((link.artifact(first + offset) for link in chain) for offset, chain in leaf.items())

@@ -215,7 +215,7 @@ class ManifestWriter:
             self._give_up(group, error, committed)
             return
         except Exception as error:
-            # Not of LMDB: a row that cannot be encoded, say. Redo one batch per transaction: the culprit fails alone (M3).
+            # Not of LMDB: a row that cannot be encoded, say. Redo one batch per transaction (M3): the culprit fails alone.
             self._overlay.discard()
             if len(group) == 1:
                 self._fail(group, _as_input_error(error))
@@ -265,7 +265,7 @@ class ManifestWriter:
         generations: dict[int, int],
         changes: list[tuple[bytes, bytes]],
     ) -> tuple[int, int]:
-        """Apply the batches to the overlay; (operations, head of the feed). Leaves over-late batches for the next group."""
+        """Apply batches to the overlay; (operations, head of the feed). Those that come too late wait for the next group."""
         overlay, head = self._overlay, self.head
         encode, version = CHANGE_LOG.codec.body, CHANGE_LOG.codec.head
         pack = CHANGE_LOG.key.fast
@@ -276,7 +276,8 @@ class ManifestWriter:
                 self._carry = group[index:]
                 del group[index:]
                 break
-            ops = guard.ops
+            ops: Any = guard.ops
+            updates: Generations
             try:
                 if guard.key is not None and self._answered(guard, at_ms):
                     continue
@@ -351,8 +352,8 @@ class ManifestWriter:
             try:
                 if self._env.fill() > self._settings.map_watermark:
                     raise lmdb.MapFullError("watermark")
-                # py-lmdb gives up the GIL for every row. With producers waiting for the GIL each of those hand-overs costs
-                # more than the row; with producers waiting for this lock instead, it costs nothing.
+                # py-lmdb gives up the GIL for every row. With producers waiting for the GIL each hand-over costs more than
+                # the row; with producers waiting for this lock instead, it costs nothing.
                 with self._lock:
                     rows = self._overlay.flush() + len(changes)
                     if changes:

@@ -122,9 +122,7 @@ class UpdateArtifact(Op, frozen=True, tag=22):
                 generation=self.generation,
             )
         changes = {
-            name: value
-            for name in _CHANGEABLE
-            if (value := getattr(self, name)) is not None and hasattr(row, name)
+            name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not None and hasattr(row, name)
         }
         moved_to = changes.get("namespace_id", row.namespace_id)
         if moved_to != row.namespace_id:

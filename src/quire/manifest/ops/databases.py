@@ -177,7 +177,10 @@ class RemoveDb(Op, frozen=True, tag=16):
         ):
             if view.any(t.DB.key.pack(self.db_id)):
                 raise StillReferenced(
-                    "the database still owns rows", hint="let its delete job finish", db_id=self.db_id, table=view.table.name
+                    "the database still owns rows",
+                    hint="let its delete job finish",
+                    db_id=self.db_id,
+                    table=view.table.name,
                 )
         tables.active_ids.discard(self.db_id)
         tables.db.delete(t.DB.key.pack(self.db_id))

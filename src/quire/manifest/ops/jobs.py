@@ -152,7 +152,9 @@ class CompleteJob(Op, frozen=True, tag=73):
         _, record = job_of(tables, self.job_id)
         outside = self.attempt == 0 and self.state is JobState.CANCELLED
         running = record.state is JobState.IN_FLIGHT and record.attempt == self.attempt
-        if self.state not in TERMINAL_JOB_STATES or not (running or (outside and record.state not in TERMINAL_JOB_STATES)):
+        if self.state not in TERMINAL_JOB_STATES or not (
+            running or (outside and record.state not in TERMINAL_JOB_STATES)
+        ):
             raise IllegalTransition(
                 "the job cannot end like this",
                 job_id=self.job_id,

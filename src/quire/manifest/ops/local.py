@@ -113,9 +113,7 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
                 head=following - 1,
             )
         if self.upto_sequence > cursor.acked_sequence:
-            tables.change_cursors.put(
-                key, replace(cursor, acked_sequence=self.upto_sequence, updated_at_ms=at_ms)
-            )
+            tables.change_cursors.put(key, replace(cursor, acked_sequence=self.upto_sequence, updated_at_ms=at_ms))
         consumed = min(row.acked_sequence for _, row in tables.change_cursors.scan())
         if consumed + 1 > oldest:
             tables.meta.put(OLDEST_SEQUENCE, MetaRecord(consumed + 1))
@@ -158,9 +156,7 @@ class PutReader(Op, frozen=True, tag=95):
         key = t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id)
         before = tables.snapshot_readers.get(key)
         opened = before.opened_at_ms if before else at_ms
-        tables.snapshot_readers.put(
-            key, ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags)
-        )
+        tables.snapshot_readers.put(key, ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags))
         raise_watermark(tables, Counter.READER, self.reader_id)
 
 

@@ -59,7 +59,9 @@ def hold_upload(tables: Overlay, key: bytes) -> None:
     """An upload job needs the artifact's bytes until it ends."""
     row = tables.gc_refcounts.get(key)
     if row is None:
-        raise UnknownArtifact("nothing refers to this artifact, so there is nothing to upload", artifact=unpack_artifact(key))
+        raise UnknownArtifact(
+            "nothing refers to this artifact, so there is nothing to upload", artifact=unpack_artifact(key)
+        )
     _refuse_doomed(row, key)
     tables.gc_refcounts.put(key, RefcountRecord(row.in_use, row.pending_upload + 1))
 

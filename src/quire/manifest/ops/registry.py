@@ -6,6 +6,7 @@ from typing import get_args
 
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.base import Op, ReserveIds
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
 from quire.manifest.ops.databases import (
     DropDb,
     RegisterDb,
@@ -56,6 +57,8 @@ AnyOp = (
     | DropSnapshot
     | ForkDb
     | RemoveArtifact
+    | CorrectRefcount
+    | CorrectIndex
     | EnqueueJob
     | StartJob
     | RequeueJob

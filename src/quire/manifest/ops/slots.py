@@ -54,7 +54,9 @@ class SetSlots(Op, frozen=True, tag=30):
         u32("last slot of the leaf", (self.leaf + 1) * SLOTS_PER_LEAF - 1)
         db = tables.writable(self.db_id, even="read_only")
         if not 0 < self.generation < db.next_generation:
-            raise StalePlan("the generation was not reserved", hint="reserve_generation first", generation=self.generation)
+            raise StalePlan(
+                "the generation was not reserved", hint="reserve_generation first", generation=self.generation
+            )
         live_key = t.LIVE_LEAF.key.pack(self.db_id, self.leaf)
         held = tables.live_leaf.get(live_key) or LeafRef(0, 0)
         if (held.origin_db_id, held.generation) != (self.expected_origin_db_id, self.expected_generation):
@@ -111,9 +113,7 @@ class SetSlots(Op, frozen=True, tag=30):
             )
         else:
             found = tables.chunk_delta_index.has(
-                t.CHUNK_DELTA_INDEX.key.pack(
-                    artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id
-                )
+                t.CHUNK_DELTA_INDEX.key.pack(artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id)
             )
         if not found:
             raise UnknownArtifact(

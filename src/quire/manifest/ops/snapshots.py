@@ -81,7 +81,10 @@ class PublishSnapshot(Op, frozen=True, tag=50):
             name_key = t.SNAPSHOT_NAMES.key.pack(self.db_id, self.name)
             if (holder := tables.snapshot_names.get(name_key)) is not None:
                 raise NameTaken(
-                    "the database has a snapshot of this name", name=self.name, snapshot_id=holder.value, db_id=self.db_id
+                    "the database has a snapshot of this name",
+                    name=self.name,
+                    snapshot_id=holder.value,
+                    db_id=self.db_id,
                 )
             tables.snapshot_names.put(name_key, IndexRecord(self.snapshot_id))
         _, wal = wal_state_of(tables, self.db_id, 0)

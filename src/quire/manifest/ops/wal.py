@@ -68,9 +68,7 @@ class OpenSegment(Op, frozen=True, tag=40):
         tables.writable(self.db_id)
         state_key, state = wal_state_of(tables, self.db_id, 0)
         if self.segment_id < state.next_segment_id:
-            raise AlreadyExists(
-                "segment ids are never reused", segment_id=self.segment_id, next=state.next_segment_id
-            )
+            raise AlreadyExists("segment ids are never reused", segment_id=self.segment_id, next=state.next_segment_id)
         row = WalRecord(
             origin_db_id=self.db_id,
             state=WalState.OPEN,

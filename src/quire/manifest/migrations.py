@@ -1,0 +1,131 @@
+"""The migration ledger: how a store of an older schema becomes one of today's.
+
+Terms
+  step     a named function that changes rows of an older schema; carried out once per store, in order
+  ledger   the table `migrations`: which steps this environment has been through
+  schema   a number in `meta`; it rises with every step, so that older code refuses newer stores
+
+Rules
+  1. A step and its ledger row are committed together in the step's last transaction; a step may use several transactions
+     only if repeating it from the start is harmless (idempotent). So a crash in the middle is repaired by opening again.
+  2. Steps are never removed, reordered or changed once released; a new store is born with all of them done.
+  3. A store whose schema is above ours, or that has done a step we do not know, is refused with `FormatTooNew`.
+
+Runs at open, before the writer starts, in the opening thread.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import lmdb
+
+from quire.core.clock import Clock
+from quire.core.errors import FormatTooNew
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.manifest import tables as t
+from quire.manifest.env import ManifestEnv
+from quire.manifest.records import MetaRecord, MigrationRecord
+
+SCHEMA = t.META.key.pack("schema")
+STORE_ID = t.META.key.pack("store_id")
+BASE_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One migration. `run` gets the environment and a transaction; it may commit others of its own before."""
+
+    name: str
+    run: Callable[[ManifestEnv, lmdb.Transaction], None]
+
+
+STEPS: Sequence[Step] = ()
+"""All steps, oldest first. The schema of a store is `BASE_SCHEMA` plus the number of steps it has been through."""
+
+
+def migrate(env: ManifestEnv, clock: Clock, steps: Sequence[Step] = STEPS) -> list[str]:
+    """Bring the environment to today's schema; the names of the steps carried out now."""
+    meta, ledger = env.handles[t.META.name], env.handles[t.MIGRATIONS.name]
+    txn = env.begin_write()
+    try:
+        fresh = txn.get(SCHEMA, db=meta) is None
+        if fresh:
+            _found(txn, meta, ledger, clock, steps)
+        refuse_newer(txn, env, steps)
+        txn.commit()
+    except BaseException:
+        txn.abort()
+        raise
+    done = []
+    for index, step in enumerate(steps):
+        if _carry_out(env, step, BASE_SCHEMA + index + 1, clock):
+            done.append(step.name)
+    return done
+
+
+def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> None:
+    """Rule 3."""
+    if env.handles[t.META.name] is None:
+        return
+    raw = txn.get(SCHEMA, db=env.handles[t.META.name])
+    known = BASE_SCHEMA + len(steps)
+    found = t.META.codec.decode(raw).number if raw is not None else 0
+    names = {step.name for step in steps}
+    strangers = []
+    if (ledger := env.handles[t.MIGRATIONS.name]) is not None:
+        with txn.cursor(db=ledger) as cursor:
+            strangers = [key.decode() for key in cursor.iternext(values=False) if key.decode() not in names]
+    if found > known or strangers:
+        raise FormatTooNew(
+            "the store was written by a newer quire",
+            hint="upgrade quire to open it",
+            schema=found,
+            known=known,
+            unknown_steps=strangers,
+        )
+
+
+def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: Sequence[Step]) -> None:
+    """A new store: born with every step done."""
+    for step in steps:
+        txn.put(t.MIGRATIONS.key.pack(step.name), _ledger_row(clock), db=ledger)
+    txn.put(SCHEMA, t.META.codec.encode(MetaRecord(number=BASE_SCHEMA + len(steps))), db=meta)
+    txn.put(STORE_ID, t.META.codec.encode(MetaRecord(text=str(uuid.uuid4()))), db=meta)
+
+
+def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
+    txn = env.begin_write()
+    try:
+        key, ledger = t.MIGRATIONS.key.pack(step.name), env.handles[t.MIGRATIONS.name]
+        if txn.get(key, db=ledger) is not None:
+            txn.abort()
+            return False
+        emit("info", "manifest.migrating", step=step.name)
+        step.run(env, txn)
+        hit("manifest.migration.ran")
+        txn.put(key, _ledger_row(clock), db=ledger)
+        txn.put(SCHEMA, t.META.codec.encode(MetaRecord(number=schema)), db=env.handles[t.META.name])
+        hit("manifest.migration.recorded")
+        txn.commit()
+        hit("manifest.migration.durable")
+    except BaseException:
+        txn.abort()
+        raise
+    return True
+
+
+def _ledger_row(clock: Clock) -> bytes:
+    return t.MIGRATIONS.codec.encode(MigrationRecord(clock.now_ms(), _quire_version()))
+
+
+def _quire_version() -> str:
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,55 @@
+"""Operations that repair what `check` found. They are the only ones that set a count or an index row to a given value.
+
+Rules
+  1. A corrected count is logged like any change, so replicas are corrected too; derived rows are local and are not.
+  2. Only `check` proposes corrections, each for a row it has recomputed from the rows that own the truth.
+"""
+
+from __future__ import annotations
+
+from quire.core.errors import InvalidInput
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import IndexRecord, RefcountRecord
+
+
+class CorrectRefcount(Op, frozen=True, tag=61):
+    """Set an artifact's counts to what its holders say; both zero dooms it, `remove` deletes a row nobody owns."""
+
+    component = int(Component.REFCOUNT)
+    key: bytes
+    in_use: int
+    pending_upload: int
+    remove: bool = False
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        if self.remove:
+            tables.gc_refcounts.delete(self.key)
+            tables.gc_zero.delete(self.key)
+            return
+        doomed = not self.in_use and not self.pending_upload
+        tables.gc_refcounts.put(self.key, RefcountRecord(self.in_use, self.pending_upload, at_ms if doomed else 0))
+        if doomed:
+            tables.gc_zero.put(self.key, IndexRecord(at_ms))
+        else:
+            tables.gc_zero.delete(self.key)
+
+
+class CorrectIndex(Op, frozen=True, tag=62):
+    """Set (or, with no value, delete) a row of a derived index."""
+
+    logged = False
+    table: str
+    key: bytes
+    value: int | None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        for view in tables.views:
+            if view.table.name == self.table and view.table.policy is t.Policy.DERIVED:
+                if self.value is None:
+                    view.delete(self.key)
+                else:
+                    view.put(self.key, IndexRecord(self.value))
+                return
+        raise InvalidInput("not a derived table", table=self.table)

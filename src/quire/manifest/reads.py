@@ -1,0 +1,181 @@
+"""Reading the manifest: short snapshot transactions with typed access.
+
+Terms
+  snapshot   what LMDB shows a read transaction: the state at its beginning, however much is committed meanwhile
+
+Rules
+  1. A transaction is for a moment: as long as it is open LMDB cannot reuse the pages it may see. Long ones are reported.
+  2. Records are immutable and outlive the transaction; iterators do not.
+  3. A table that an older store does not have reads as empty.
+
+Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process.
+Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from quire.core.errors import InvalidInput, StoreClosed, UnknownDatabase
+from quire.core.ids import ArtifactKey
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.codec import R
+from quire.manifest.env import ManifestEnv
+from quire.manifest.keys import prefix_end
+from quire.manifest.ops.refs import artifact_key
+from quire.manifest.records import (
+    DbRecord,
+    JobRecord,
+    NamespaceRecord,
+    RefcountRecord,
+    SnapshotRecord,
+    WalStateRecord,
+)
+from quire.manifest.slots import EMPTY, Chain, place, unpack_leaf
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class ReadTxn:
+    """One snapshot of the manifest. Use it as a context manager."""
+
+    __slots__ = ("_env", "_get", "_handles", "_ticket", "_txn")
+
+    def __init__(self, env: ManifestEnv) -> None:
+        self._env = env
+        txn, self._ticket = env.begin_read()
+        self._txn: Any = txn  # its stubs allow for memoryviews, which we never ask for
+        self._handles = env.handles
+        self._get: Any = self._txn.get
+
+    def __enter__(self) -> ReadTxn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the snapshot; further reads raise `StoreClosed`."""
+        if self._ticket:
+            ticket, self._ticket = self._ticket, 0
+            self._get = _closed
+            self._env.end_read(self._txn, ticket)
+
+    # ── any table ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def get(self, table: t.Table[R], *key: Any) -> R | None:
+        """One record by its key, or `None`."""
+        handle = self._handles[table.name]
+        if handle is None:
+            return None
+        raw = self._get(table.key.pack(*key), db=handle)
+        return None if raw is None else table.codec.decode(raw)
+
+    def scan(
+        self, table: t.Table[R], *prefix: Any, start: tuple[Any, ...] | None = None
+    ) -> Iterator[tuple[tuple[Any, ...], R]]:
+        """(key, record) of all rows whose key begins with `prefix`, in order, from `start` on if given."""
+        unpack, decode = table.key.unpack, table.codec.decode
+        for key, raw in self.raw_scan(table, *prefix, start=start):
+            yield unpack(key), decode(raw)
+
+    def raw_scan(
+        self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """The same rows as bytes: for exports, which decode many at once."""
+        if not self._ticket:
+            _closed()
+        handle = self._handles[table.name]
+        if handle is None:
+            return
+        first = table.key.prefix(*prefix)
+        end = prefix_end(first) if prefix else None
+        with self._txn.cursor(db=handle) as cursor:
+            if not cursor.set_range(table.key.pack(*start) if start is not None else first):
+                return
+            if end is None:
+                yield from cursor.iternext()
+                return
+            for item in cursor.iternext():
+                if item[0] >= end:
+                    return
+                yield item
+
+    def count(self, table: t.Table[Any]) -> int:
+        """How many rows a table has; a look at one page."""
+        if not self._ticket:
+            _closed()
+        handle = self._handles[table.name]
+        return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
+
+    def to_arrow(self, table: str | t.Table[Any]) -> pa.Table:
+        """A whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 64 Ki rows."""
+        from quire.manifest.arrow import to_arrow
+
+        return to_arrow(self, table_named(table) if isinstance(table, str) else table)
+
+    # ── the usual questions ───────────────────────────────────────────────────────────────────────────────────────────
+    def database(self, db_id: int) -> DbRecord | None:
+        """A database by id, dropped ones included until nothing of them is left."""
+        return self.get(t.DB, db_id)
+
+    def database_id(self, name: str) -> int:
+        """The id of a live database; `UnknownDatabase` if there is none of this name."""
+        row = self.get(t.DB_NAMES, name)
+        if row is None:
+            raise UnknownDatabase("no database has this name", hint="`quire ls` lists the databases", name=name)
+        return row.value
+
+    def databases(self) -> Iterator[tuple[int, DbRecord]]:
+        """(id, record) of every database."""
+        for (db_id,), record in self.scan(t.DB):
+            yield db_id, record
+
+    def wal_state(self, db_id: int, shard: int = 0) -> WalStateRecord | None:
+        """How far a database's WAL has come."""
+        return self.get(t.WAL_STATE, db_id, shard)
+
+    def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
+        """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
+        raw = self._get(artifact_key(artifact), db=self._handles[t.GC_REFCOUNTS.name])
+        return None if raw is None else t.GC_REFCOUNTS.codec.decode(raw)
+
+    def namespace(self, namespace_id: int) -> NamespaceRecord | None:
+        """A remote namespace by id."""
+        return self.get(t.REMOTE_NAMESPACE, namespace_id)
+
+    def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
+        """A snapshot by id."""
+        return self.get(t.SNAPSHOT_INDEX, db_id, snapshot_id)
+
+    def job(self, job_id: int) -> JobRecord | None:
+        """A job by id."""
+        return self.get(t.JOB_QUEUE, job_id)
+
+    def chain(self, db_id: int, slot: int) -> Chain:
+        """The artifacts that hold a slot of a live database; empty if it has none."""
+        leaf, offset = place(slot)
+        held = self.get(t.LIVE_LEAF, db_id, leaf)
+        if held is None:
+            return EMPTY
+        row = self.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
+        return EMPTY if row is None else unpack_leaf(row.entries).get(offset, EMPTY)
+
+    def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
+        """Change records from sequence `start` on, in order."""
+        for _, record in self.scan(CHANGE_LOG, start=(start,)):
+            yield record
+
+
+def table_named(name: str) -> t.Table[Any]:
+    """The table of this name, or `InvalidInput` with the names there are."""
+    try:
+        return t.TABLES[name]
+    except KeyError:
+        raise InvalidInput("the manifest has no such table", hint=f"tables: {', '.join(t.TABLES)}", name=name) from None
+
+
+def _closed(*_: object, **__: object) -> Any:
+    raise StoreClosed("this read transaction has ended", hint="open another one")

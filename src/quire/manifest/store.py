@@ -1,0 +1,354 @@
+"""`ManifestStore`: the manifest as everyone else sees it.
+
+Reads are snapshots (`with manifest.read() as txn`), writes are batches of operations (`manifest.submit(ops)` → guard). The
+typed methods below build the batches that seed 001 names. Those that hand out an identifier wait until it is durable and
+return it (M5: an id must not leave the process before its batch has committed); the others return the guard.
+
+    >>> import tempfile
+    >>> from quire.manifest.records import DbKind
+    >>> with ManifestStore.open(tempfile.mkdtemp() + "/manifest.lmdb") as manifest:
+    ...     db_id = manifest.register_db("shop", DbKind.PAGES)
+    ...     with manifest.read() as txn:
+    ...         print(db_id, txn.database(db_id).name)
+    1 shop
+
+Threads: any. One `ManifestStore` per process and file; `mode="r"` for any number of other processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import ReadOnly, UnknownDatabase
+from quire.core.events import emit
+from quire.core.ids import ArtifactKind
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.check import Problem, check
+from quire.manifest.env import ManifestEnv
+from quire.manifest.guard import GenerationWait, ManifestGuard
+from quire.manifest.migrations import migrate, refuse_newer
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace
+from quire.manifest.ops.base import Component, Counter, Op, ReserveIds
+from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
+from quire.manifest.ops.jobs import EnqueueJob
+from quire.manifest.ops.local import RecordMetric
+from quire.manifest.ops.slots import SetSlots
+from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk, MoveWalState
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import (
+    ChunkRecord,
+    Compression,
+    DbKind,
+    DbRecord,
+    DbStatus,
+    DeltaRecord,
+    JobKind,
+    JobRecord,
+    LeafRef,
+    NamespaceRecord,
+    Residency,
+    WalFormat,
+    WalState,
+)
+from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
+from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
+from quire.manifest.writer import ManifestWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalChunkUpdate:
+    """A sealed WAL artifact, as `append_wal_chunk` takes it."""
+
+    segment_id: int
+    first_lsn: int
+    last_lsn: int
+    used_bytes: int
+    generation: int = 0
+    frame_count: int = 0
+    size_pages: int = 0
+    format: WalFormat = WalFormat.PAGER
+    residency: Residency = Residency.LOCAL
+    crc64: int = 0
+    upload: bool = False
+    """Also enqueue an upload job for it, in the same batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullChunk:
+    """A checkpoint rewrote a slot: this base chunk replaces its chain."""
+
+    slot: int
+    record: ChunkRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaChunk:
+    """A checkpoint overlays a slot: this delta is added to its chain."""
+
+    slot: int
+    delta_id: int
+    record: DeltaRecord
+
+
+ChunkMutation = FullChunk | DeltaChunk
+
+
+class ManifestStore:
+    """The opened manifest. Make one with `ManifestStore.open`."""
+
+    def __init__(self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, recovered: Rehydrated) -> None:
+        self.env = env
+        self.clock = clock
+        self.recovered = recovered
+        """What was in the manifest when it was opened."""
+        self._writer = writer
+        self._ids_lock = threading.Lock()
+        self._next_ids = dict(recovered.next_ids)
+        self._next_generations: dict[int, int] = {}
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        mode: str = "rw",
+        settings: ManifestSettings | None = None,
+        clock: Clock | None = None,
+        repair: bool = False,
+    ) -> ManifestStore:
+        """Open the manifest at `path`, making it if `mode` is "rw" and there is none.
+
+        Raises `ManifestDamaged` if the file or its rules are broken (`repair=True` mends what can be recomputed),
+        `FormatTooNew`, `NotWritable`, and `StoreNotFound` for `mode="r"` where there is nothing.
+        """
+        clock = clock or SystemClock()
+        env = ManifestEnv(path, settings or ManifestSettings(), write=mode != "r")
+        try:
+            if mode == "r":
+                txn = ReadTxn(env)
+                with txn:
+                    refuse_newer(txn._txn, env)
+                    return cls(env, clock, None, rehydrate(txn))
+            migrate(env, clock)
+            with ReadTxn(env) as txn:
+                problems = [problem for problem in check(txn) if not problem.leak]
+            if problems and repair:
+                _mend(env, clock, problems)
+                with ReadTxn(env) as txn:
+                    problems = [problem for problem in check(txn) if not problem.leak]
+            refuse(problems, path)
+            with ReadTxn(env) as txn:
+                recovered = rehydrate(txn)
+            writer = ManifestWriter(env, clock)
+            writer.start()
+            return cls(env, clock, writer, recovered)
+        except BaseException:
+            env.close()
+            raise
+
+    def close(self) -> None:
+        """Commit what is queued, stop the writer, close the environment."""
+        if self._writer is not None:
+            self._writer.close()
+        self.env.close()
+
+    def __enter__(self) -> ManifestStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def writer(self) -> ManifestWriter:
+        """The writer thread; `ReadOnly` if the manifest was opened for reading."""
+        if self._writer is None:
+            raise ReadOnly("the manifest was opened for reading", hint='open the store with mode="rw"')
+        return self._writer
+
+    # ── reading and writing ───────────────────────────────────────────────────────────────────────────────────────────
+    def read(self) -> ReadTxn:
+        """A snapshot of the manifest, for a moment."""
+        return ReadTxn(self.env)
+
+    def check(self) -> list[Problem]:
+        """Every broken rule, now."""
+        with self.read() as txn:
+            return list(check(txn))
+
+    def submit(self, ops: Iterable[Op], *, key: bytes | None = None, timeout: float | None = None) -> ManifestGuard:
+        """Queue a batch; see `ManifestWriter.submit`."""
+        return self.writer.submit(ops, key=key, timeout=timeout)
+
+    def when_generation(self, component: Component, target: int) -> GenerationWait:
+        """An awaitable that resolves once `component` has reached `target`."""
+        return self.writer.when_generation(component, target)
+
+    def wait_for_generation(self, component: Component, target: int, timeout: float | None = None) -> int:
+        """Block until `component` has reached `target`; the generation it has by then."""
+        return self.writer.when_generation(component, target).result(timeout)
+
+    # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _allocate(self, counter: Counter) -> int:
+        with self._ids_lock:
+            allocated = self._next_ids[counter]
+            self._next_ids[counter] = allocated + 1
+            return allocated
+
+    def reserve_job_id(self) -> int:
+        """A job id that will never be given again."""
+        job_id = self._allocate(Counter.JOB)
+        self.submit([ReserveIds(Counter.JOB, job_id)]).result()
+        return job_id
+
+    def reserve_generation(self, db_id: int) -> int:
+        """A generation of the database that will never be given again."""
+        with self.read() as txn:
+            record = txn.database(db_id)
+        if record is None:
+            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+        with self._ids_lock:
+            generation = max(record.next_generation, self._next_generations.get(db_id, 0))
+            self._next_generations[db_id] = generation + 1
+            guard = self.submit([ReserveGeneration(db_id, generation)])
+        guard.result()
+        return generation
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def register_db(
+        self,
+        name: str,
+        kind: DbKind,
+        *,
+        config_hash: bytes = b"",
+        page_size: int = 0,
+        pages_per_chunk: int = 0,
+        compression: Compression = Compression.ZSTD,
+        namespace_id: int = 0,
+        tags: dict[str, str] | None = None,
+    ) -> int:
+        """A new database; its id."""
+        db_id = self._allocate(Counter.DB)
+        record = DbRecord(
+            name=name,
+            kind=kind,
+            created_at_ms=self.clock.now_ms(),
+            config_hash=config_hash,
+            page_size=page_size,
+            pages_per_chunk=pages_per_chunk,
+            compression=compression,
+            namespace_id=namespace_id,
+            tags=tags or {},
+        )
+        self.submit([RegisterDb(db_id, record)]).result()
+        return db_id
+
+    def update_db_status(self, db_id: int, status: DbStatus) -> ManifestGuard:
+        """Open or close a database for writing, or (TOMBSTONED) drop it."""
+        op: Op = DropDb(db_id) if status is DbStatus.TOMBSTONED else UpdateDbStatus(db_id, status)
+        return self.submit([op])
+
+    def rename_db(self, db_id: int, name: str) -> ManifestGuard:
+        """Give a database another name."""
+        return self.submit([RenameDb(db_id, name)])
+
+    def drop_db(self, db_id: int) -> ManifestGuard:
+        """Tombstone a database that has no snapshots."""
+        return self.submit([DropDb(db_id)])
+
+    def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
+        """Register a bucket and prefix; its id."""
+        namespace_id = self._allocate(Counter.NAMESPACE)
+        record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
+        self.submit([PutNamespace(namespace_id, record)]).result()
+        return namespace_id
+
+    # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
+    def append_wal_chunk(self, db_id: int, shard: int, update: WalChunkUpdate) -> ManifestGuard:
+        """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
+        ops: list[Op] = [
+            AppendWalChunk(
+                db_id,
+                shard,
+                update.segment_id,
+                update.generation,
+                update.first_lsn,
+                update.last_lsn,
+                update.used_bytes,
+                update.frame_count,
+                update.size_pages,
+                update.format,
+                update.residency,
+                update.crc64,
+            )
+        ]
+        if update.upload:
+            job = JobRecord(
+                JobKind.UPLOAD, db_id, self.clock.now_ms(), artifact=(db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
+            )
+            ops.append(EnqueueJob(self.reserve_job_id(), job))
+        return self.submit(ops)
+
+    def move_wal_state(self, db_id: int, segment_id: int, state: WalState) -> ManifestGuard:
+        """One step of a WAL segment's life."""
+        return self.submit([MoveWalState(db_id, segment_id, state)])
+
+    def checkpoint_apply(
+        self, db_id: int, generation: int, mutations: Sequence[ChunkMutation], *, covered_lsn: int
+    ) -> ManifestGuard:
+        """Publish what a checkpoint wrote, in one batch: catalog rows, slots, references, the mark of the WAL.
+
+        `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
+        """
+        with self.read() as txn:
+            ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
+        return self.submit(ops)
+
+    # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def record_metric(self, scope: int, metric_kind: int, observation: float | Sequence[float]) -> ManifestGuard:
+        """Merge observations into a rolling metric, inside the manifest's transaction."""
+        values = [float(observation)] if isinstance(observation, (int, float)) else [float(v) for v in observation]
+        return self.submit([RecordMetric(scope, metric_kind, values)])
+
+
+def checkpoint_ops(
+    txn: ReadTxn, db_id: int, generation: int, mutations: Sequence[ChunkMutation], covered_lsn: int
+) -> list[Op]:
+    """The batch of a checkpoint, planned on what `txn` shows."""
+    ops: list[Op] = []
+    leaves: dict[int, Leaf] = {}
+    for mutation in mutations:
+        leaf, offset = place(mutation.slot)
+        chain: Chain
+        if isinstance(mutation, FullChunk):
+            ops.append(PutChunk(db_id, mutation.slot, generation, mutation.record))
+            chain = (Link(ArtifactKind.BASE, db_id, generation, covered_lsn),)
+        else:
+            before = txn.chain(db_id, mutation.slot)
+            base = before[0].origin_db_id if before else db_id
+            ops.append(PutDelta(db_id, mutation.slot, generation, mutation.delta_id, base, mutation.record))
+            chain = (*before, Link(ArtifactKind.DELTA, db_id, generation, covered_lsn, mutation.delta_id))
+        leaves.setdefault(leaf, {})[offset] = chain
+    for leaf, changes in leaves.items():
+        held = txn.get(t.LIVE_LEAF, db_id, leaf) or LeafRef(0, 0)
+        ops.append(SetSlots(db_id, leaf, generation, held.origin_db_id, held.generation, pack_leaf(changes)))
+    ops.append(AdvanceCheckpoint(db_id, generation, covered_lsn))
+    return ops
+
+
+def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
+    """Carry out the fixes that `check` proposed, as ordinary batches."""
+    fixes = [problem.fix for problem in problems if problem.fix is not None]
+    for problem in problems:
+        emit("warning", "manifest.repair", rule=problem.rule, what=problem.what, fixed=problem.fix is not None)
+    writer = ManifestWriter(env, clock)
+    writer.start()
+    try:
+        for start in range(0, len(fixes), 4096):
+            writer.submit(tuple(fixes[start : start + 4096])).result()
+    finally:
+        writer.close()
