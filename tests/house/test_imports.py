@@ -21,6 +21,7 @@ LAYERS = [
     {"spark"},
     {"store"},
     {"cli", "testing"},
+    {"__main__"},
 ]
 RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
 FENCES = {"lmdb": "manifest", "obstore": "objects", "apsw": "sqlite", "pyspark": "spark", "typer": "cli"}

@@ -24,9 +24,6 @@ CHUNK_BYTES = 64 * MIB
 BATCH_OPS_MAX = 65_536
 """Operations in one batch: a batch is one transaction and one change record, and both must fit in memory several times."""
 
-RECORD_BYTES_MAX = 64 * MIB
-"""An encoded manifest record: far above any real one, far below LMDB's 2 GiB; a larger one is a bug or an attack."""
-
 SCAN_ROWS_MAX = 65_536
 """Rows read within one LMDB read transaction by exports and streams (M4): a long transaction stops page reuse."""
 

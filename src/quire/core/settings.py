@@ -36,9 +36,10 @@ class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The map is grown before it is fuller than this."""
     readers_max: int = 1024
     """Concurrent read transactions over all processes."""
-    group_ops_max: int = 4_096
-    """Operations in one commit, and as many may wait for the next one before `submit` blocks. Bounds memory and latency;
-    beyond it the sync is amortised and nothing is gained."""
+    queue_ops_max: int = 8_192
+    """Operations that may wait for the writer before `submit` blocks: bounds memory."""
+    group_ops_max: int = 512
+    """Operations in one commit: by then the sync is hidden behind the producers' work, and more only adds latency."""
     group_seconds_max: float = 0.02
     """A group stops taking batches when it has been applying for this long."""
     long_read_seconds: float = 30.0
@@ -53,6 +54,7 @@ class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.map_bytes <= self.map_bytes_max, "manifest.map_bytes_max must not be below map_bytes")
         _require(0 < self.map_watermark <= 1, "manifest.map_watermark lies in (0, 1]")
         _require(1 <= self.readers_max <= 65_536, "manifest.readers_max lies in [1, 65536]")
+        _require(self.queue_ops_max >= 1, "manifest.queue_ops_max must be positive")
         _require(1 <= self.group_ops_max <= BATCH_OPS_MAX, f"manifest.group_ops_max lies in [1, {BATCH_OPS_MAX}]")
         _require(self.group_seconds_max > 0, "manifest.group_seconds_max must be positive")
 
@@ -77,7 +79,7 @@ def load(text: bytes) -> StoreSettings:
     """The settings that a quire.toml says."""
     try:
         return msgspec.toml.decode(text, type=StoreSettings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"quire.toml: {error}", hint="`quire init` writes a commented example") from error
 
 
@@ -88,7 +90,8 @@ EXAMPLE = """\
 object_store = "{object_store}"
 
 [manifest]
-# group_ops_max = 4096         # operations in one commit, and waiting for the next one
+# queue_ops_max = 8192         # operations that may wait before submit blocks
+# group_ops_max = 512          # operations in one commit
 # readers_max = 1024           # concurrent read transactions over all processes
 # long_read_seconds = 30.0     # older read transactions are reported
 

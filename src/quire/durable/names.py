@@ -256,37 +256,34 @@ _NUMBER6 = "([0-9]{6}|[1-9][0-9]{6,19})"
 _UUID = "([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})"
 
 _Parts = tuple[str, ...]
-_PATTERNS: list[tuple[re.Pattern[str], Callable[[_Parts], StoreName | None]]] = [
-    (re.compile(pattern), build)
-    for pattern, build in (
-        (f"{READERS}/{_UUID}\\.lease", lambda p: LeaseFile(reader=UUID(p[0]))),
-        (f"{PAGES}/{_HEX8}/wal/{_HEX8}\\.seg", lambda p: WalSegmentFile(db_id=_hex(p[0]), segment_id=_hex(p[1]))),
-        (f"{PAGES}/{_HEX8}/cache/(.+)", lambda p: _cached(_hex(p[0]), p[1])),
-        (
-            f"{STREAMS}/{_NUMBER}/(hot|warm)/{_HEX16}\\.seg",
-            lambda p: StreamSegmentFile(stream_id=int(p[0]), tier=Tier(p[1]), segment_id=_hex(p[2])),
-        ),
-        (
-            f"{STREAMS}/{_NUMBER}/manifest/{_NUMBER}\\.mlog(\\.tmp)?",
-            lambda p: ManifestLogFile(stream_id=int(p[0]), chunk_index=int(p[1]), temporary=bool(p[2])),
-        ),
-        (
-            f"{STREAMS}/{_NUMBER}/manifest/snapshot_{_NUMBER}\\.bin",
-            lambda p: ManifestLogSnapshotFile(stream_id=int(p[0]), snapshot_id=int(p[1])),
-        ),
-        (
-            f"{LSM}/{_HEX8}/manifest/{_NUMBER6}\\.log",
-            lambda p: LsmManifestLogFile(db_id=_hex(p[0]), number=int(p[1])),
-        ),
-        (
-            f"{LSM}/{_HEX8}/manifest/MANIFEST-{_NUMBER6}",
-            lambda p: LsmManifestSnapshotFile(db_id=_hex(p[0]), number=int(p[1])),
-        ),
-        (f"{LSM}/{_HEX8}/wal/{_NUMBER6}\\.log", lambda p: LsmWalFile(db_id=_hex(p[0]), number=int(p[1]))),
-        (f"{LSM}/{_HEX8}/sst/{_NUMBER6}\\.sst", lambda p: SstFile(db_id=_hex(p[0]), sst_id=int(p[1]))),
-        (f"{SCRATCH}/{_NUMBER}", lambda p: ScratchDir(job_id=int(p[0]))),
-    )
-]
+_PATTERNS: tuple[tuple[str, Callable[[_Parts], StoreName | None]], ...] = (
+    (f"{READERS}/{_UUID}\\.lease", lambda p: LeaseFile(reader=UUID(p[0]))),
+    (f"{PAGES}/{_HEX8}/wal/{_HEX8}\\.seg", lambda p: WalSegmentFile(db_id=_hex(p[0]), segment_id=_hex(p[1]))),
+    (f"{PAGES}/{_HEX8}/cache/(.+)", lambda p: _cached(_hex(p[0]), p[1])),
+    (
+        f"{STREAMS}/{_NUMBER}/(hot|warm)/{_HEX16}\\.seg",
+        lambda p: StreamSegmentFile(stream_id=int(p[0]), tier=Tier(p[1]), segment_id=_hex(p[2])),
+    ),
+    (
+        f"{STREAMS}/{_NUMBER}/manifest/{_NUMBER}\\.mlog(\\.tmp)?",
+        lambda p: ManifestLogFile(stream_id=int(p[0]), chunk_index=int(p[1]), temporary=bool(p[2])),
+    ),
+    (
+        f"{STREAMS}/{_NUMBER}/manifest/snapshot_{_NUMBER}\\.bin",
+        lambda p: ManifestLogSnapshotFile(stream_id=int(p[0]), snapshot_id=int(p[1])),
+    ),
+    (
+        f"{LSM}/{_HEX8}/manifest/{_NUMBER6}\\.log",
+        lambda p: LsmManifestLogFile(db_id=_hex(p[0]), number=int(p[1])),
+    ),
+    (
+        f"{LSM}/{_HEX8}/manifest/MANIFEST-{_NUMBER6}",
+        lambda p: LsmManifestSnapshotFile(db_id=_hex(p[0]), number=int(p[1])),
+    ),
+    (f"{LSM}/{_HEX8}/wal/{_NUMBER6}\\.log", lambda p: LsmWalFile(db_id=_hex(p[0]), number=int(p[1]))),
+    (f"{LSM}/{_HEX8}/sst/{_NUMBER6}\\.sst", lambda p: SstFile(db_id=_hex(p[0]), sst_id=int(p[1]))),
+    (f"{SCRATCH}/{_NUMBER}", lambda p: ScratchDir(job_id=int(p[0]))),
+)
 
 
 def parse_path(path: str) -> StoreName | None:
@@ -294,7 +291,7 @@ def parse_path(path: str) -> StoreName | None:
     if path in FIXED_FILES:
         return FixedFile(name=path)
     for pattern, build in _PATTERNS:
-        if match := pattern.fullmatch(path):
+        if match := re.fullmatch(pattern, path):  # compiled and kept by `re` at first use: importing is to be quick
             name = build(match.groups())
             return name if name is not None and _fits(name, path) else None
     return None

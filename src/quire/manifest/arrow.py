@@ -1,31 +1,33 @@
 """Manifest tables as Arrow: whole columns at a time, no loop over rows where numpy or Arrow can do it.
 
-Keys of fixed width and packed records are decoded by numpy from one joined buffer. msgpack records are decoded into plain
-tuples and turned into columns with one transposition per step; rows written by an older version, which have fewer
-fields, go through their record type and get its defaults.
+Keys of fixed width and packed records are decoded by numpy from one joined buffer. msgpack records of plain fields are
+decoded in one call per step and turned into columns in another; rows written by an older version, which have fewer
+fields, and records with nested fields go through their record type one by one.
 
 Rules
   1. Columns are the key's fields, then the record's, in order; enumerations are their numbers, nested values are JSON.
-  2. Memory is the result plus one step of `SCAN_ROWS_MAX` rows.
+  2. Memory is the result plus one step of `STEP_ROWS` rows.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from itertools import islice
+from array import array
+from collections.abc import Iterator
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
-from quire.core.limits import SCAN_ROWS_MAX
 from quire.manifest import tables as t
-from quire.manifest.codec import VERSION
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
+
+STEP_ROWS = 8_192
+"""Rows decoded at once: few enough that their Python objects stay in the processor's cache."""
 
 _KEY_TYPES = {
     "u8": pa.uint8(),
@@ -43,7 +45,7 @@ def to_arrow(txn: ReadTxn, table: t.Table[Any]) -> pa.Table:
     return pa.Table.from_batches(list(batches(txn, table)), schema=layout)
 
 
-def batches(txn: ReadTxn, table: t.Table[Any], rows: int = SCAN_ROWS_MAX) -> Iterator[pa.RecordBatch]:
+def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterator[pa.RecordBatch]:
     """The rows of a table in steps."""
     layout = schema(table)
     cursor = txn.raw_scan(table)
@@ -51,6 +53,20 @@ def batches(txn: ReadTxn, table: t.Table[Any], rows: int = SCAN_ROWS_MAX) -> Ite
         keys, values = zip(*step)
         columns = [*_key_columns(table, keys), *_value_columns(table, values)]
         yield pa.RecordBatch.from_arrays(columns, schema=layout)
+
+
+def one_batch(
+    txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
+) -> tuple[pa.RecordBatch | None, bytes | None]:
+    """Up to `rows` rows whose keys lie behind `after`, and the last of those keys; (None, None) at the end."""
+    start = None if after is None else table.key.unpack(after)
+    cursor = txn.raw_scan(table, start=start)
+    step = [item for item in islice(cursor, rows + 1) if item[0] != after][:rows]
+    if not step:
+        return None, None
+    keys, values = zip(*step)
+    columns = [*_key_columns(table, keys), *_value_columns(table, values)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema(table)), keys[-1]
 
 
 def schema(table: t.Table[Any]) -> pa.Schema:
@@ -72,7 +88,7 @@ def _record_fields(table: t.Table[Any]) -> list[tuple[str, Any]]:
 
 
 def _arrow_type(hint: Any) -> pa.DataType:
-    if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
+    if _is_enum(hint):
         return pa.uint8()
     plain = {int: pa.uint64(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
     return plain.get(hint, pa.string())
@@ -89,21 +105,56 @@ def _key_columns(table: t.Table[Any], keys: tuple[bytes, ...]) -> list[pa.Array]
 def _value_columns(table: t.Table[Any], values: tuple[bytes, ...]) -> list[pa.Array]:
     codec = table.codec
     if codec.packed is not None:
-        if any(len(raw) != codec.packed.size for raw in values):
-            rows = [msgspec.structs.astuple(codec.decode(raw)) for raw in values]
-            return _transposed(table, rows)
+        if set(map(len, values)) != {codec.packed.size}:
+            return _transposed(table, [msgspec.structs.astuple(codec.decode(raw)) for raw in values])
         packed = np.frombuffer(b"".join(values), dtype=codec.numpy_fields())
         return [pa.array(_native(packed[name]).astype(np.uint64)) for name in codec.record_type.__struct_fields__]
-    head = VERSION.pack(codec.version)
-    decode: Callable[[Any], tuple[Any, ...]] = msgspec.msgpack.Decoder(tuple[Any, ...]).decode
-    width = len(codec.record_type.__struct_fields__)
-    rows = [decode(memoryview(raw)[2:]) if raw.startswith(head) else () for raw in values]
-    if set(map(len, rows)) != {width}:
-        rows = [
-            row if len(row) == width else tuple(msgspec.to_builtins(codec.decode(raw)))
-            for row, raw in zip(rows, values)
-        ]
-    return _transposed(table, rows)
+    fields = _record_fields(table)
+    if all(_is_plain(hint) for _, hint in fields):
+        cells = _cells(codec.head, len(fields), values)
+        if cells is not None:
+            return [_plain_column(cells[index :: len(fields)], hint) for index, (_, hint) in enumerate(fields)]
+    return _transposed(table, [tuple(msgspec.to_builtins(codec.decode(raw), builtin_types=(bytes,))) for raw in values])
+
+
+def _cells(version: bytes, width: int, values: tuple[bytes, ...]) -> list[Any] | None:
+    """The fields of all rows in one flat list, or `None` if some row is of another version or has fewer fields.
+
+    A row is its version and a msgpack array. Without the array headers, and behind one header for all of them, the rows are
+    one long array: one call of the decoder, and no object per row for the garbage collector to look at.
+    """
+    header = version + (bytes([0x90 | width]) if width < 16 else b"\xdc" + width.to_bytes(2, "big"))
+    if not all(map(bytes.startswith, values, repeat(header))):
+        return None
+    joined = b"".join(values)
+    bodies = joined.replace(header, b"")
+    if len(joined) - len(bodies) != len(header) * len(values):
+        return None  # some field contains the bytes of a header
+    try:
+        cells = _DECODE_LIST(b"\xdd" + (width * len(values)).to_bytes(4, "big") + bodies)
+    except msgspec.MsgspecError:
+        return None  # the slow path names the row that does not decode
+    return cells
+
+
+def _plain_column(cells: list[Any], hint: Any) -> pa.Array:
+    """A column of plain values. Numbers go through `array`, which converts three times as fast as Arrow."""
+    if hint is int:
+        return pa.Array.from_buffers(pa.uint64(), len(cells), [None, pa.py_buffer(array("Q", cells))])
+    if _is_enum(hint):
+        return pa.Array.from_buffers(pa.uint8(), len(cells), [None, pa.py_buffer(array("B", cells))])
+    return pa.array(cells, _arrow_type(hint))
+
+
+_DECODE_LIST = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.IntEnum)
+
+
+def _is_plain(hint: Any) -> bool:
+    return hint in (int, float, str, bytes) or _is_enum(hint)
 
 
 def _transposed(table: t.Table[Any], rows: list[tuple[Any, ...]]) -> list[pa.Array]:

@@ -21,28 +21,30 @@ Rules it holds, by number (cited in problems, tests and reviews):
   G1  no watermark is below a generation that the log promises
 
 Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest.
-Works on one snapshot; memory is about 100 bytes per artifact, the rest is streamed.
+Works on one snapshot; memory is about 170 bytes per artifact (measured), the rest is streamed.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
+
+import lmdb
 
 from quire.core.errors import QuireError
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.holders import count_holders
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.corrections import CorrectIndex
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
     TERMINAL_JOB_STATES,
-    DbRecord,
     DbStatus,
     JobState,
     SnapshotKind,
@@ -67,16 +69,28 @@ class Problem:
 
 def check(txn: ReadTxn) -> Iterator[Problem]:
     """Every broken rule of the snapshot."""
-    databases: dict[int, DbRecord] = {}
-    yield from _check_decodes(txn)
-    yield from _check_databases(txn, databases)
-    yield from _check_owners(txn, databases)
-    yield from _check_watermarks(txn)
-    yield from _check_snapshots(txn)
-    yield from _check_wal(txn)
-    yield from _check_jobs(txn)
-    yield from _check_heads(txn)
-    yield from _check_feed(txn)
+    for rule in (
+        _check_decodes,
+        _check_databases,
+        _check_owners,
+        _check_watermarks,
+        _check_snapshots,
+        _check_wal,
+        _check_jobs,
+        _check_heads,
+        _check_feed,
+        _check_holders,
+    ):
+        try:
+            yield from rule(txn)
+        except (QuireError, lmdb.Error, ValueError, struct.error) as error:
+            # A row that does not decode: K1 names it. What this rule would have found behind it stays unknown.
+            yield Problem("K1", f"{rule.__name__.removeprefix('_check_')} cannot be checked: {error}")
+
+
+def _check_holders(txn: ReadTxn) -> Iterator[Problem]:
+    from quire.manifest.holders import count_holders  # numpy: not on the path of readers, who never check
+
     for rule, what, key, fix, leak in count_holders(txn):
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 
@@ -117,10 +131,9 @@ def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int]
             )
 
 
-def _check_databases(txn: ReadTxn, databases: dict[int, DbRecord]) -> Iterator[Problem]:
+def _check_databases(txn: ReadTxn) -> Iterator[Problem]:
     names: dict[bytes, int] = {}
     for db_id, record in txn.databases():
-        databases[db_id] = record
         if record.status is not DbStatus.TOMBSTONED:
             key = t.DB_NAMES.key.pack(record.name)
             if key in names:
@@ -129,10 +142,11 @@ def _check_databases(txn: ReadTxn, databases: dict[int, DbRecord]) -> Iterator[P
     yield from _compare_index(txn, t.DB_NAMES, names, "D1")
 
 
-def _check_owners(txn: ReadTxn, databases: dict[int, DbRecord]) -> Iterator[Problem]:
-    """D2. Only the distinct owners are looked at: a seek per database, not a step per row."""
+def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
+    """D2."""
+    databases = set(_owners(txn, t.DB))
     states = {key[0] for key, _ in txn.scan(t.WAL_STATE)}
-    for db_id in databases.keys() - states:
+    for db_id in databases - states:
         yield Problem("D2", "a database has no WAL state", {"db_id": db_id})
     for table in (
         t.WAL_STATE,
@@ -146,12 +160,16 @@ def _check_owners(txn: ReadTxn, databases: dict[int, DbRecord]) -> Iterator[Prob
         t.PAGE_VERSION_INDEX,
         t.PAGE_VERSION_HEAD,
     ):
-        for owner in _owners(txn, table):
+        for owner in _owners(txn, table, few=20 * len(databases)):
             if owner not in databases:
                 yield Problem("D2", f"rows of {table.name} belong to no database", {"db_id": owner})
 
 
-def _owners(txn: ReadTxn, table: t.Table[Any]) -> Iterator[int]:
+def _owners(txn: ReadTxn, table: t.Table[Any], few: int = 0) -> Iterator[int]:
+    """The databases a table has rows of: by a seek for each, or by walking the keys where rows are few."""
+    if txn.count(table) <= few:
+        yield from sorted({int.from_bytes(key[:4], "big") for key, _ in txn.raw_scan(table)})
+        return
     rest = (0,) * (len(table.key.fields) - 1)
     owner = 0
     while owner <= U32_MAX:
@@ -172,12 +190,12 @@ def _check_watermarks(txn: ReadTxn) -> Iterator[Problem]:
     )
     for counter, table in highest_of:
         highest = max((t_key[0] for t_key, _ in txn.scan(table)), default=0)
-        row = txn.get(t.ID_WATERMARKS, counter)
-        if highest and (row is None or row.next_id <= highest):
+        next_id = txn.next_id(counter)
+        if next_id <= highest:
             yield Problem(
                 "D3",
                 f"the {counter.name} watermark is not above the ids in use",
-                {"highest": highest, "next_id": row.next_id if row else 0},
+                {"highest": highest, "next_id": next_id},
             )
 
 
@@ -248,13 +266,27 @@ def _check_jobs(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
-    newest: dict[tuple[int, int], tuple[int, int]] = {}
-    for (db_id, page, lsn), row in txn.scan(t.PAGE_VERSION_INDEX):
-        newest[db_id, page] = (lsn, row.segment_id)
-    heads = {key: (row.lsn, row.segment_id) for key, row in txn.scan(t.PAGE_VERSION_HEAD)}
-    for key in newest.keys() | heads.keys():
-        if newest.get(key) != heads.get(key):
-            yield Problem("P1", "a page's head is not its newest version", {"db_id, page": key})
+    """P1: both tables are ordered by page, so one walk beside the other suffices."""
+    heads = txn.scan(t.PAGE_VERSION_HEAD)
+    head = next(heads, None)
+    for page, newest in _newest_versions(txn):
+        while head is not None and head[0] < page:
+            yield Problem("P1", "a page has a head but no version", {"page": head[0]})
+            head = next(heads, None)
+        if head is None or head[0] != page or (head[1].lsn, head[1].segment_id) != newest:
+            yield Problem("P1", "a page's head is not its newest version", {"page": page})
+        if head is not None and head[0] == page:
+            head = next(heads, None)
+    while head is not None:
+        yield Problem("P1", "a page has a head but no version", {"page": head[0]})
+        head = next(heads, None)
+
+
+def _newest_versions(txn: ReadTxn) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """((db_id, page), (lsn, segment_id)) of the newest version of every page in the index."""
+    rows = ((key[:2], (key[2], row.segment_id)) for key, row in txn.scan(t.PAGE_VERSION_INDEX))
+    for page, versions in groupby(rows, key=lambda row: row[0]):
+        yield (page[0], page[1]), max(version for _, version in versions)
 
 
 def _check_feed(txn: ReadTxn) -> Iterator[Problem]:

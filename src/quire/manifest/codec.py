@@ -7,7 +7,8 @@ Terms
 
 Rules
   1. `decode(encode(record)) == record`.
-  2. A body of an older version decodes, with defaults for what it lacks; one of a newer version raises `FormatTooNew`.
+  2. A msgpack body of an older version decodes, with defaults for what it lacks; a packed body has one layout, so changing
+     it takes a migration. A body of a newer version raises `FormatTooNew`.
   3. Bytes that are no record raise `ManifestDamaged`, never a codec's own error.
 
 Pure functions, any thread (msgspec coders are reentrant for our use: no hooks). Layouts: docs/formats/manifest.md.
@@ -33,7 +34,7 @@ assert VERSION.size == 2
 class RecordCodec(Generic[R]):
     """Encodes and decodes the rows of one table."""
 
-    __slots__ = ("body", "decode", "encode", "head", "packed", "record_type", "version")
+    __slots__ = ("body", "decode", "decode_body", "encode", "head", "packed", "record_type", "version")
 
     def __init__(self, record_type: type[R], *, version: int = 1, packed: str | None = None) -> None:
         self.record_type = record_type
@@ -42,10 +43,13 @@ class RecordCodec(Generic[R]):
         self.head = VERSION.pack(version)
         self.body = msgspec.msgpack.Encoder().encode
         """`encode(record) == head + body(record)` for msgpack tables: the writer concatenates without a call in between."""
+        self.decode_body: Callable[[bytes], R] | None = None
+        """The inverse of `body`; `None` for packed tables."""
         self.encode: Callable[[R], bytes]
         self.decode: Callable[[bytes], R]
         if self.packed is None:
-            self.encode, self.decode = _msgpack_coders(record_type, version, self.body)
+            self.decode_body = msgspec.msgpack.Decoder(record_type).decode
+            self.encode, self.decode = _msgpack_coders(record_type, version, self.body, self.decode_body)
         else:
             self.encode, self.decode = _packed_coders(record_type, version, self.packed)
 
@@ -60,10 +64,9 @@ class RecordCodec(Generic[R]):
 
 
 def _msgpack_coders(
-    record_type: type[R], version: int, pack: Callable[[Any], bytes]
+    record_type: type[R], version: int, pack: Callable[[Any], bytes], unpack: Callable[[bytes], R]
 ) -> tuple[Callable[[R], bytes], Callable[[bytes], R]]:
     head = VERSION.pack(version)
-    unpack = msgspec.msgpack.Decoder(record_type).decode
 
     def encode(record: R) -> bytes:
         return head + pack(record)
@@ -72,7 +75,7 @@ def _msgpack_coders(
         if raw[:2] != head:
             _refuse_newer(raw, version, record_type)
         try:
-            return unpack(memoryview(raw)[2:])
+            return unpack(raw[2:])  # copying a small row is cheaper than making a view of it
         except msgspec.MsgspecError as error:
             raise _damaged(raw, record_type, str(error)) from error
 

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +40,13 @@ from quire.core.errors import (
     QuireError,
     StorageFault,
     StoreClosed,
+    StoreLocked,
     StoreNotFound,
     TimedOut,
     TooManyReaders,
 )
 from quire.core.events import emit
-from quire.core.limits import GIB
+from quire.core.limits import GIB, MIB
 from quire.core.settings import ManifestSettings
 from quire.durable.files import FULL_ERRNOS
 from quire.manifest.change import CHANGE_LOG
@@ -56,11 +58,14 @@ TABLES_MAX = 96
 assert CHANGE_LOG.name in TABLES
 assert len(TABLES) <= TABLES_MAX
 
+_ALREADY_OPEN = "already open in this process"
 _RESTORE = "restore the manifest from a backup, or follow docs/operations.md"
 
 
 def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
     """What an LMDB error means for the caller (rule 3)."""
+    if _ALREADY_OPEN in str(error):
+        return StoreLocked("this process has the manifest open already", hint="use the store you have", path=path)
     if isinstance(error, lmdb.MapFullError):
         return DiskFull("the manifest's map is full", hint="raise manifest.map_bytes_max in quire.toml", path=path)
     if isinstance(error, lmdb.ReadersFullError):
@@ -171,15 +176,17 @@ class Gate:
 class ManifestEnv:
     """The opened environment with a handle per table."""
 
-    def __init__(self, path: str, settings: ManifestSettings, *, write: bool) -> None:
+    def __init__(self, path: str, settings: ManifestSettings, *, write: bool, create: bool = True) -> None:
         self.path = path
         self.settings = settings
         self.write = write
         self.gate = Gate()
         self._reported: set[int] = set()
         self._closed: str | None = None
-        if not write and not os.path.exists(path):
-            raise StoreNotFound("there is no manifest here", hint="`quire init` makes a store", path=path)
+        self.fork_hooks: list[Callable[[], None]] = []
+        """Called in the child of a fork(), after which nothing here may be used."""
+        if not (write and create):
+            self._require_file()
         self._env = self._open()
         _LIVE.add(self)
         try:
@@ -217,20 +224,26 @@ class ManifestEnv:
             except (lmdb.Error, OSError) as error:
                 raise translate(error, self.path) from error
 
+    def _require_file(self) -> None:
+        """LMDB takes an empty file for a new environment: fatal where there must be one already."""
+        if not os.path.exists(self.path):
+            raise StoreNotFound("there is no manifest here", hint="`quire init` makes a store", path=self.path)
+        if os.path.getsize(self.path) == 0:
+            raise ManifestDamaged("the manifest is empty", hint=_RESTORE, path=self.path)
+
     def _refuse_truncated(self) -> None:
         """Rule 4. Pages freed before they were ever written may lawfully lie beyond the end: then LMDB's verifier decides."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         present = os.stat(self.path).st_size
         if present >= needed:
             return
-        from lmdb import verify
+        from lmdb.verify import verify
 
-        try:
-            verify.verify(self.path, subdir=False)  # type: ignore[no-untyped-call]  # the module has no stubs
-        except verify.VerifyError as error:
+        problems = verify(self.path, subdir=False)  # type: ignore[no-untyped-call]  # the module has no stubs
+        if problems:
             raise ManifestDamaged(
-                f"the manifest is truncated: {error}", hint=_RESTORE, path=self.path, bytes=present, needed=needed
-            ) from error
+                f"the manifest is truncated: {problems[0]}", hint=_RESTORE, path=self.path, bytes=present, needed=needed
+            )
 
     def _open_tables(self) -> dict[str, Any]:
         """A handle per table; for readers of a store older than a table, `None`: it reads as empty."""
@@ -349,6 +362,15 @@ class ManifestEnv:
 
     def _forked(self) -> None:
         self._closed = "the manifest belongs to the parent of this fork()"
+        for hook in self.fork_hooks:
+            hook()
+
+    def out_of_room(self) -> bool:
+        """Whether the file could not grow by a MiB. LMDB calls a short write, which is how a disk fills up, EIO."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        disk = os.statvfs(self.path)
+        used = os.stat(self.path).st_size
+        return disk.f_bavail * disk.f_frsize < MIB or (limit != resource.RLIM_INFINITY and used + MIB > limit)
 
 
 _LIVE: weakref.WeakSet[ManifestEnv] = weakref.WeakSet()

@@ -6,22 +6,25 @@ Terms
 
 Rules
   1. A guard resolves only after the transaction that holds its batch is durable.
-  2. Light by design (M3): no lock and no event per guard. All waiters of a writer share one condition, woken once per
-     commit; asyncio waiters are woken with one call per loop and commit.
+  2. Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one brings a
+     bare lock, and the writer releases it: one wake-up, no lock to queue for afterwards. Everyone else (further threads,
+     asyncio, waiters for a generation) shares one bell, rung once per commit.
   3. Nothing of a caller runs on the writer thread; waiting on it raises `WrongThread`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
 from quire.manifest.ops.base import Component, Op
+
+if TYPE_CHECKING:
+    import asyncio
 
 Generations = tuple[tuple[int, int], ...]
 """(component, generation) pairs. Tuples of numbers: the garbage collector stops looking at them after one pass."""
@@ -76,16 +79,36 @@ class Bell:
             except RuntimeError:
                 pass  # the loop has been closed: nobody waits any more
 
+    def join(self, guard: ManifestGuard) -> Any | None:
+        """A lock that the writer will release when the guard is done; `None` if another thread was first."""
+        with self._rung:
+            if guard.waiter is not None:
+                return None
+            guard.waiter = threading.Lock()
+            guard.waiter.acquire()
+            return guard.waiter
+
+    def leave(self, guard: ManifestGuard) -> None:
+        """The thread that joined has stopped waiting."""
+        with self._rung:
+            guard.waiter = None
+
     def wait(self, happened: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Block until `happened()`; `TimedOut` names `what`."""
-        if threading.current_thread() is self.thread:
-            raise WrongThread("the manifest's writer thread cannot wait for itself", hint="wait in another thread")
+        self.refuse_writer()
         with self._rung:
             if not self._rung.wait_for(happened, timeout):
                 raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
 
+    def refuse_writer(self) -> None:
+        """Rule 3."""
+        if threading.current_thread() is self.thread:
+            raise WrongThread("the manifest's writer thread cannot wait for itself", hint="wait in another thread")
+
     async def wait_async(self, happened: Callable[[], bool]) -> None:
         """Suspend until `happened()`."""
+        import asyncio  # 40 ms that a program without an event loop need not pay
+
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._rung:
@@ -117,14 +140,26 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     generations: Generations = ()
     repeated: bool = False
     result_bytes: bytes = b""
+    waiter: Any = None
 
     def result(self, timeout: float | None = None) -> Receipt:
         """The receipt, once durable. Raises the batch's own error, `StoreUnusable`, or `TimedOut`."""
         if not self.done:
-            self.bell.wait(self.is_done, timeout, "a manifest commit")
+            self._wait(timeout)
         if self.error is not None:
             raise self.error
         return Receipt(self.sequence, self.committed_at_ms, self.generations, self.repeated, self.result_bytes)
+
+    def _wait(self, timeout: float | None) -> None:
+        bell = self.bell
+        bell.refuse_writer()
+        lock = bell.join(self)
+        if lock is None:
+            bell.wait(self.is_done, timeout, "a manifest commit")
+        elif not self.done and not lock.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
+            bell.leave(self)
+            if not self.done:
+                raise TimedOut("timed out waiting for a manifest commit", hint="it may still happen", seconds=timeout)
 
     def is_done(self) -> bool:
         """Whether the batch is durable or has failed."""

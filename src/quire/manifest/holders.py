@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.core.limits import SCAN_ROWS_MAX, SLOTS_PER_LEAF
+from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
@@ -32,6 +33,9 @@ from quire.manifest.ops.refs import artifact_key, unpack_artifact
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
+
+STEP_ROWS = 8_192
+"""Rows looked at together: few enough that their objects stay in the processor's cache."""
 
 Codes = npt.NDArray[np.uint64]
 """Rows of (origin << 24 | kind << 16 | delta, id << 32 | generation)."""
@@ -66,11 +70,9 @@ def tally(codes: Codes) -> tuple[Codes, npt.NDArray[np.int64]]:
 def count_holders(txn: ReadTxn) -> Iterator[Finding]:
     """R1 to R4 and S2: every difference between what is counted and what is held."""
     findings: list[Finding] = []
-    references: list[Codes] = []
-    references.extend(_leaf_holders(txn))
-    references.extend(_chains(txn, findings))
-    references.append(_wal_holders(txn))
-    catalog = list(_catalog(txn, references, findings))
+    catalog: list[Codes] = []
+    references = [*_leaf_holders(txn), *_chains(txn, catalog, findings), _wal_holders(txn)]
+    catalog.extend(_catalog(txn, references, findings))
     held, counts = tally(np.concatenate([np.zeros((0, 2), np.uint64), *references]))
     yield from findings
     yield from _compare_counts(txn, held, counts)
@@ -79,7 +81,7 @@ def count_holders(txn: ReadTxn) -> Iterator[Finding]:
 
 def _steps(txn: ReadTxn, table: t.Table[Any]) -> Iterator[tuple[tuple[bytes, ...], tuple[bytes, ...]]]:
     cursor = txn.raw_scan(table)
-    while step := list(islice(cursor, SCAN_ROWS_MAX)):
+    while step := list(islice(cursor, STEP_ROWS)):
         keys, values = zip(*step)
         yield keys, values
 
@@ -101,10 +103,11 @@ def _leaf_holders(txn: ReadTxn) -> Iterator[Codes]:
             yield encode(table[:, 0], ArtifactKind.LEAF, 0, table[:, 1], table[:, 2])
 
 
-def _chains(txn: ReadTxn, findings: list[Finding]) -> Iterator[Codes]:
-    """The artifacts of every leaf row; S2 on the way."""
+def _chains(txn: ReadTxn, catalog: list[Codes], findings: list[Finding]) -> Iterator[Codes]:
+    """The artifacts that leaf rows name, and (into `catalog`) the leaves themselves; S2 on the way."""
     for keys, values in _steps(txn, t.SLOT_LEAF):
         leaves = _packed(t.SLOT_LEAF, keys)
+        catalog.append(encode(leaves["origin_db_id"], ArtifactKind.LEAF, 0, leaves["leaf"], leaves["generation"]))
         bodies = []
         for raw in values:
             try:
@@ -154,19 +157,11 @@ def _catalog(txn: ReadTxn, references: list[Codes], findings: list[Finding]) -> 
     """The artifacts that have rows; adds what they refer to (namespaces) to `references`."""
     namespaces: list[int] = [record.namespace_id for _, record in txn.databases() if record.namespace_id]
     for table, kind in ((t.CHUNK_CATALOG, ArtifactKind.BASE), (t.CHUNK_DELTA_INDEX, ArtifactKind.DELTA)):
-        decode_row = table.codec.decode
         for keys, values in _steps(txn, table):
             rows = _packed(table, keys)
             delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
             yield encode(rows["origin_db_id"], kind, delta, rows["chunk_id"], rows["generation"])
-            for key, raw in zip(keys, values):
-                try:
-                    namespace_id = decode_row(raw).namespace_id
-                except QuireError as error:
-                    findings.append(("K1", f"a row of {table.name} does not decode: {error}", key.hex(), None, False))
-                    continue
-                if namespace_id:
-                    namespaces.append(namespace_id)
+            namespaces.extend(filter(None, _namespaces(table, keys, values, findings)))
     for (db_id, segment), row in txn.scan(t.WAL_CATALOG):
         if row.origin_db_id == db_id:
             yield encode(db_id, ArtifactKind.WAL, 0, segment, 0)
@@ -174,20 +169,35 @@ def _catalog(txn: ReadTxn, references: list[Codes], findings: list[Finding]) -> 
                 namespaces.append(row.namespace_id)
     for (namespace_id,), _ in txn.scan(t.REMOTE_NAMESPACE):
         yield encode(0, ArtifactKind.NAMESPACE, 0, namespace_id, 0)
-    for keys, _ in _steps(txn, t.SLOT_LEAF):
-        rows = _packed(t.SLOT_LEAF, keys)
-        yield encode(rows["origin_db_id"], ArtifactKind.LEAF, 0, rows["leaf"], rows["generation"])
     if namespaces:
         references.append(encode(0, ArtifactKind.NAMESPACE, 0, namespaces, 0))
+
+
+def _namespaces(
+    table: t.Table[Any], keys: tuple[bytes, ...], values: tuple[bytes, ...], findings: list[Finding]
+) -> list[int]:
+    """The namespace of every row; decodes each (K1), all in one go unless something is odd."""
+    head, body = table.codec.head, table.codec.decode_body
+    assert body is not None, "catalog tables are not packed"
+    try:
+        if {raw[:2] for raw in values} == {head}:
+            return [body(raw[2:]).namespace_id for raw in values]
+    except msgspec.MsgspecError:
+        pass  # found and named below
+    found = []
+    for key, raw in zip(keys, values):
+        try:
+            found.append(table.codec.decode(raw).namespace_id)
+        except QuireError as error:
+            findings.append(("K1", f"a row of {table.name} does not decode: {error}", key.hex(), None, False))
+    return found
 
 
 def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) -> Iterator[Finding]:
     """R1, R2, R3."""
     stored, in_use, pending = _stored_counts(txn)
     uploads = _uploads(txn)
-    positive = in_use > 0
-    if not (np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts)):
-        yield from _differences(stored, in_use, pending, held, counts)
+    # R3 first: a corrected count puts its own index row right, whatever was done to it before.
     zeros = {key for key, _ in txn.raw_scan(t.GC_ZERO)}
     doomed = {artifact_key(decode(code)) for code in stored[(in_use == 0) & (pending == 0)]}
     for key in sorted(zeros ^ doomed):
@@ -195,11 +205,16 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
         row = txn.refcount(artifact)
         since = None if key in zeros or row is None else row.zero_since_ms
         yield "R3", "gc_zero is wrong", artifact, CorrectIndex("gc_zero", key, since), False
+    positive = in_use > 0
+    if not (np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts)):
+        yield from _differences(stored, in_use, uploads, held, counts)
     waiting = {artifact_key(decode(code)): int(n) for code, n in zip(stored[pending > 0], pending[pending > 0])}
     for key in sorted(waiting.keys() | uploads.keys()):
         if waiting.get(key, 0) != uploads.get(key, 0):
-            artifact, row = unpack_artifact(key), txn.refcount(unpack_artifact(key))
-            fix = CorrectRefcount(key, row.in_use if row else 0, uploads.get(key, 0))
+            artifact = unpack_artifact(key)
+            code = encode(artifact.origin_db_id, artifact.kind, artifact.delta_id, artifact.id, artifact.generation)
+            holders = int(counts[(held == code).all(axis=1)].sum())
+            fix = CorrectRefcount(key, holders, uploads.get(key, 0))
             what = f"pending_upload is {waiting.get(key, 0)}, {uploads.get(key, 0)} uploads are outstanding"
             yield "R2", what, artifact, fix, False
 
@@ -230,17 +245,18 @@ def _uploads(txn: ReadTxn) -> dict[bytes, int]:
 def _differences(
     stored: Codes,
     in_use: npt.NDArray[np.int64],
-    pending: npt.NDArray[np.int64],
+    uploads: dict[bytes, int],
     held: Codes,
     counts: npt.NDArray[np.int64],
 ) -> Iterator[Finding]:
-    actual = {(int(a), int(b)): (int(n), int(p)) for (a, b), n, p in zip(stored, in_use, pending)}
+    actual = {(int(a), int(b)): int(n) for (a, b), n in zip(stored, in_use)}
     expected = {(int(a), int(b)): int(n) for (a, b), n in zip(held, counts)}
     for code in sorted(actual.keys() | expected.keys()):
-        (have, uploads), want = actual.get(code, (0, 0)), expected.get(code, 0)
+        have, want = actual.get(code, 0), expected.get(code, 0)
         if have != want:
             artifact = decode(code)
-            fix = CorrectRefcount(artifact_key(artifact), want, uploads)
+            key = artifact_key(artifact)
+            fix = CorrectRefcount(key, want, uploads.get(key, 0))
             yield "R1", f"in_use is {have}, held {want} times", artifact, fix, False
 
 

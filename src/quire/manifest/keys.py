@@ -1,7 +1,7 @@
 """Keys of manifest tables: fixed-width, big-endian, so that byte order is tuple order (M1).
 
 Terms
-  field    one component of a key: `u16`, `u32` or `u64`, or `text` / `raw` as the last one
+  field    one component of a key: `u8`, `u16`, `u32` or `u64`, or `text` / `raw` as the last one
   prefix   the first n fields; all rows that share them lie next to each other
 
 Rules
@@ -15,6 +15,7 @@ Pure functions, any thread. The layout of every key is listed in docs/formats/ma
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, Literal
 
 from quire.core.errors import OutOfRange
@@ -37,7 +38,7 @@ class KeyCodec:
     '00000007'
     """
 
-    __slots__ = ("_fixed", "_prefixes", "_tail", "fast", "fields", "width")
+    __slots__ = ("_fixed", "_prefixes", "_tail", "fast", "fast_unpack", "fields", "width")
 
     def __init__(self, *fields: tuple[str, Width]) -> None:
         self.fields = fields
@@ -51,6 +52,8 @@ class KeyCodec:
         ]
         self.fast = self._fixed.pack
         """`pack` of a fixed-width key without the translation of errors: for the writer, which translates once for all."""
+        self.fast_unpack: Callable[[bytes], tuple[Any, ...]] = self.unpack if self._tail else self._fixed.unpack
+        """`unpack` without a call in between, where the width is fixed."""
         self.width = None if self._tail else self._fixed.size
         """Bytes of a key, `None` if it varies."""
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lmdb
@@ -125,6 +124,8 @@ def _ledger_row(clock: Clock) -> bytes:
 
 
 def _quire_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, needed once in a store's life
+
     try:
         return version("quire")
     except PackageNotFoundError:

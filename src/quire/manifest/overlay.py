@@ -10,12 +10,11 @@ Rules
   1. A batch reads its own writes and those of the batches before it, in every table.
   2. A batch that fails leaves no trace. Ops are pure, so until the first failure of a group nothing is noted down for
      that: the pending rows are dropped and the good batches applied again, from then on with an undo log (`tracking`).
-     Groups without failures pay nothing, groups with any number of them at most twice
+     Groups without failures pay nothing, and the price of failures does not grow with their number
      (docs/decisions/001-write-overlay.md).
   3. `insert` believes that a key is new and looks only at pending rows; LMDB tells at `flush` (`KeysTaken`), and the group is
      done again with `strict` lookups. So inserting a million rows costs no million reads.
-  4. LMDB is not written before `flush`; so cursors opened by `scan` stay valid while an op writes, and a transaction
-     that failed (map full) can be begun again and flushed again without applying anything twice.
+  4. LMDB is not written before `flush`; so cursors opened by `scan` stay valid while an op writes.
   5. `kept` rows change only in `settle`, after the commit is durable.
 
 Owned by the writer thread (or by whoever replays a feed): never shared.

@@ -15,15 +15,20 @@ Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
+
+import lmdb
+import msgspec
 
 from quire.core.errors import InvalidInput, StoreClosed, UnknownDatabase
 from quire.core.ids import ArtifactKey
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.codec import R
-from quire.manifest.env import ManifestEnv
+from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.keys import prefix_end
+from quire.manifest.ops.base import LOCAL_COUNTERS, Counter
 from quire.manifest.ops.refs import artifact_key
 from quire.manifest.records import (
     DbRecord,
@@ -70,16 +75,27 @@ class ReadTxn:
         handle = self._handles[table.name]
         if handle is None:
             return None
-        raw = self._get(table.key.pack(*key), db=handle)
+        try:
+            raw = self._get(table.key.pack(*key), db=handle)
+        except lmdb.Error as error:
+            raise translate(error, self._env.path) from error
         return None if raw is None else table.codec.decode(raw)
 
     def scan(
         self, table: t.Table[R], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[tuple[Any, ...], R]]:
         """(key, record) of all rows whose key begins with `prefix`, in order, from `start` on if given."""
-        unpack, decode = table.key.unpack, table.codec.decode
+        unpack, decode = table.key.fast_unpack, table.codec.decode
+        head, body = table.codec.head, table.codec.decode_body
         for key, raw in self.raw_scan(table, *prefix, start=start):
-            yield unpack(key), decode(raw)
+            if body is None or raw[:2] != head:
+                yield unpack(key), decode(raw)
+            else:  # what `decode` does, without a call in between
+                try:
+                    record = body(raw[2:])
+                except msgspec.MsgspecError:
+                    record = decode(raw)
+                yield unpack(key), record
 
     def raw_scan(
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
@@ -89,19 +105,17 @@ class ReadTxn:
             _closed()
         handle = self._handles[table.name]
         if handle is None:
-            return
+            return iter(())
         first = table.key.prefix(*prefix)
-        end = prefix_end(first) if prefix else None
-        with self._txn.cursor(db=handle) as cursor:
+        try:
+            cursor = self._txn.cursor(db=handle)
             if not cursor.set_range(table.key.pack(*start) if start is not None else first):
-                return
-            if end is None:
-                yield from cursor.iternext()
-                return
-            for item in cursor.iternext():
-                if item[0] >= end:
-                    return
-                yield item
+                return iter(())
+        except lmdb.Error as error:
+            raise translate(error, self._env.path) from error
+        end = prefix_end(first) if prefix else None
+        rows: Iterator[tuple[bytes, bytes]] = cursor.iternext()
+        return rows if end is None else takewhile(lambda item: item[0] < end, rows)
 
     def count(self, table: t.Table[Any]) -> int:
         """How many rows a table has; a look at one page."""
@@ -111,7 +125,7 @@ class ReadTxn:
         return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
 
     def to_arrow(self, table: str | t.Table[Any]) -> pa.Table:
-        """A whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 64 Ki rows."""
+        """A whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 8 Ki rows."""
         from quire.manifest.arrow import to_arrow
 
         return to_arrow(self, table_named(table) if isinstance(table, str) else table)
@@ -162,6 +176,14 @@ class ReadTxn:
             return EMPTY
         row = self.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
         return EMPTY if row is None else unpack_leaf(row.entries).get(offset, EMPTY)
+
+    def next_id(self, counter: Counter) -> int:
+        """The next id a counter will hand out."""
+        if (name := LOCAL_COUNTERS.get(counter)) is not None:
+            mark = self.get(t.META, name)
+            return mark.number if mark else 1
+        row = self.get(t.ID_WATERMARKS, counter)
+        return row.next_id if row else 1
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""

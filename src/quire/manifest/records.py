@@ -6,7 +6,7 @@ Rules
      what they do not know. Anything else bumps the table's version and adds a step to the migration ledger.
   3. Times are milliseconds of the owner's clock; 0 means "never". Ids are 0 for "none".
 
-The bytes (u16 version + msgpack array, or a packed struct for the four tables of millions) are described in
+The bytes (u16 version + msgpack array, or a packed struct for tables of plain numbers) are described in
 docs/formats/manifest.md.
 """
 

@@ -46,8 +46,7 @@ def rehydrate(txn: ReadTxn) -> Rehydrated:
             assert job is not None, "check has just compared this index with its table"
             jobs[job_id] = job
     for counter in Counter:
-        row = txn.get(t.ID_WATERMARKS, counter)
-        state.next_ids[counter] = row.next_id if row else 1
+        state.next_ids[counter] = txn.next_id(counter)
     return state
 
 

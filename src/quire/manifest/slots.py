@@ -10,7 +10,7 @@ An entry is 20 bytes, little-endian: offset u8, kind u8, delta_id u16, origin_db
 
 Rules
   1. Entries are sorted by offset; within a slot they keep the order of the chain.
-  2. A chain begins with its only BASE and goes on with DELTAs of strictly rising covered_lsn.
+  2. A chain begins with its only BASE and goes on with distinct DELTAs of strictly rising covered_lsn.
   3. A slot without a chain has no entry.
 
 Pure functions, any thread; numpy only where many leaves are read at once. Part of docs/formats/manifest.md.
@@ -77,6 +77,9 @@ def check_chain(chain: Chain, slot: int) -> None:
         raise InvalidInput(
             "a chain's deltas must cover rising lsns", slot=slot, covered=[link.covered_lsn for link in chain]
         )
+    if len({link.artifact(slot) for link in chain}) < len(chain):
+        # A leaf holds each artifact once: named twice, it would be counted once and released twice.
+        raise InvalidInput("a chain names one artifact twice", slot=slot)
 
 
 def pack_leaf(leaf: Leaf) -> bytes:
@@ -96,8 +99,11 @@ def unpack_leaf(entries: bytes) -> Leaf:
     if len(entries) % ENTRY.size:
         raise ManifestDamaged("a leaf is not a whole number of entries", bytes=len(entries))
     leaf: dict[int, list[Link]] = {}
-    for offset, kind, delta_id, origin, generation, covered in ENTRY.iter_unpack(entries):
-        leaf.setdefault(offset, []).append(Link(ArtifactKind(kind), origin, generation, covered, delta_id))
+    try:
+        for offset, kind, delta_id, origin, generation, covered in ENTRY.iter_unpack(entries):
+            leaf.setdefault(offset, []).append(Link(ArtifactKind(kind), origin, generation, covered, delta_id))
+    except ValueError as error:
+        raise ManifestDamaged(f"a leaf has an entry of an unknown kind: {error}", bytes=len(entries)) from error
     return {offset: tuple(chain) for offset, chain in leaf.items()}
 
 

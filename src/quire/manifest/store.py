@@ -18,16 +18,19 @@ Threads: any. One `ManifestStore` per process and file; `mode="r"` for any numbe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import ReadOnly, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
 from quire.core.events import emit
 from quire.core.ids import ArtifactKind
+from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
 from quire.manifest.check import Problem, check
+from quire.manifest.codec import R
 from quire.manifest.env import ManifestEnv
 from quire.manifest.guard import GenerationWait, ManifestGuard
 from quire.manifest.migrations import migrate, refuse_newer
@@ -38,7 +41,7 @@ from quire.manifest.ops.jobs import EnqueueJob
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.slots import SetSlots
 from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk, MoveWalState
-from quire.manifest.reads import ReadTxn
+from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     ChunkRecord,
     Compression,
@@ -57,6 +60,9 @@ from quire.manifest.records import (
 from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
 from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
 from quire.manifest.writer import ManifestWriter
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,8 @@ class ManifestStore:
         self.recovered = recovered
         """What was in the manifest when it was opened."""
         self._writer = writer
+        self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
+        """`submit(ops, *, key=None, timeout=None)` queues a batch: `ManifestWriter.submit` itself, not a call to it."""
         self._ids_lock = threading.Lock()
         self._next_ids = dict(recovered.next_ids)
         self._next_generations: dict[int, int] = {}
@@ -119,21 +127,22 @@ class ManifestStore:
         mode: str = "rw",
         settings: ManifestSettings | None = None,
         clock: Clock | None = None,
+        create: bool = True,
         repair: bool = False,
     ) -> ManifestStore:
-        """Open the manifest at `path`, making it if `mode` is "rw" and there is none.
+        """Open the manifest at `path`, making it if `mode` is "rw", `create` is true and there is none.
 
         Raises `ManifestDamaged` if the file or its rules are broken (`repair=True` mends what can be recomputed),
-        `FormatTooNew`, `NotWritable`, and `StoreNotFound` for `mode="r"` where there is nothing.
+        `FormatTooNew`, `NotWritable`, and `StoreNotFound` where there is nothing and nothing may be made.
         """
         clock = clock or SystemClock()
-        env = ManifestEnv(path, settings or ManifestSettings(), write=mode != "r")
+        env = ManifestEnv(path, settings or ManifestSettings(), write=mode != "r", create=create)
         try:
             if mode == "r":
-                txn = ReadTxn(env)
-                with txn:
+                with ReadTxn(env) as txn:
                     refuse_newer(txn._txn, env)
-                    return cls(env, clock, None, rehydrate(txn))
+                # Nothing is rehydrated: readers hand out no ids, and a damaged manifest must open for `manifest check`.
+                return cls(env, clock, None, Rehydrated())
             migrate(env, clock)
             with ReadTxn(env) as txn:
                 problems = [problem for problem in check(txn) if not problem.leak]
@@ -170,19 +179,34 @@ class ManifestStore:
             raise ReadOnly("the manifest was opened for reading", hint='open the store with mode="rw"')
         return self._writer
 
+    def _refuse(self, *_: object, **__: object) -> ManifestGuard:
+        return self.writer.submit(())
+
     # ── reading and writing ───────────────────────────────────────────────────────────────────────────────────────────
     def read(self) -> ReadTxn:
         """A snapshot of the manifest, for a moment."""
         return ReadTxn(self.env)
 
+    def export(self, table: str) -> Iterator[pa.RecordBatch]:
+        """A table as Arrow batches of at most 64 Ki rows, each read in a transaction of its own (M4).
+
+        For readers that may be slow: nothing is held between two batches, so rows committed meanwhile are seen if their
+        keys lie ahead. For one consistent view use `read().to_arrow(table)`.
+        """
+        from quire.manifest.arrow import one_batch
+
+        after: bytes | None = None
+        while True:
+            with self.read() as txn:
+                batch, after = one_batch(txn, table_named(table), after, SCAN_ROWS_MAX)
+            if batch is None:
+                return
+            yield batch
+
     def check(self) -> list[Problem]:
         """Every broken rule, now."""
         with self.read() as txn:
             return list(check(txn))
-
-    def submit(self, ops: Iterable[Op], *, key: bytes | None = None, timeout: float | None = None) -> ManifestGuard:
-        """Queue a batch; see `ManifestWriter.submit`."""
-        return self.writer.submit(ops, key=key, timeout=timeout)
 
     def when_generation(self, component: Component, target: int) -> GenerationWait:
         """An awaitable that resolves once `component` has reached `target`."""
@@ -194,10 +218,17 @@ class ManifestStore:
 
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _allocate(self, counter: Counter) -> int:
+        _ = self.writer  # a reader hands out no ids: `ReadOnly`
         with self._ids_lock:
             allocated = self._next_ids[counter]
             self._next_ids[counter] = allocated + 1
             return allocated
+
+    def reserve_db_id(self) -> int:
+        """A database id that will never be given again: for a fork, whose op needs it."""
+        db_id = self._allocate(Counter.DB)
+        self.submit([ReserveIds(Counter.DB, db_id)]).result()
+        return db_id
 
     def reserve_job_id(self) -> int:
         """A job id that will never be given again."""
@@ -244,11 +275,13 @@ class ManifestStore:
             namespace_id=namespace_id,
             tags=tags or {},
         )
-        self.submit([RegisterDb(db_id, record)]).result()
+        self.submit([RegisterDb(db_id, _sound(t.DB, record))]).result()
         return db_id
 
     def update_db_status(self, db_id: int, status: DbStatus) -> ManifestGuard:
         """Open or close a database for writing, or (TOMBSTONED) drop it."""
+        if not isinstance(status, DbStatus):
+            raise InvalidInput("not a database status", hint=f"one of {', '.join(DbStatus.__members__)}", status=status)
         op: Op = DropDb(db_id) if status is DbStatus.TOMBSTONED else UpdateDbStatus(db_id, status)
         return self.submit([op])
 
@@ -264,7 +297,7 @@ class ManifestStore:
         """Register a bucket and prefix; its id."""
         namespace_id = self._allocate(Counter.NAMESPACE)
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
-        self.submit([PutNamespace(namespace_id, record)]).result()
+        self.submit([PutNamespace(namespace_id, _sound(t.REMOTE_NAMESPACE, record))]).result()
         return namespace_id
 
     # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
@@ -313,6 +346,14 @@ class ManifestStore:
         """Merge observations into a rolling metric, inside the manifest's transaction."""
         values = [float(observation)] if isinstance(observation, (int, float)) else [float(v) for v in observation]
         return self.submit([RecordMetric(scope, metric_kind, values)])
+
+
+def _sound(table: t.Table[R], record: R) -> R:
+    """The record, if its row can be read again: a field of another type would make a store that does not open."""
+    try:
+        return table.codec.decode(table.codec.encode(record))
+    except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error
 
 
 def checkpoint_ops(

@@ -148,7 +148,7 @@ GENERATION_WATERMARKS = Table(
 ID_WATERMARKS = Table("id_watermarks", (("counter", "u16"),), r.WatermarkRecord, _LOGGED, "next ids, never reused")
 
 # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# change_log's records are ManifestChange (change.py): its row codec is made there, from the ops. The key is listed here.
+# change_log is declared in change.py: its records are made of operations, which are made of these tables.
 CHANGE_CURSORS = Table("change_cursors", (("cursor_id", "u64"),), r.CursorRecord, _LOCAL, "subscribers of the feed")
 SNAPSHOT_READERS = Table(
     "snapshot_readers", (("db_id", "u32"), ("reader_id", "u64")), r.ReaderRecord, _LOCAL, "leases of remote readers"

@@ -7,13 +7,13 @@ Terms
 
 Rules
   1. Batches are applied in the order of `submit`; each sees those before it.
-  2. A batch that raises fails alone: the overlay forgets it, the rest of the group commits.
+  2. A batch that raises fails alone (see `apply.py`); the rest of the group commits.
   3. Rows, change record, generations and idempotency answer of a batch are in one transaction.
   4. A guard resolves after the transaction is durable, never before.
-  5. A full map is grown and the same group flushed again; a full disk fails the group, and the writer goes on if the
-     environment says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes).
-  6. The queue holds one group: while one is being committed the next one gathers, then `submit` blocks, and raises
-     `Overloaded` after its timeout. So memory is bounded by two groups and one batch.
+  5. A full map is grown and the group done again; a full disk fails the group, and the writer goes on if the environment
+     says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes).
+  6. The queue is bounded in operations: `submit` blocks while it is full, and raises `Overloaded` after its timeout. The
+     writer takes the whole queue at once and works it off group by group, so memory is bounded by two queues.
 
 What is on disk at each step of a group, and what recovery does:
   begin … flush     the previous transaction (LMDB is copy-on-write): the group never happened
@@ -26,11 +26,10 @@ Fields under "shared" are guarded by `_lock`; the others are constant after cons
 
 from __future__ import annotations
 
+import errno
 import resource
-import struct
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import lmdb
 
@@ -39,23 +38,25 @@ from quire.core.errors import (
     DiskFull,
     InternalError,
     InvalidInput,
-    OutOfRange,
     Overloaded,
     QuireError,
+    StorageFault,
     StoreClosed,
     StoreUnusable,
+    Unavailable,
 )
 from quire.core.events import emit, listening
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.apply import Applied, Applier, as_input_error
+from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.guard import Bell, Generations, GenerationWait, ManifestGuard
+from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.local import NEXT_SEQUENCE, sequence_bounds
 from quire.manifest.overlay import KeysTaken, Overlay
-from quire.manifest.records import GenerationRecord, IdempotencyRecord, MetaRecord
+from quire.manifest.records import GenerationRecord, MetaRecord
 from quire.manifest.stats import WriterStats
 
 _BLOCK_BYTES = 512
@@ -74,7 +75,8 @@ class ManifestWriter:
         self._settings = env.settings
         # shared
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._wake = threading.Lock()
+        self._wake.acquire()
         self._room = threading.Condition(self._lock)
         self._queue: list[ManifestGuard] = []
         self._queued_ops = 0
@@ -84,6 +86,7 @@ class ManifestWriter:
         self._closing = False
         # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
         self._overlay = Overlay(env.handles)
+        self._applier = Applier(self._overlay, int(env.settings.idempotency_seconds * 1000))
         self._carry: list[ManifestGuard] = []
         self._last_ms = 0
         self._page_bytes = env.info()["page_size"]
@@ -92,6 +95,7 @@ class ManifestWriter:
         self.oldest = 1
         self._thread = threading.Thread(target=self._run, name="quire-manifest-writer", daemon=True)
         self.bell.thread = self._thread
+        env.fork_hooks.append(self._forked)
 
     def start(self) -> None:
         """Load the marks and begin to serve."""
@@ -117,13 +121,13 @@ class ManifestWriter:
         if key is not None and len(key) != IDEMPOTENCY_KEY_BYTES:
             raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
         with self._lock:
-            if self._refusal is not None or self._queued_ops >= self._settings.group_ops_max:
+            if self._refusal is not None or self._queued_ops >= self._settings.queue_ops_max:
                 self._wait_for_room(timeout)
             self._queue.append(guard)
             self._queued_ops += count
             if self._idle:
                 self._idle = False
-                self._work.notify()
+                self._wake.release()
         return guard
 
     def _wait_for_room(self, timeout: float | None) -> None:
@@ -133,7 +137,7 @@ class ManifestWriter:
         self._waiting_for_room += 1
         try:
             free = self._room.wait_for(
-                lambda: self._refusal is not None or self._queued_ops < self._settings.group_ops_max, timeout
+                lambda: self._refusal is not None or self._queued_ops < self._settings.queue_ops_max, timeout
             )
         finally:
             self._waiting_for_room -= 1
@@ -141,7 +145,7 @@ class ManifestWriter:
             raise self._refusal
         if not free:
             raise Overloaded(
-                "the manifest's queue stayed full", hint="slow down, or raise manifest.group_ops_max", seconds=timeout
+                "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout
             )
 
     def when_generation(self, component: Component, target: int) -> GenerationWait:
@@ -164,52 +168,65 @@ class ManifestWriter:
             self._closing = True
             if self._refusal is None:
                 self._refusal = StoreClosed("the manifest is closed", hint="open the store again")
-            self._work.notify_all()
+            if self._idle:
+                self._idle = False
+                self._wake.release()
             self._room.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         self.bell.failure = self.bell.failure or self._refusal
         self.bell.ring()
 
+    def _forked(self) -> None:
+        """In the child of a fork() there is no writer thread, and a lock may be one that it held."""
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._refusal = StoreClosed("the manifest belongs to the parent of this fork()", hint="open the store again")
+        self._queue, self._carry = [], []
+
     # ── the writer thread ─────────────────────────────────────────────────────────────────────────────────────────────
     def _run(self) -> None:
+        group: list[ManifestGuard] | None = None
         try:
             while (group := self._take()) is not None:
                 self._commit(group)
-        except BaseException as error:  # whatever it is, waiters must hear of it
-            self._die(error)
+        except BaseException as error:  # whatever it is, waiters must hear of it, those of the group in hand included
+            self._die(error, group)
 
     def _take(self) -> list[ManifestGuard] | None:
-        """The next group; `None` when closed and drained. The queue's bound is the group's, so all of it is taken."""
-        if self._carry:
-            taken, self._carry = self._carry, []
-            return taken
-        with self._lock:
-            while not self._queue:
+        """The next group: from what is left of the queue taken last, else from the queue; `None` when closed and drained."""
+        taken = self._carry or self._take_queue()
+        if taken is None:
+            return None
+        self._carry = []
+        budget = self._settings.group_ops_max
+        if len(taken) > 1 and sum([len(guard.ops) for guard in taken[: budget + 1]]) > budget:
+            for index, guard in enumerate(taken):
+                budget -= len(guard.ops)
+                if budget < 0 and index:
+                    taken, self._carry = taken[:index], taken[index:]
+                    break
+        return taken
+
+    def _take_queue(self) -> list[ManifestGuard] | None:
+        while True:
+            with self._lock:
+                if self._queue:
+                    taken, self._queue = self._queue, []
+                    self._queued_ops = 0
+                    if self._waiting_for_room:
+                        self._room.notify_all()
+                    return taken
                 if self._closing:
                     return None
                 self._idle = True
-                self._work.wait()
-            self._idle = False
-            taken, self._queue = self._queue, []
-            self._queued_ops = 0
-            if self._waiting_for_room:
-                self._room.notify_all()
-        return taken
+            self._wake.acquire()
 
     def _commit(self, group: list[ManifestGuard]) -> None:
         started = self._clock.monotonic()
-        self._last_ms = at_ms = max(self._last_ms, self._clock.now_ms())
         committed = self._env.last_txn_id()
         try:
-            try:
-                ops, rows, pages = self._transact(group, at_ms, started)
-            except KeysTaken:
-                self._overlay.discard()
-                self._overlay.switch(strict=True)
-                for guard in group:
-                    guard.error, guard.repeated = None, False
-                ops, rows, pages = self._transact(group, at_ms, started)
+            applied, rows, pages = self._transact_until_it_fits(group, started)
         except (QuireError, lmdb.Error, OSError) as error:
             self._overlay.discard()
             self._give_up(group, error, committed)
@@ -218,159 +235,90 @@ class ManifestWriter:
             # Not of LMDB: a row that cannot be encoded, say. Redo one batch per transaction (M3): the culprit fails alone.
             self._overlay.discard()
             if len(group) == 1:
-                self._fail(group, _as_input_error(error))
+                self._fail(group, as_input_error(error))
             else:
-                for guard in group:
+                for index, guard in enumerate(group):
+                    if isinstance(self._refusal, StoreUnusable):  # doubt stops writes, here too
+                        self._fail(group[index:], self._refusal)
+                        return
+                    # A verdict of the abandoned pass may rest on the culprit: everyone is judged again.
+                    guard.error, guard.repeated = None, False
                     self._commit([guard])
             return
+        if applied.batches < len(group):
+            self._carry = group[applied.batches :] + self._carry
+            del group[applied.batches :]
         self._resolve(group)
-        self._report(group, ops, rows, pages, started)
+        self._report(group, applied.operations, rows, pages, started)
 
-    def _transact(self, group: list[ManifestGuard], at_ms: int, started: float) -> tuple[int, int, int]:
-        """One transaction, durable on return; (operations, rows, pages) written."""
+    def _transact_until_it_fits(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
+        """A transaction that meets a full map, or a key that was thought to be new, is done again: ops are pure."""
+        strict = False
+        while True:
+            if self._env.fill() > self._settings.map_watermark:
+                self._env.grow()
+            try:
+                return self._transact(group, started)
+            except KeysTaken:
+                strict = True
+            except lmdb.MapFullError:
+                self._env.grow()
+            self._overlay.discard()
+            self._overlay.switch(strict=strict)
+            for guard in group:
+                guard.error, guard.repeated = None, False
+
+    def _transact(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
+        """One transaction, durable on return; what was applied, and the rows and pages written."""
         overlay = self._overlay
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_oublock
+        deadline = started + self._settings.group_seconds_max
+        self._last_ms = at_ms = max(self._last_ms, self._clock.now_ms())
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)
-            generations = dict(self.generations)
-            changes: list[tuple[bytes, bytes]] = []
-            ops, head = self._apply(group, at_ms, started, generations, changes)
-            for component, generation in generations.items():
+            applied = Applied(self.head, dict(self.generations), at_ms)
+            self._applier.apply(group, applied, lambda: self._clock.monotonic() < deadline)
+            for component, generation in applied.generations.items():
                 if generation != self.generations.get(component):
-                    overlay.generation_watermarks.put(
-                        t.GENERATION_WATERMARKS.key.pack(component), GenerationRecord(generation, at_ms)
-                    )
-            if changes:
-                overlay.meta.put(NEXT_SEQUENCE, MetaRecord(head + 1))
+                    key = t.GENERATION_WATERMARKS.key.pack(component)
+                    overlay.generation_watermarks.put(key, GenerationRecord(generation, at_ms))
+            if applied.changes:
+                overlay.meta.put(NEXT_SEQUENCE, MetaRecord(applied.head + 1))
             hit("manifest.commit.applied")
-            rows, txn = self._flush(txn, changes)
-            hit("manifest.commit.flushed")
+            rows = self._flush(txn, applied.changes)
             oldest, _ = sequence_bounds(overlay)
+            hit("manifest.commit.flushed")
             txn.commit()
             hit("manifest.commit.durable")
         except BaseException:
             txn.abort()
             raise
         overlay.settle()
-        self.generations, self.head, self.oldest = generations, head, oldest
+        self.generations, self.head, self.oldest = applied.generations, applied.head, oldest
         written = (resource.getrusage(resource.RUSAGE_THREAD).ru_oublock - blocks) * _BLOCK_BYTES
-        return ops, rows, written // self._page_bytes
+        return applied, rows, written // self._page_bytes
 
-    def _apply(
-        self,
-        group: list[ManifestGuard],
-        at_ms: int,
-        started: float,
-        generations: dict[int, int],
-        changes: list[tuple[bytes, bytes]],
-    ) -> tuple[int, int]:
-        """Apply batches to the overlay; (operations, head of the feed). Those that come too late wait for the next group."""
-        overlay, head = self._overlay, self.head
-        encode, version = CHANGE_LOG.codec.body, CHANGE_LOG.codec.head
-        pack = CHANGE_LOG.key.fast
-        total = 0
-        deadline = started + self._settings.group_seconds_max
-        for index, guard in enumerate(group):
-            if not index % 64 and index and self._clock.monotonic() > deadline:
-                self._carry = group[index:]
-                del group[index:]
-                break
-            ops: Any = guard.ops
-            updates: Generations
-            try:
-                if guard.key is not None and self._answered(guard, at_ms):
-                    continue
-                for op in ops:
-                    op.apply(overlay, at_ms)
-                if len(ops) == 1 or len({*map(type, ops)}) == 1:
-                    logged = ops if op.logged else ()
-                    updates = ((op.component, generations.get(op.component, 0) + 1),) if op.logged else ()
-                else:
-                    logged = tuple([op for op in ops if op.logged])
-                    touched = sorted({op.component for op in logged})
-                    updates = tuple([(component, generations.get(component, 0) + 1) for component in touched])
-                sequence = 0
-                if logged:
-                    sequence = head + 1
-                    row = version + encode(ChangeRecord(sequence, at_ms, logged, updates))
-                if guard.key is not None:
-                    self._remember(guard.key, sequence, updates, at_ms)
-            except Exception as error:
-                guard.error = error if isinstance(error, QuireError) else _as_input_error(error)
-                self._undo(group[:index], at_ms)
-                continue
-            total += len(ops)
-            if logged:
-                head = sequence
-                generations.update(updates)
-                changes.append((pack(sequence), row))
-                guard.sequence = sequence
-                guard.generations = updates
-            guard.committed_at_ms = at_ms
-            if overlay.tracking:
-                overlay.undo.clear()
-        return total, head
+    def _flush(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> int:
+        """Write all pending rows into the transaction; how many.
 
-    def _undo(self, before: list[ManifestGuard], at_ms: int) -> None:
-        """Make the overlay forget a failed batch: by its undo log, or by applying the batches before it once more."""
-        overlay = self._overlay
-        if overlay.tracking:
-            overlay.rollback()
-            return
-        strict = overlay.strict
-        overlay.discard()
-        overlay.switch(tracking=True, strict=strict)
-        for guard in before:
-            if guard.error is None and not guard.repeated:
-                for op in guard.ops:
-                    op.apply(overlay, at_ms)
-                if guard.key is not None:
-                    self._remember(guard.key, guard.sequence, guard.generations, at_ms)
-        overlay.undo.clear()
-
-    def _answered(self, guard: ManifestGuard, at_ms: int) -> bool:
-        """Whether the key was used before; then the guard gets the first answer (M11)."""
-        assert guard.key is not None
-        row = self._overlay.idempotency.get(t.IDEMPOTENCY.key.pack(guard.key))
-        if row is None or row.expires_at_ms <= at_ms:
-            return False
-        guard.sequence = row.sequence
-        guard.generations = row.generations
-        guard.result_bytes = row.result
-        guard.committed_at_ms = at_ms
-        guard.repeated = True
-        return True
-
-    def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int) -> None:
-        expires = at_ms + int(self._settings.idempotency_seconds * 1000)
-        self._overlay.idempotency.put(t.IDEMPOTENCY.key.pack(key), IdempotencyRecord(sequence, expires, updates))
-
-    def _flush(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> tuple[int, lmdb.Transaction]:
-        """Write all pending rows; a full map is grown and everything written again into a new transaction (rule 5)."""
-        while True:
-            try:
-                if self._env.fill() > self._settings.map_watermark:
-                    raise lmdb.MapFullError("watermark")
-                # py-lmdb gives up the GIL for every row. With producers waiting for the GIL each hand-over costs more than
-                # the row; with producers waiting for this lock instead, it costs nothing.
-                with self._lock:
-                    rows = self._overlay.flush() + len(changes)
-                    if changes:
-                        with txn.cursor(db=self._env.handles[CHANGE_LOG.name]) as cursor:
-                            cursor.putmulti(changes, append=True)
-                return rows, txn
-            except lmdb.MapFullError:
-                txn.abort()
-                self._env.grow()
-                txn = self._env.begin_write()
-                self._overlay.begin(txn)
+        py-lmdb gives up the GIL for every row. With producers waiting for the GIL each hand-over costs more than the row;
+        with producers waiting for the queue's lock instead, it costs nothing.
+        """
+        with self._lock:
+            rows = self._overlay.flush() + len(changes)
+            if changes:
+                with txn.cursor(db=self._env.handles[CHANGE_LOG.name]) as cursor:
+                    cursor.putmulti(changes, append=True)
+        return rows
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _resolve(self, group: list[ManifestGuard]) -> None:
         for guard in group:
             guard.ops = ()
             guard.done = True
+            if (waiter := guard.waiter) is not None:  # read once: whoever waits may give up at this moment
+                waiter.release()
         self.bell.ring()
 
     def _fail(self, group: list[ManifestGuard], error: QuireError) -> None:
@@ -381,7 +329,9 @@ class ManifestWriter:
     def _give_up(self, group: list[ManifestGuard], error: QuireError | lmdb.Error | OSError, committed: int) -> None:
         """The transaction failed: certain that nothing was committed → fail the group; in doubt → poison (rule 5)."""
         failure = error if isinstance(error, QuireError) else translate(error, self._env.path)
-        if isinstance(failure, DiskFull) and self._env.last_txn_id() == committed:
+        if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.out_of_room():
+            failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)
+        if isinstance(failure, (DiskFull, Unavailable)) and self._env.last_txn_id() == committed:
             emit("error", "manifest.commit_failed", error=str(failure), batches=len(group))
             self._fail(group, failure)
             return
@@ -397,7 +347,9 @@ class ManifestWriter:
         with self._lock:
             self._refusal = refusal
             self._closing = True
-            waiting = [*(group or ()), *self._carry, *self._queue]
+            # Each once, and none that was told before: its batch is durable.
+            unsettled = (guard for guard in (*(group or ()), *self._carry, *self._queue) if not guard.done)
+            waiting = list({id(guard): guard for guard in unsettled}.values())
             self._carry, self._queue = [], []
             self._room.notify_all()
         self.bell.failure = refusal
@@ -422,13 +374,3 @@ class ManifestWriter:
                 sequence=self.head,
                 seconds=round(seconds, 6),
             )
-
-
-def _as_input_error(error: Exception) -> QuireError:
-    """A value that no codec takes is the caller's; anything else is ours."""
-    kind: Any = InvalidInput if isinstance(error, (OverflowError, TypeError, ValueError)) else InternalError
-    if isinstance(error, struct.error):
-        kind = OutOfRange
-    failure: QuireError = kind(f"the batch cannot be applied: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

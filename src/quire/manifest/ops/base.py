@@ -11,8 +11,9 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -20,7 +21,7 @@ from quire.core.errors import InternalError
 from quire.core.ids import some_u32
 from quire.manifest import tables as t
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import WatermarkRecord
+from quire.manifest.records import MetaRecord, WatermarkRecord
 
 
 class Component(IntEnum):
@@ -58,9 +59,26 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         raise InternalError("this operation has no apply", op=type(self).__name__)
 
+    @classmethod
+    def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
+        """Apply many operations of one kind. An op that comes by the thousand may do this better than one by one."""
+        apply = cls.apply
+        for op in ops:
+            apply(op, tables, at_ms)
+
+
+LOCAL_COUNTERS: dict[Counter, str] = {Counter.CURSOR: "next_cursor_id", Counter.READER: "next_reader_id"}
+"""Counters of local things and the `meta` row of each: `id_watermarks` is logged, and a local op must not write it (M2)."""
+
 
 def raise_watermark(tables: Overlay, counter: Counter, used: int) -> None:
     """Record that `used` has been handed out; ids below the watermark are never given again."""
+    if (name := LOCAL_COUNTERS.get(counter)) is not None:
+        meta_key = t.META.key.pack(name)
+        mark = tables.meta.get(meta_key)
+        if mark is None or mark.number <= used:
+            tables.meta.put(meta_key, MetaRecord(used + 1))
+        return
     key = t.ID_WATERMARKS.key.pack(counter)
     row = tables.id_watermarks.get(key)
     if row is None or row.next_id <= used:

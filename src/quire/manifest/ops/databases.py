@@ -38,6 +38,8 @@ class RegisterDb(Op, frozen=True, tag=10):
         key = t.DB.key.pack(self.db_id)
         if tables.db.has(key):
             raise AlreadyExists("a database of this id exists already", db_id=self.db_id)
+        if self.record.status is DbStatus.TOMBSTONED:
+            raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
         claim_name(tables, self.record.name, self.db_id)
         if self.record.namespace_id:
             retain_namespace(tables, self.record.namespace_id)

@@ -12,7 +12,7 @@ import math
 
 from msgspec.structs import replace
 
-from quire.core.errors import InvalidInput, NameTaken, OutOfRange, UnknownCursor
+from quire.core.errors import AlreadyExists, InvalidInput, NameTaken, OutOfRange, UnknownCursor
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
@@ -82,6 +82,9 @@ class RegisterCursor(Op, frozen=True, tag=91):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         oldest, following = sequence_bounds(tables)
         acked = min(max(self.acked_sequence, oldest - 1), following - 1)
+        key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
+        if self.cursor_id == 0 or tables.change_cursors.has(key):
+            raise AlreadyExists("a cursor of this id exists already", cursor_id=self.cursor_id)
         if self.name:
             check_name("cursor", self.name)
             name_key = t.CURSOR_NAMES.key.pack(self.name)
@@ -89,7 +92,7 @@ class RegisterCursor(Op, frozen=True, tag=91):
                 raise NameTaken("a cursor of this name exists already", name=self.name, cursor_id=holder.value)
             tables.cursor_names.put(name_key, IndexRecord(self.cursor_id))
         tables.change_cursors.put(
-            t.CHANGE_CURSORS.key.pack(self.cursor_id),
+            key,
             CursorRecord(acked, at_ms, at_ms, self.name, ttl_ms=self.ttl_ms, max_lag=self.max_lag),
         )
         raise_watermark(tables, Counter.CURSOR, self.cursor_id)

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, NameTaken, UnknownArtifact, UnknownSnapshot, WrongKind
+from quire.core.errors import (
+    AlreadyExists,
+    InvalidInput,
+    NameTaken,
+    StalePlan,
+    UnknownArtifact,
+    UnknownSnapshot,
+    WrongKind,
+)
 from quire.core.ids import some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
@@ -47,11 +55,26 @@ def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pi
     """Take the references of a snapshot or fork (rule 1)."""
     for leaf, origin, generation in leaves:
         retain(tables, leaf_count_key(origin, leaf, generation))
+    if len({pin.segment_id for pin in pins}) < len(pins):
+        # Numbering goes on along a line (rule 3), and a fork tracks each segment with one row: one reference.
+        raise InvalidInput("a view pins each segment once", segments=[pin.segment_id for pin in pins])
     for pin in pins:
         row = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
-        if row is None:
-            raise UnknownArtifact("a pinned WAL segment is not in the catalog", pin=pin)
+        if row is None or row.origin_db_id != pin.origin_db_id:
+            raise UnknownArtifact("a pinned WAL segment is not in the catalog of its origin", pin=pin)
         retain(tables, wal_count_key(pin.origin_db_id, pin.segment_id))
+
+
+def refuse_overtaken(wal: WalStateRecord, db_id: int, anchor_lsn: int) -> None:
+    """The live leaves must not hold more than the anchor says (P13): a checkpoint may have come in between."""
+    if wal.checkpointed_lsn > anchor_lsn:
+        raise StalePlan(
+            "a checkpoint has gone beyond the anchor of this snapshot or fork",
+            hint="take the anchor again: at least the checkpointed lsn",
+            db_id=db_id,
+            anchor_lsn=anchor_lsn,
+            checkpointed_lsn=wal.checkpointed_lsn,
+        )
 
 
 class PublishSnapshot(Op, frozen=True, tag=50):
@@ -88,6 +111,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
                 )
             tables.snapshot_names.put(name_key, IndexRecord(self.snapshot_id))
         _, wal = wal_state_of(tables, self.db_id, 0)
+        refuse_overtaken(wal, self.db_id, self.anchor_lsn)
         leaves = live_leaves(tables, self.db_id)
         hold_view(tables, leaves, self.pins)
         record = SnapshotRecord(
@@ -199,6 +223,7 @@ class ForkDb(Op, frozen=True, tag=52):
                 )
             return record
         _, wal = wal_state_of(tables, self.source_db_id, 0)
+        refuse_overtaken(wal, self.source_db_id, self.anchor_lsn)
         return SnapshotRecord(
             name="",
             kind=SnapshotKind.ANONYMOUS,
@@ -231,7 +256,6 @@ class ForkDb(Op, frozen=True, tag=52):
                 size_pages=view.size_pages,
             )
             tables.wal_catalog.put(t.WAL_CATALOG.key.pack(self.db_id, pin.segment_id), inherited)
-        covered = min((pin.upto_lsn for pin in view.pins), default=view.anchor_lsn)
         tables.wal_state.put(
             t.WAL_STATE.key.pack(self.db_id, 0),
             WalStateRecord(
@@ -240,7 +264,7 @@ class ForkDb(Op, frozen=True, tag=52):
                 last_sealed_segment=newest,
                 last_applied_lsn=view.anchor_lsn,
                 indexed_upto_lsn=view.anchor_lsn,
-                checkpointed_lsn=0 if view.pins else covered,
+                checkpointed_lsn=0 if view.pins else view.anchor_lsn,
                 last_checkpoint_generation=view.generation,
                 size_pages=view.size_pages,
             ),

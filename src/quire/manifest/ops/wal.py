@@ -188,11 +188,21 @@ class AdvanceWal(Op, frozen=True, tag=43):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
         key, state = wal_state_of(tables, self.db_id, self.shard)
+        reserved = max(state.lsn_reserved, u64("lsn_reserved", self.lsn_reserved))
+        if max(self.indexed_upto_lsn, self.last_applied_lsn) > reserved:
+            raise IllegalTransition(
+                "an lsn is used that was not reserved",
+                hint="raise lsn_reserved first, or in the same operation",
+                db_id=self.db_id,
+                reserved=reserved,
+                indexed_upto_lsn=self.indexed_upto_lsn,
+                last_applied_lsn=self.last_applied_lsn,
+            )
         tables.wal_state.put(
             key,
             replace(
                 state,
-                lsn_reserved=max(state.lsn_reserved, u64("lsn_reserved", self.lsn_reserved)),
+                lsn_reserved=reserved,
                 indexed_upto_lsn=max(state.indexed_upto_lsn, u64("indexed_upto_lsn", self.indexed_upto_lsn)),
                 last_applied_lsn=max(state.last_applied_lsn, u64("last_applied_lsn", self.last_applied_lsn)),
                 size_pages=state.size_pages if self.size_pages is None else self.size_pages,
@@ -220,6 +230,14 @@ class AdvanceCheckpoint(Op, frozen=True, tag=44):
                 last_generation=state.last_checkpoint_generation,
                 lsn=self.checkpointed_lsn,
                 last_lsn=state.checkpointed_lsn,
+            )
+        if self.checkpointed_lsn > state.last_applied_lsn:
+            raise IllegalTransition(
+                "a checkpoint cannot cover what the WAL has not applied",
+                hint="append_wal_chunk first",
+                db_id=self.db_id,
+                lsn=self.checkpointed_lsn,
+                last_applied_lsn=state.last_applied_lsn,
             )
         tables.wal_state.put(
             key,

@@ -1,0 +1,40 @@
+"""`python -m bench` lists the benchmarks; `python -m bench NAME [--quick]` runs one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.report import Report
+
+BENCHMARKS = {"manifest": "the LMDB manifest: writes, reads, exports, opening"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS))
+    parser.add_argument("--quick", action="store_true", help="a tenth of the data, one round")
+    parser.add_argument("--only", default="", help="run only the parts whose name contains this")
+    parser.add_argument("--dir", default=None, help="where to put the data (default: a temporary directory)")
+    options = parser.parse_args()
+    if options.name is None:
+        for name, what in BENCHMARKS.items():
+            sys.stdout.write(f"{name:<12} {what}\n")
+        return 0
+    module = importlib.import_module(f"bench.{options.name}")
+    report = Report(options.name)
+    sys.stdout.write(f"{options.name} on Python {platform.python_version()}, {platform.machine()}\n")
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="quire-bench-") as directory:
+        for part in module.PARTS:
+            if options.only in part.__name__:
+                part(report, Path(directory), options.quick)
+    sys.stdout.write(report.finish() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

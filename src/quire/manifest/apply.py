@@ -1,0 +1,166 @@
+"""From batches to rows: applies a group to the overlay and makes its change records.
+
+Terms
+  group     the batches of one transaction, as guards
+  alike     a group whose batches all consist of one kind of logged operation: what pipelines send
+
+Rules
+  1. Batches are applied in order; each sees those before it. A batch that raises fails alone, with its own error.
+  2. Every batch with logged operations gets the next sequence, one change record, and the next generation of every component
+     it touched; batches with only local ones get neither.
+  3. A batch whose idempotency key has been used is not applied: it gets the first answer (M11).
+  4. A group alike takes a short way; if anything in it fails it is done again the long way, which finds the culprit.
+
+Pure but for the overlay and the guards it is given; called by the writer thread alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.errors import InternalError, InvalidInput, OutOfRange, QuireError
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.guard import Generations, ManifestGuard
+from quire.manifest.ops.base import Op
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import IdempotencyRecord
+
+SLICE = 64
+"""Batches between two looks at the clock."""
+
+
+@dataclass(slots=True)
+class Applied:
+    """What has become of a group."""
+
+    head: int
+    """The last sequence given."""
+    generations: dict[int, int]
+    at_ms: int
+    changes: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Rows of the change log."""
+    operations: int = 0
+    batches: int = 0
+    """How many batches of the group were decided; the rest came too late for it."""
+
+
+class Applier:
+    """Applies groups to one overlay."""
+
+    def __init__(self, overlay: Overlay, idempotency_ms: int) -> None:
+        self._overlay = overlay
+        self._idempotency_ms = idempotency_ms
+
+    def apply(self, group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]) -> None:
+        """Apply the batches, until `in_time` says that the rest must wait for another group."""
+        kinds = {type(op) for guard in group for op in guard.ops}
+        if len(kinds) == 1 and not self._overlay.strict and {guard.key for guard in group} == {None}:
+            kind = kinds.pop()
+            if kind.logged:
+                try:
+                    self._apply_alike(kind, group, state, in_time)
+                    return
+                except Exception:  # whatever it is, the long way finds whose it is
+                    self._overlay.discard()
+        self._apply_one_by_one(group, state, in_time)
+
+    def _apply_alike(
+        self, kind: type[Op], group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]
+    ) -> None:
+        operations = batches = 0
+        while batches < len(group) and (not batches or in_time()):
+            ops = [op for guard in group[batches : batches + SLICE] for op in guard.ops]
+            kind.apply_all(ops, self._overlay, state.at_ms)
+            operations += len(ops)
+            batches = min(batches + SLICE, len(group))
+        encode, version, pack = CHANGE_LOG.codec.body, CHANGE_LOG.codec.head, CHANGE_LOG.key.fast
+        component, at_ms, changes = kind.component, state.at_ms, []
+        ahead = state.generations.get(component, 0) - state.head
+        sequence = state.head
+        for guard in group[:batches]:
+            done: Any = guard.ops
+            sequence += 1
+            updates = ((component, sequence + ahead),)
+            changes.append((pack(sequence), version + encode(ChangeRecord(sequence, at_ms, done, updates))))
+            guard.sequence, guard.generations, guard.committed_at_ms = sequence, updates, at_ms
+        state.generations[component] = sequence + ahead
+        state.head, state.changes, state.operations, state.batches = sequence, changes, operations, batches
+
+    def _apply_one_by_one(self, group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]) -> None:
+        overlay, at_ms = self._overlay, state.at_ms
+        for index, guard in enumerate(group):
+            if index and not index % SLICE and not in_time():
+                break
+            state.batches += 1
+            try:
+                if guard.key is not None and self._answered(guard, at_ms):
+                    continue
+                for op in guard.ops:
+                    op.apply(overlay, at_ms)
+                logged: Any = tuple([op for op in guard.ops if op.logged])
+                touched = sorted({op.component for op in logged})
+                updates = tuple([(component, state.generations.get(component, 0) + 1) for component in touched])
+                sequence = state.head + 1 if logged else 0
+                row = CHANGE_LOG.codec.encode(ChangeRecord(sequence, at_ms, logged, updates)) if logged else b""
+                if guard.key is not None:
+                    self._remember(guard.key, sequence, updates, at_ms)
+            except Exception as error:
+                guard.error = error if isinstance(error, QuireError) else as_input_error(error)
+                self._undo(group[:index], at_ms)
+                continue
+            state.operations += len(guard.ops)
+            if logged:
+                state.head = sequence
+                state.generations.update(updates)
+                state.changes.append((CHANGE_LOG.key.pack(sequence), row))
+            guard.sequence, guard.generations, guard.committed_at_ms = sequence, updates, at_ms
+            if overlay.tracking:
+                overlay.undo.clear()
+
+    def _undo(self, before: list[ManifestGuard], at_ms: int) -> None:
+        """Make the overlay forget a failed batch: by its undo log, or by applying the batches before it once more."""
+        overlay = self._overlay
+        if overlay.tracking:
+            overlay.rollback()
+            return
+        strict = overlay.strict
+        overlay.discard()
+        overlay.switch(tracking=True, strict=strict)
+        for guard in before:
+            if guard.error is None and not guard.repeated:
+                for op in guard.ops:
+                    op.apply(overlay, at_ms)
+                if guard.key is not None:
+                    self._remember(guard.key, guard.sequence, guard.generations, at_ms)
+        overlay.undo.clear()
+
+    def _answered(self, guard: ManifestGuard, at_ms: int) -> bool:
+        """Whether the key was used before; then the guard gets the first answer."""
+        assert guard.key is not None
+        row = self._overlay.idempotency.get(t.IDEMPOTENCY.key.pack(guard.key))
+        if row is None or row.expires_at_ms <= at_ms:
+            return False
+        guard.sequence, guard.generations, guard.committed_at_ms = row.sequence, row.generations, at_ms
+        guard.result_bytes = row.result
+        guard.repeated = True
+        return True
+
+    def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int) -> None:
+        answer = IdempotencyRecord(sequence, at_ms + self._idempotency_ms, updates)
+        self._overlay.idempotency.put(t.IDEMPOTENCY.key.pack(key), answer)
+
+
+def as_input_error(error: Exception) -> QuireError:
+    """A value that no codec takes is the caller's mistake; anything else is ours."""
+    kind: type[QuireError] = InternalError
+    if isinstance(error, struct.error):
+        kind = OutOfRange
+    elif isinstance(error, (OverflowError, TypeError, ValueError)):
+        kind = InvalidInput
+    failure = kind(f"the batch cannot be applied: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,180 @@
+"""Recognises a store's directory and makes a new one, so that a crash at any step leaves nothing that cannot go on.
+
+Terms
+  debris   what a creation that was cut off may leave beside a store's own files: the lock, files ending in `.tmp`
+  begun    a directory with a quire.toml and no manifest: somebody wrote the configuration, or a creation was cut off
+
+Rules
+  1. A directory is a store when it has both quire.toml and manifest.lmdb; nobody is told of a store before both names are
+     on disk.
+  2. The manifest gets its name only when it is whole: it is made under a temporary name, committed and synced by LMDB,
+     closed, then renamed. So a manifest.lmdb that does not open is damage, never a creation that was cut off.
+  3. What was there is never taken over by guessing: a directory with other people's files, a manifest without its
+     quire.toml, and data without a manifest are refused, each with what to do.
+  4. Only the owner (who has the lock) makes or sweeps anything.
+
+What is on disk if the creation stops after each step, and what the next `open` does:
+  make_dirs                nothing, or an empty directory      begins again                       (rule 1)
+  take the lock            + store.lock                        the kernel has let go; begins again (locks, rule 1)
+  write quire.toml.tmp     + garbage under that name           overwritten, or swept               (rule 4)
+  rename to quire.toml     begun                               keeps the configuration, goes on   (rule 1)
+  make manifest.lmdb.tmp   + garbage under that name           removed unread, made again          (rule 2)
+  rename to manifest.lmdb  begun, or the store                 goes on, or opens it               (rules 1, 2)
+  sync the directory       the store                           opens it
+
+Threads: one, the opener's.
+Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and what the disk and the manifest raise.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import suppress
+from enum import Enum
+
+import msgspec
+
+from quire.core.clock import Clock
+from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
+from quire.core.settings import EXAMPLE, StoreSettings, load
+from quire.durable import names
+from quire.durable.files import Disk, read_all, write_atomic
+from quire.manifest.store import ManifestStore
+
+UNFINISHED = names.MANIFEST + names.TEMPORARY
+"""The manifest before it gets its name."""
+
+DEBRIS = frozenset({names.LOCK, names.CONFIG + names.TEMPORARY, UNFINISHED, UNFINISHED + "-lock"})
+FOREIGN_BUT_FINE = frozenset({"lost+found"})
+"""An empty file system has it; its root may become a store."""
+
+DATA = frozenset({names.PAGES, names.STREAMS, names.LSM, names.OBJECTS, names.READERS})
+
+
+class Found(Enum):
+    """What a directory is."""
+
+    NOTHING = "no directory"
+    EMPTY = "a directory with nothing in it"
+    BEGUN = "a configuration, but no manifest yet"
+    STORE = "a store"
+
+
+def look(disk: Disk, root: str) -> Found:
+    """What is at `root`; raises for what must not become a store (rule 3)."""
+    try:
+        present = set(disk.names(root))
+    except FileNotFoundError:
+        return Found.NOTHING
+    except StorageFault as fault:
+        if fault.where.get("errno") == "ENOTDIR":
+            raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from fault
+        raise
+    if names.CONFIG in present:
+        if names.MANIFEST in present:
+            return Found.STORE
+        if lost := sorted(present & DATA):
+            raise ManifestDamaged(
+                "the store has data but no manifest", hint="restore manifest.lmdb from a backup", path=root, data=lost
+            )
+        return Found.BEGUN
+    if names.MANIFEST in present:
+        raise InvalidConfig(
+            "the store has lost its quire.toml",
+            hint=f"restore it; if it had only defaults, `touch {shlex.quote(os.path.join(root, names.CONFIG))}`",
+            path=root,
+        )
+    if others := sorted(present - DEBRIS - FOREIGN_BUT_FINE):
+        raise InvalidInput(
+            "the directory has files and is no store",
+            hint="`quire init` wants a new or an empty directory",
+            path=root,
+            found=others[:3],
+        )
+    return Found.EMPTY
+
+
+def not_found(root: str) -> StoreNotFound:
+    """The error for a path without a store."""
+    return StoreNotFound("there is no store here", hint=f"`quire init {shlex.quote(root)}` makes one", path=root)
+
+
+def make_directory(disk: Disk, root: str) -> None:
+    """The first step of a creation."""
+    try:
+        disk.make_dirs(root)
+    except (FileExistsError, FileNotFoundError) as error:
+        raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from error
+
+
+def write_config(disk: Disk, root: str, object_store: str) -> None:
+    """A commented quire.toml that says where the objects are."""
+    quoted = object_store.replace("\\", "\\\\").replace('"', '\\"')
+    text = EXAMPLE.format(object_store=quoted).encode()
+    if load(text).object_store != object_store:
+        raise InvalidConfig("the object store's URL cannot be written into quire.toml", url=object_store)
+    write_atomic(disk, os.path.join(root, names.CONFIG), text)
+
+
+def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSettings:
+    """The settings to use: `given` if there are any, else quire.toml's; where objects live is always quire.toml's."""
+    path = os.path.join(root, names.CONFIG)
+    try:
+        written = load(read_all(disk, path))
+    except FileNotFoundError:
+        raise not_found(root) from None
+    except UnicodeDecodeError as error:
+        raise InvalidConfig("quire.toml is not UTF-8", hint="write it again", path=path, offset=error.start) from error
+    if given is None:
+        return written
+    if given.object_store not in ("", written.object_store):
+        raise ConfigMismatch(
+            "the store keeps its objects elsewhere",
+            hint=f"leave object_store out; to move the objects, copy them and edit {path}",
+            asked=given.object_store,
+            configured=written.object_store,
+        )
+    return msgspec.structs.replace(given, object_store=written.object_store)
+
+
+def make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
+    """The manifest of a new store, under its name when it is whole (rule 2)."""
+    sweep_debris(disk, root)
+    unfinished = os.path.join(root, UNFINISHED)
+    ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()
+    disk.rename(unfinished, os.path.join(root, names.MANIFEST))
+    disk.sync_dir(root)
+    with suppress(FileNotFoundError):
+        disk.remove(unfinished + "-lock")
+
+
+def sweep_debris(disk: Disk, root: str) -> None:
+    """Remove what creations that were cut off have left. Only the owner may (rule 4)."""
+    for name in sorted(DEBRIS - {names.LOCK}):
+        path = os.path.join(root, name)
+        if disk.exists(path):
+            disk.remove(path)
+
+
+def sweep_scratch(disk: Disk, root: str) -> None:
+    """Remove what jobs of an earlier owner were staging; none of it is referred to by anything."""
+    scratch = os.path.join(root, names.SCRATCH)
+    try:
+        staged = disk.names(scratch)
+    except FileNotFoundError:
+        return
+    for name in staged:
+        _remove_tree(disk, os.path.join(scratch, name))
+
+
+def _remove_tree(disk: Disk, path: str) -> None:
+    """Remove a file or a directory with what is in it. Asking the kernel first keeps us from following a link out."""
+    try:
+        disk.remove(path)
+    except StorageFault as fault:
+        if fault.where.get("errno") not in ("EISDIR", "EPERM"):
+            raise
+        for name in disk.names(path):
+            _remove_tree(disk, os.path.join(path, name))
+        disk.remove_dir(path)

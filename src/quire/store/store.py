@@ -1,0 +1,254 @@
+"""`quire.open` and `Store`: a directory, opened; the rooms below it, wired together.
+
+Terms
+  owner    the one process that has the store's lock and may change it
+  reader   a process that opened the store with mode="r": it sees snapshots, writes nothing, takes no lock
+
+Rules
+  1. `Store` only delegates: what it does is done by the manifest and the object store.
+  2. Opening either gives a whole store or raises and leaves what was there (how a new one is made: layout.py).
+  3. A handle belongs to the process that opened it: after fork() the child's use of it raises `StoreClosed` (M12), and
+     the parent's lock stays the parent's.
+  4. The object store is loaded and opened when it is first asked for: light commands need no cloud client.
+
+    >>> import tempfile
+    >>> with open(tempfile.mkdtemp()) as store:
+    ...     created = store.create("shop", "pages")
+    ...     [(each.name, each.kind.name, each.snapshots) for each in store.databases()]
+    [('shop', 'PAGES', 0)]
+
+Threads: any, once opened; `open` and `close` are for one thread.
+Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`,
+`FormatTooNew`, `StoreClosed`, `ReadOnly`, and of databases `UnknownDatabase`, `NameTaken`, `InvalidName`, `StillReferenced`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Literal, Self
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import InvalidInput, ReadOnly, StorageFault, StoreClosed
+from quire.core.events import emit
+from quire.core.settings import StoreSettings
+from quire.durable import names
+from quire.durable.files import Disk, OsDisk
+from quire.durable.locks import FileLock
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import DropDb
+from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.records import DbKind
+from quire.manifest.store import ManifestStore
+from quire.store import layout
+from quire.store.info import DatabaseInfo, StoreInfo, database_info, live_databases, store_info
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
+
+Mode = Literal["rw", "r"]
+
+
+def open(  # noqa: A001 - `quire.open` reads as it should
+    path: str | os.PathLike[str],
+    mode: Mode = "rw",
+    *,
+    create: bool = True,
+    settings: StoreSettings | None = None,
+    clock: Clock | None = None,
+    repair: bool = False,
+    disk: Disk | None = None,
+) -> Store:
+    """Open the store at `path`; with mode "rw" become its owner and, unless `create=False`, make it if need be.
+
+    `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
+    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `clock` and `disk`
+    are seams for tests; LMDB and remote objects do not pass through `disk`.
+    """
+    root = os.path.abspath(os.fspath(path))
+    clock, disk = clock or SystemClock(), disk or OsDisk()
+    if mode == "r":
+        if repair:
+            raise ReadOnly("a reader cannot repair", hint='open with mode="rw"', path=root)
+        return _open_reader(root, settings, clock, disk)
+    if mode != "rw":
+        raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
+    return _open_owner(root, create, settings, clock, repair, disk)
+
+
+def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
+    if layout.look(disk, root) is not layout.Found.STORE:
+        raise layout.not_found(root)
+    settings = layout.read_config(disk, root, given)
+    path = os.path.join(root, names.MANIFEST)
+    manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
+    return Store(root, settings, manifest, None, disk)
+
+
+def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clock, repair: bool, disk: Disk) -> Store:
+    found = layout.look(disk, root)
+    if found is not layout.Found.STORE and not create:
+        raise layout.not_found(root)
+    if found is layout.Found.NOTHING:
+        layout.make_directory(disk, root)
+    lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
+    try:
+        found = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
+        if found is layout.Found.EMPTY:
+            layout.write_config(disk, root, given.object_store if given else "")
+        settings = layout.read_config(disk, root, given)
+        if found is not layout.Found.STORE:
+            layout.make_manifest(disk, root, settings, clock)
+        manifest = ManifestStore.open(
+            os.path.join(root, names.MANIFEST), settings=settings.manifest, clock=clock, create=False, repair=repair
+        )
+    except BaseException:
+        lock.close()
+        raise
+    store = Store(root, settings, manifest, lock, disk)
+    try:
+        layout.sweep_debris(disk, root)
+        layout.sweep_scratch(disk, root)
+    except StorageFault as fault:
+        # What is left costs space and is swept at the next start; the store itself is sound.
+        emit("warning", "store.sweep_failed", path=root, error=str(fault))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+class Store:
+    """An opened store. Made by `quire.open`; use it as a context manager."""
+
+    def __init__(
+        self, path: str, settings: StoreSettings, manifest: ManifestStore, lock: FileLock | None, disk: Disk
+    ) -> None:
+        # constant after construction
+        self.path = path
+        self.settings = settings
+        self._manifest = manifest
+        self._lock = lock
+        self._disk = disk
+        self._pid = os.getpid()
+        # protected by _opening
+        self._opening = threading.Lock()
+        self._objects: ObjectStore | None = None
+        self._closed = False
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Commit what is queued, close everything, give the lock back. A second time, and in a forked child: nothing."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        try:
+            if self._objects is not None:
+                self._objects.close()
+        finally:
+            try:
+                self._manifest.close()
+            finally:
+                if self._lock is not None:
+                    self._lock.close()
+
+    def __enter__(self) -> Self:
+        self._check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreClosed(
+                "this store was opened by the parent of a fork()", hint="open it again in this process", path=self.path
+            )
+        if self._closed:
+            raise StoreClosed("the store is closed", hint="open it again", path=self.path)
+
+    # ── the rooms ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def mode(self) -> Mode:
+        """ "rw" for the owner, "r" for a reader."""
+        return "r" if self._lock is None else "rw"
+
+    @property
+    def manifest(self) -> ManifestStore:
+        """The catalog of everything in the store."""
+        self._check()
+        return self._manifest
+
+    @property
+    def objects_url(self) -> str:
+        """Where the objects are; a relative path in quire.toml is relative to the store."""
+        url = self.settings.object_store or names.OBJECTS
+        return url if "://" in url else os.path.join(self.path, url)
+
+    @property
+    def objects(self) -> ObjectStore:
+        """The object store, opened now if it was not."""
+        from quire.objects.open import open_store  # rule 4
+
+        self._check()
+        with self._opening:
+            if self._objects is None:
+                self._objects = open_store(self.objects_url, disk=self._disk)
+            return self._objects
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def create(self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None) -> DatabaseInfo:
+        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
+        kind = kind if isinstance(kind, DbKind) else _kind_named(kind)
+        db_id = self.manifest.register_db(name, kind, tags=tags)
+        return self._info_of(db_id)
+
+    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
+        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
+        manifest = self.manifest
+        with manifest.read() as txn:
+            db_id = txn.database_id(name)
+            info = database_info(txn, db_id)
+            held = [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)] if snapshots else []
+        ops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
+        manifest.submit([*ops, DropDb(db_id)]).result()
+        return info
+
+    def rename(self, old: str, new: str) -> DatabaseInfo:
+        """Give a database another name; the database under its new one."""
+        manifest = self.manifest
+        with manifest.read() as txn:
+            db_id = txn.database_id(old)
+        manifest.rename_db(db_id, new).result()
+        return self._info_of(db_id)
+
+    def databases(self) -> list[DatabaseInfo]:
+        """The live databases, by name."""
+        with self.manifest.read() as txn:
+            return live_databases(txn)
+
+    def database(self, name: str) -> DatabaseInfo:
+        """A database by name."""
+        with self.manifest.read() as txn:
+            return database_info(txn, txn.database_id(name))
+
+    def _info_of(self, db_id: int) -> DatabaseInfo:
+        with self.manifest.read() as txn:
+            return database_info(txn, db_id)
+
+    # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def info(self) -> StoreInfo:
+        """The store in numbers."""
+        manifest = self.manifest
+        with manifest.read() as txn:
+            return store_info(
+                txn, path=self.path, mode=self.mode, object_store=self.objects_url, figures=manifest.env.info()
+            )
+
+
+def _kind_named(name: str) -> DbKind:
+    kinds = {kind.name.lower(): kind for kind in DbKind}
+    if name not in kinds:
+        raise InvalidInput("there is no such kind of database", hint=f"kinds: {', '.join(kinds)}", kind=name)
+    return kinds[name]

@@ -1,0 +1,432 @@
+"""Helpers for tests that have a manifest: look at all its rows, hold it to its rules, replay its feed, feed it batches.
+
+Terms
+  dump    every row of every table as bytes: two manifests with equal dumps are equal
+  story   a few related operations, planned on what the manifest shows; most are valid, some are not, on purpose
+  batch   one or more stories; later ones may have been overtaken by earlier ones
+
+Rules
+  1. `assert_clean` and `assert_replays` belong into the teardown of every fixture that has a manifest.
+  2. `BatchMaker` takes all its choices from the `Random` it is given: a seed repeats a run, and the random source of a
+     property-testing library lets it shrink one.
+
+Threads: as `ManifestStore`. `assert_…` raise `AssertionError` that names what is wrong.
+
+    >>> import random, tempfile
+    >>> from quire.manifest.store import ManifestStore
+    >>> with ManifestStore.open(tempfile.mkdtemp() + "/manifest.lmdb") as manifest:
+    ...     maker = BatchMaker(random.Random(1))
+    ...     guards = [manifest.submit(maker.batch(manifest)) for _ in range(5)]
+    ...     outcomes = [outcome(guard) for guard in guards]
+    ...     assert_clean(manifest, leaks=True)
+    ...     assert_replays(manifest)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Collection
+from random import Random
+from typing import TypeVar
+
+from quire.core.clock import SystemClock
+from quire.core.errors import QuireError
+from quire.core.ids import ArtifactKind
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.check import Problem
+from quire.manifest.env import ManifestEnv
+from quire.manifest.guard import ManifestGuard, Receipt
+from quire.manifest.migrations import migrate
+from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
+from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.databases import (
+    DropDb,
+    RegisterDb,
+    RemoveDb,
+    RenameDb,
+    ReserveGeneration,
+    UpdateDbStatus,
+)
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.ops.local import AcknowledgeChanges, DropCursor, PutReader, RecordMetric, RegisterCursor, SetFloor
+from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, PublishPages
+from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
+from quire.manifest.ops.slots import CollectLeaf
+from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import (
+    ChunkRecord,
+    DbKind,
+    DbRecord,
+    DbStatus,
+    DeltaRecord,
+    JobKind,
+    JobRecord,
+    JobState,
+    NamespaceRecord,
+    Pin,
+    Residency,
+    SnapshotKind,
+    VerifyState,
+    WalFormat,
+    WalState,
+)
+from quire.manifest.replay import replay as replay_feed
+from quire.manifest.store import ChunkMutation, DeltaChunk, FullChunk, ManifestStore, checkpoint_ops
+
+Dump = dict[str, list[tuple[bytes, bytes]]]
+T = TypeVar("T")
+
+NOT_FROM_THE_FEED = frozenset({t.CURSOR_NAMES.name})
+"""Derived tables that index a local one: a replica has its own."""
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def dump(manifest: ManifestStore, policy: t.Policy | None = None) -> Dump:
+    """Every row of every table (of one policy, if given), as bytes."""
+    with manifest.read() as txn:
+        return _dump(txn, policy)
+
+
+def _dump(txn: ReadTxn, policy: t.Policy | None = None) -> Dump:
+    wanted = [table for table in t.TABLES.values() if policy is None or table.policy is policy]
+    return {table.name: list(txn.raw_scan(table)) for table in wanted}
+
+
+def difference(left: Dump, right: Dump) -> dict[str, list[tuple[bytes, bytes]]]:
+    """Rows that are in only one of two dumps, by table."""
+    return {
+        name: sorted(set(left.get(name, ())) ^ set(right.get(name, ())))
+        for name in left.keys() | right.keys()
+        if left.get(name, []) != right.get(name, [])
+    }
+
+
+def outcome(guard: ManifestGuard, timeout: float = 60.0) -> Receipt | QuireError:
+    """What became of a batch, as a value."""
+    try:
+        return guard.result(timeout)
+    except QuireError as error:
+        return error
+
+
+# ── holding it to its rules ───────────────────────────────────────────────────────────────────────────────────────────
+def problems(manifest: ManifestStore, *, leaks: bool = False) -> list[Problem]:
+    """What `check` finds; leaks are left out if they are allowed."""
+    return [problem for problem in manifest.check() if not (leaks and problem.leak)]
+
+
+def assert_clean(manifest: ManifestStore, *, leaks: bool = False) -> None:
+    """The manifest breaks none of its rules; with `leaks=True` artifacts that nobody refers to are fine."""
+    found = problems(manifest, leaks=leaks)
+    assert not found, "; ".join(map(str, found))
+
+
+def replay(manifest: ManifestStore, path: str) -> ManifestEnv:
+    """Replay the manifest's feed into a new environment at `path`. The caller closes it."""
+    env = ManifestEnv(path, ManifestSettings(), write=True)
+    try:
+        migrate(env, SystemClock())
+        with manifest.read() as txn:
+            replay_feed(txn.changes(), env)
+    except BaseException:
+        env.close()
+        raise
+    return env
+
+
+def assert_replays(manifest: ManifestStore) -> None:
+    """Replaying the feed into an empty environment gives the same logged tables, and the indexes derived of them (M2)."""
+    with tempfile.TemporaryDirectory() as directory:
+        env = replay(manifest, os.path.join(directory, "replica.lmdb"))
+        try:
+            for policy in (t.Policy.LOGGED, t.Policy.DERIVED):
+                with ReadTxn(env) as txn:
+                    theirs = _dump(txn, policy)
+                ours = dump(manifest, policy)
+                differing = {k: v for k, v in difference(ours, theirs).items() if k not in NOT_FROM_THE_FEED}
+                assert not differing, f"the replayed feed gives other {policy.value} tables: {differing}"
+        finally:
+            env.close()
+
+
+# ── feeding it ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class BatchMaker:
+    """Makes random batches over a small world: a handful of names, slots, segments and jobs, so that they collide."""
+
+    NAMES = ("ash", "birch", "cedar", "élan", "fir")
+
+    def __init__(self, rng: Random, *, databases_max: int = 6, spare: Collection[int] = ()) -> None:
+        """Databases in `spare` are a test's own: no batch is about them."""
+        self.rng = rng
+        self._databases_max = databases_max
+        self._spare = spare
+        self.stories: dict[str, Callable[[ReadTxn], list[Op]]] = {
+            "register": self.register,
+            "rename": self.rename,
+            "status": self.status,
+            "drop": self.drop,
+            "remove": self.remove,
+            "namespace": self.namespace,
+            "checkpoint": self.checkpoint,
+            "update": self.update,
+            "segment": self.segment,
+            "move": self.move,
+            "pages": self.pages,
+            "drop_pages": self.drop_pages,
+            "snapshot": self.snapshot,
+            "drop_snapshot": self.drop_snapshot,
+            "fork": self.fork,
+            "collect": self.collect,
+            "enqueue": self.enqueue,
+            "work": self.work,
+            "metric": self.metric,
+            "cursor": self.cursor,
+            "reader": self.reader,
+        }
+
+    def batch(self, manifest: ManifestStore, stories: int = 1) -> list[Op]:
+        """A batch of so many stories, planned on the manifest as it is now; never empty."""
+        with manifest.read() as txn:
+            ops = [op for _ in range(stories) for op in self.story(txn)]
+        return ops or [RecordMetric(1, 1, [1.0])]
+
+    def story(self, txn: ReadTxn, name: str | None = None) -> list[Op]:
+        """One story, of the given name or any."""
+        return self.stories[name or self.rng.choice(list(self.stories))](txn)
+
+    # ── choices ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _chance(self, one_in: int) -> bool:
+        return self.rng.randint(1, one_in) == 1
+
+    def _any(self, items: list[T]) -> T | None:
+        return self.rng.choice(items) if items else None
+
+    def _db(self, txn: ReadTxn) -> int:
+        """Mostly a database that takes writes, now and then a dropped or an unknown one."""
+        if self._chance(12):
+            stray = self.rng.randint(0, self._databases_max + 1)
+            return 0 if stray in self._spare else stray
+        alive = [db_id for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED]
+        return self._any([db_id for db_id in alive if db_id not in self._spare]) or 0
+
+    def _next(self, txn: ReadTxn, counter: Counter) -> int:
+        upcoming = txn.next_id(counter)
+        return self.rng.randint(0, upcoming) if self._chance(10) else upcoming
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def register(self, txn: ReadTxn) -> list[Op]:
+        if txn.count(t.DB) >= self._databases_max:
+            return self.remove(txn)
+        namespaces = [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]
+        record = DbRecord(
+            name=self.rng.choice(self.NAMES),
+            kind=DbKind.PAGES if not self._chance(5) else DbKind.STREAM,
+            created_at_ms=self.rng.randint(0, 2**40),
+            page_size=4096,
+            namespace_id=(self._any(namespaces) or 0) if self._chance(3) else 0,
+        )
+        return [RegisterDb(self._next(txn, Counter.DB), record)]
+
+    def rename(self, txn: ReadTxn) -> list[Op]:
+        return [RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
+
+    def status(self, txn: ReadTxn) -> list[Op]:
+        return [UpdateDbStatus(self._db(txn), self.rng.choice(list(DbStatus)))]
+
+    def drop(self, txn: ReadTxn) -> list[Op]:
+        if not self._chance(3):
+            return self.segment(txn)
+        db_id = self._db(txn)
+        held: list[Op] = [DropSnapshot(*key) for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)]
+        return [*(held if self._chance(2) else []), DropDb(db_id)]
+
+    def remove(self, txn: ReadTxn) -> list[Op]:
+        dropped = [db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED]
+        return [RemoveDb(self._any(dropped) or self._db(txn))]
+
+    def namespace(self, txn: ReadTxn) -> list[Op]:
+        return [PutNamespace(self._next(txn, Counter.NAMESPACE), NamespaceRecord("memory://", self.rng.choice("ab")))]
+
+    # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
+    def checkpoint(self, txn: ReadTxn) -> list[Op]:
+        db_id = self._db(txn)
+        record, wal = txn.database(db_id), txn.wal_state(db_id)
+        if record is None or wal is None:
+            return self.register(txn)
+        lsn = max(wal.last_applied_lsn, wal.checkpointed_lsn) + self.rng.randint(1, 3)
+        generation = record.next_generation
+        mutations = [self._mutation(txn, db_id, slot) for slot in self._slots()]
+        ops: list[Op] = [ReserveGeneration(db_id, generation), AdvanceWal(db_id, 0, lsn, lsn, lsn)]
+        ops += checkpoint_ops(txn, db_id, generation, mutations, lsn)
+        if self._chance(15):
+            self.rng.shuffle(ops)
+        return ops
+
+    def _slots(self) -> list[int]:
+        return sorted({self.rng.choice((0, 1, 255, 256, 300)) for _ in range(self.rng.randint(1, 3))})
+
+    def _mutation(self, txn: ReadTxn, db_id: int, slot: int) -> ChunkMutation:
+        chain = txn.chain(db_id, slot)
+        namespaces = [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]
+        namespace_id = (self._any(namespaces) or 0) if self._chance(3) else 0
+        if chain and self._chance(2):
+            base = chain[0].generation + (7 if self._chance(15) else 0)
+            delta = DeltaRecord(base, Residency.LOCAL, self.rng.randint(0, 2**32), 0, namespace_id=namespace_id)
+            return DeltaChunk(slot=slot, delta_id=len(chain), record=delta)
+        size = self.rng.randint(0, 2**40)
+        return FullChunk(slot=slot, record=ChunkRecord(Residency.LOCAL, size, 0, namespace_id=namespace_id))
+
+    def update(self, txn: ReadTxn) -> list[Op]:
+        keys = [unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)]
+        key = self._any(keys)
+        if key is None:
+            return self.checkpoint(txn)
+        namespaces = [found[0] for found, _ in txn.scan(t.REMOTE_NAMESPACE)]
+        return [
+            UpdateArtifact(
+                key.origin_db_id,
+                key.kind,
+                key.id,
+                key.generation,
+                key.delta_id,
+                residency=self.rng.choice(list(Residency)),
+                namespace_id=self._any([None, 0, *namespaces]),
+                verify_state=self.rng.choice(list(VerifyState)),
+            )
+        ]
+
+    def collect(self, txn: ReadTxn) -> list[Op]:
+        """The collector's steps: leaves at zero, then artifacts at zero; now and then something that is still needed."""
+        table = t.GC_REFCOUNTS if self._chance(8) else t.GC_ZERO
+        ops: list[Op] = []
+        for raw, _ in list(txn.raw_scan(table))[: self.rng.randint(1, 8)]:
+            key = unpack_artifact(raw)
+            if key.kind is ArtifactKind.LEAF:
+                ops.append(CollectLeaf(key.origin_db_id, key.id, key.generation))
+            else:
+                ops.append(RemoveArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id))
+        return ops or self.drop_snapshot(txn)
+
+    # ── write-ahead log and pages ─────────────────────────────────────────────────────────────────────────────────────
+    def segment(self, txn: ReadTxn) -> list[Op]:
+        db_id = self._db(txn)
+        wal = txn.wal_state(db_id)
+        if wal is None:
+            return self.register(txn)
+        opened = [key[1] for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.OPEN]
+        lsn = wal.lsn_reserved + self.rng.randint(1, 5)
+        if opened and self._chance(2):
+            return [AppendWalChunk(db_id, 0, opened[0], 1, lsn, lsn + self.rng.randint(0, 4), 4096)]
+        segment_id = wal.next_segment_id - (1 if self._chance(10) else 0)
+        if self._chance(3):
+            return [AppendWalChunk(db_id, 0, segment_id, 1, lsn, lsn + self.rng.randint(-1, 4), 4096)]
+        return [OpenSegment(db_id, segment_id, WalFormat.PAGER, 65536, b"salt", lsn)]
+
+    def move(self, txn: ReadTxn) -> list[Op]:
+        found = self._any(list(txn.scan(t.WAL_CATALOG)))
+        if found is None:
+            return self.segment(txn)
+        (db_id, segment_id), row = found
+        state = self.rng.choice(list(WalState)) if self._chance(4) else WalState(min(row.state + 1, WalState.TRUNCATED))
+        return [MoveWalState(db_id, segment_id, state)]
+
+    def pages(self, txn: ReadTxn) -> list[Op]:
+        rows = [
+            ROW.pack(self.rng.randint(1, 3), frame, self.rng.randint(1, 9), 0, 7, 1, 1, 0, 0)
+            for frame in range(self.rng.randint(1, 4))
+        ]
+        return [PublishPages(self._db(txn), b"".join(rows)[: -1 if self._chance(15) else None])]
+
+    def drop_pages(self, txn: ReadTxn) -> list[Op]:
+        db_id = self._db(txn)
+        keys = [key for key, _ in txn.scan(t.PAGE_VERSION_INDEX, db_id)][: self.rng.randint(1, 9)]
+        return [DropPageVersions(db_id, b"".join(VERSION_NAME.pack(page, lsn) for _, page, lsn in keys))]
+
+    # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
+    def _pins(self, txn: ReadTxn, db_id: int) -> list[Pin]:
+        rows = [
+            Pin(row.origin_db_id, key[1], row.last_lsn, row.used_bytes)
+            for key, row in txn.scan(t.WAL_CATALOG, db_id)
+            if row.state not in (WalState.OPEN, WalState.TRUNCATED)
+        ]
+        return rows if self._chance(2) else []
+
+    def snapshot(self, txn: ReadTxn) -> list[Op]:
+        db_id = self._db(txn)
+        record = txn.database(db_id)
+        snapshot_id = record.next_snapshot_id if record is not None and not self._chance(12) else 1
+        kind = self.rng.choice(list(SnapshotKind))
+        name = self.rng.choice(self.NAMES) if kind is SnapshotKind.NAMED else ""
+        return [PublishSnapshot(db_id, snapshot_id, kind, name, self._anchor(txn, db_id), pins=self._pins(txn, db_id))]
+
+    def _anchor(self, txn: ReadTxn, db_id: int) -> int:
+        """An lsn at which a view of the database can be taken; now and then one that a checkpoint has overtaken."""
+        wal = txn.wal_state(db_id)
+        return 0 if wal is None or self._chance(12) else wal.last_applied_lsn
+
+    def drop_snapshot(self, txn: ReadTxn) -> list[Op]:
+        found = self._any([key for key, _ in txn.scan(t.SNAPSHOT_INDEX)])
+        return [DropSnapshot(*found)] if found and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
+
+    def fork(self, txn: ReadTxn) -> list[Op]:
+        if txn.count(t.DB) >= self._databases_max:
+            return self.drop_snapshot(txn)
+        source = self._db(txn)
+        snapshots = [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, source)]
+        snapshot_id = (self._any(snapshots) or 0) if self._chance(2) else 0
+        pins = [] if snapshot_id else self._pins(txn, source)
+        anchor = max([self._anchor(txn, source), *(pin.upto_lsn for pin in pins)])
+        name = self.rng.choice(self.NAMES)
+        return [ForkDb(self._next(txn, Counter.DB), source, name, snapshot_id, anchor, 0, 8, pins)]
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def enqueue(self, txn: ReadTxn) -> list[Op]:
+        kind = self.rng.choice(list(JobKind))
+        artifact = None
+        if kind is JobKind.UPLOAD:
+            found = self._any([unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)])
+            if found is not None:
+                artifact = (found.origin_db_id, int(found.kind), found.id, found.generation, found.delta_id)
+        job = JobRecord(kind, self._db(txn), 1, artifact=artifact)
+        return [EnqueueJob(self._next(txn, Counter.JOB), job)]
+
+    def work(self, txn: ReadTxn) -> list[Op]:
+        found = self._any(list(txn.scan(t.JOB_QUEUE)))
+        if found is None:
+            return self.enqueue(txn)
+        (job_id,), job = found
+        usual: dict[JobState, list[Op]] = {
+            JobState.PENDING: [StartJob(job_id, "w", 99)],
+            JobState.IN_FLIGHT: [CompleteJob(job_id, JobState.SUCCEEDED, job.attempt)],
+        }
+        any_step: list[Op] = [
+            StartJob(job_id, "w", 99),
+            RenewJobLease(job_id, "w", 100, 1, 2),
+            RequeueJob(job_id, job.attempt, 5, "again"),
+            CompleteJob(job_id, self.rng.choice(list(JobState)), self.rng.randint(0, job.attempt)),
+            ForgetJob(job_id),
+        ]
+        return usual.get(job.state, [ForgetJob(job_id)]) if self._chance(2) else [self.rng.choice(any_step)]
+
+    # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def metric(self, txn: ReadTxn) -> list[Op]:
+        return [RecordMetric(self._db(txn), 1, [self.rng.uniform(-10, 1e6) for _ in range(3)])]
+
+    def cursor(self, txn: ReadTxn) -> list[Op]:
+        cursors = [key[0] for key, _ in txn.scan(t.CHANGE_CURSORS)]
+        cursor_id = self._any(cursors) or 0
+        choice = self.rng.randint(1, 4)
+        if choice == 1 or not cursors:
+            name = self.rng.choice(("", "tail", "sink"))
+            return [RegisterCursor(self._next(txn, Counter.CURSOR), self.rng.randint(0, 50), name)]
+        if choice == 2:
+            return [DropCursor(cursor_id)]
+        return [AcknowledgeChanges(cursor_id, self.rng.randint(0, 60))]
+
+    def reader(self, txn: ReadTxn) -> list[Op]:
+        db_id = self._db(txn)
+        return [PutReader(db_id, self.rng.randint(1, 3), 5, 99), SetFloor(db_id, 1, 9)]

@@ -1,0 +1,116 @@
+"""Text that fits, JSON that parses, exit codes that are complete."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+from quire.cli.exits import EXITS, INTERNAL, OK, PROBLEMS, exit_of
+from quire.cli.output import Facts, JsonOutput, Listing, Note, Row, TextOutput, width_of
+from quire.core import errors
+from quire.core.errors import QuireError, StoreLocked
+from tests.house.tree import ROOT
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return screen
+
+
+LISTING = Listing(
+    columns=["name", ">rows", "purpose"],
+    rows=[Row(["größe 数据", "1,000", "words " * 40], {"n": 1}), Row(["b", "2", "short"], {"n": 2})],
+)
+
+
+def bare(text: str) -> str:
+    return re.sub("\x1b\\[[0-9;]*m", "", text)
+
+
+def test_a_listing_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    TextOutput().show(LISTING)
+    lines = bare(terminal.getvalue()).splitlines()
+    assert max(map(width_of, lines)) <= 80
+    assert lines[0] == "name         rows  purpose"
+    assert lines[1].startswith("größe 数据  1,000  words")
+    assert lines[2].startswith(" " * 19 + "words")
+    assert lines[-1] == "b               2  short"
+
+
+def test_colours_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    TextOutput().show(LISTING)
+    assert "\x1b[1m" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    monkeypatch.setattr(sys, "stdout", plain)
+    TextOutput().show(LISTING)
+    assert "\x1b" not in plain.getvalue()
+
+
+def test_without_a_terminal_lines_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    TextOutput().show(LISTING)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_what_would_move_the_cursor_is_shown_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    TextOutput().show(Facts(lines=[("name", "a\x1b[2Jb\nc")], data={}))
+    assert capsys.readouterr().out == "name  a\\x1b[2Jb\\nc\n"
+
+
+def test_errors_wrap_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    TextOutput().fail(StoreLocked("another owner has this open " * 5, hint="wait for it " * 10, path="/a/b"))
+    lines = bare(terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:7] for line in lines if line[0] != " "] == ["error: ", "next:  "]
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    for value, expected in (
+        (LISTING, [{"n": 1}, {"n": 2}]),
+        (Listing(columns=["a"], rows=[]), []),
+        (Facts(lines=[], data={"a": b"\x01"}), {"a": "01"}),
+        (Note(text="done", data={"x": (1, 2)}), {"x": [1, 2]}),
+    ):
+        JsonOutput().show(value)
+        assert json.loads(capsys.readouterr().out) == expected
+
+
+def all_errors() -> list[type[QuireError]]:
+    return [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, QuireError)]
+
+
+def test_every_error_has_an_exit_code_of_its_group() -> None:
+    groups = {each.group for each in EXITS}
+    assert {each for each in all_errors() if QuireError in each.__bases__} == groups
+    for error in all_errors():
+        found = exit_of(error("what"))
+        assert found.code not in (OK, PROBLEMS)
+        assert (found.code == INTERNAL) == (error in (errors.InternalError, QuireError))
+        assert found.next_step
+
+
+def test_the_documentation_lists_the_exit_codes() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    for each in EXITS:
+        assert re.search(
+            rf"^\| {each.code} \| {re.escape(each.meaning)} \| .*`{each.group.__name__}`", page, re.MULTILINE
+        )

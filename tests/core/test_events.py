@@ -1,0 +1,42 @@
+"""Events: a library is quiet until somebody listens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from quire.core.events import emit, listening
+
+
+def test_debug_and_info_are_quiet_by_default(capfd: pytest.CaptureFixture[str]) -> None:
+    structlog.reset_defaults()
+    assert not listening()
+    emit("debug", "room.step", n=1)
+    emit("info", "room.step", n=1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_warnings_and_errors_are_shown_on_stderr_by_default(capfd: pytest.CaptureFixture[str]) -> None:
+    structlog.reset_defaults()
+    emit("warning", "room.trouble", path="x")
+    emit("error", "room.worse")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "quire warning: room.trouble path='x'\nquire error: room.worse \n"
+
+
+def test_a_listener_gets_every_event_with_its_fields() -> None:
+    with capture_logs() as logs:
+        assert listening()
+        emit("debug", "room.step", n=1)
+    structlog.reset_defaults()
+    assert logs == [{"event": "room.step", "log_level": "debug", "n": 1}]
+
+
+def test_an_event_nobody_listens_to_does_not_import_structlog() -> None:
+    code = "import sys; from quire.core.events import emit; emit('debug', 'x'); sys.exit('structlog' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,84 @@
+"""Every ```python block of the README and of the pages in docs/ runs as it stands, in an empty directory.
+
+Blocks of one page are separate programs: a reader copies one of them. Formats and decisions have no programs, only bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT, SRC
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"(?:^|`)make ([a-z]+)", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+# The page that is written by `python -m bench`, and is not there before it has run once.
+WRITTEN_LATER = {ROOT / "docs" / "benchmarks.md"}
+
+
+def programs(page: Path) -> list[tuple[int, str]]:
+    """(line, code) of each block of a page."""
+    text = page.read_text("utf-8")
+    return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in BLOCK.finditer(text)]
+
+
+BLOCKS = [
+    pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}", marks=pytest.mark.timeout(120))
+    for page in PAGES
+    for line, code in programs(page)
+]
+
+
+def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_block_runs(code: str, tmp_path: Path) -> None:
+    ended = run(code, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.stderr, "a program from the docs does not complain"
+
+
+def test_the_readme_has_a_tour_and_its_two_commands() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert programs(ROOT / "README.md")
+    assert "make run" in text
+    assert "make test" in text
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    named = {(page.name, target) for page in pages for target in COMMANDS.findall(page.read_text("utf-8"))}
+    assert named, "nobody says `make …`: is the pattern right?"
+    assert not [each for each in named if each[1] not in targets]
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    missing = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in LINK.findall(page.read_text("utf-8"))
+        if (page.parent / link).resolve() not in WRITTEN_LATER and not (page.parent / link).exists()
+    ]
+    assert not missing
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    assert run("raise SystemExit(3)", tmp_path).returncode == 3
+    page = tmp_path / "page.md"
+    page.write_text("words\n\n```python\nx = 1\n```\n\n```\nnot this\n```\n")
+    assert programs(page) == [(4, "x = 1\n")]

@@ -1,0 +1,130 @@
+"""Words that several tests of the manifest share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from quire.core.errors import QuireError
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import armed
+from quire.manifest import tables as t
+from quire.manifest.guard import ManifestGuard
+from quire.manifest.ops.artifacts import PutChunk
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import RegisterDb
+from quire.manifest.ops.local import RecordMetric
+from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
+from quire.manifest.ops.slots import CollectLeaf
+from quire.manifest.ops.wal import AdvanceWal
+from quire.manifest.records import ChunkRecord, DbKind, DbRecord, DeltaRecord, Residency
+from quire.manifest.store import ChunkMutation, DeltaChunk, FullChunk, ManifestStore
+from quire.testing.manifest import difference, dump, outcome
+
+
+def register(db_id: int, name: str = "", kind: DbKind = DbKind.PAGES) -> RegisterDb:
+    return RegisterDb(db_id, DbRecord(name or f"db{db_id}", kind, 0))
+
+
+def chunk(number: int, size: int = 10, db_id: int = 1, generation: int = 1) -> PutChunk:
+    return PutChunk(db_id, number, generation, ChunkRecord(Residency.LOCAL, size, 0))
+
+
+def refuses(manifest: ManifestStore, error: type[QuireError], *ops: Op) -> None:
+    """The batch is refused with exactly this error, and every table is byte for byte as it was."""
+    before = dump(manifest)
+    result = outcome(manifest.submit(ops))
+    assert type(result) is error, f"{result!r} is not {error.__name__}"
+    changed = difference(before, dump(manifest))
+    assert not changed, f"a refused batch left something behind: {changed}"
+
+
+def does(manifest: ManifestStore, *ops: Op) -> None:
+    """The batch commits."""
+    manifest.submit(ops).result(60)
+
+
+def checkpoint(manifest: ManifestStore, db_id: int, *slots: int, delta: bool = False) -> int:
+    """Rewrite (or overlay) slots of a database as a checkpoint does; the generation."""
+    with manifest.read() as txn:
+        wal = txn.wal_state(db_id)
+        assert wal is not None
+        lsn = wal.last_applied_lsn + 1
+        generation = manifest.reserve_generation(db_id)
+        mutations: list[ChunkMutation] = []
+        for slot in slots:
+            if delta:
+                base = txn.chain(db_id, slot)[0].generation
+                record = DeltaRecord(base, Residency.LOCAL, 1, 0)
+                mutations.append(DeltaChunk(slot=slot, delta_id=len(txn.chain(db_id, slot)), record=record))
+            else:
+                mutations.append(FullChunk(slot=slot, record=ChunkRecord(Residency.LOCAL, 10, 0)))
+    does(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn))
+    manifest.checkpoint_apply(db_id, generation, mutations, covered_lsn=lsn).result(60)
+    return generation
+
+
+def counts(manifest: ManifestStore, kind: ArtifactKind | None = None) -> dict[ArtifactKey, tuple[int, int]]:
+    """(in_use, pending_upload) of every artifact (of one kind)."""
+    with manifest.read() as txn:
+        rows = {ArtifactKey(k[0], ArtifactKind(k[1]), *k[2:]): row for k, row in txn.scan(t.GC_REFCOUNTS)}
+    return {key: (row.in_use, row.pending_upload) for key, row in rows.items() if kind is None or key.kind is kind}
+
+
+def anchor(manifest: ManifestStore, db_id: int) -> int:
+    """The lsn at which a snapshot of the database can be taken now."""
+    with manifest.read() as txn:
+        wal = txn.wal_state(db_id)
+    assert wal is not None
+    return wal.last_applied_lsn
+
+
+def collect(manifest: ManifestStore) -> None:
+    """What the collector does until nothing is at zero."""
+    while True:
+        with manifest.read() as txn:
+            keys = [unpack_artifact(raw) for raw, _ in txn.raw_scan(t.GC_ZERO)]
+        if not keys:
+            return
+        for key in keys:
+            if key.kind is ArtifactKind.LEAF:
+                does(manifest, CollectLeaf(key.origin_db_id, key.id, key.generation))
+            else:
+                does(manifest, RemoveArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id))
+
+
+class Hold:
+    """The writer thread, stopped at a failpoint until `release`."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._go = threading.Event()
+
+    def __call__(self, _name: str) -> None:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self._go.wait(30), "nobody released the writer"
+
+    def release(self) -> None:
+        self._go.set()
+
+
+@contextmanager
+def held(manifest: ManifestStore, point: str = "manifest.commit.applied") -> Iterator[Hold]:
+    """The writer is busy with a commit of its own for the length of the block, or until released."""
+    hold = Hold()
+    with armed(point, hold):
+        guard = manifest.submit([RecordMetric(99, 99, [1.0])])
+        assert hold.reached.wait(10)
+        try:
+            yield hold
+        finally:
+            hold.release()
+            guard.result(30)
+
+
+def together(manifest: ManifestStore, batches: Sequence[Sequence[Op]]) -> list[ManifestGuard]:
+    """Submit batches so that they are committed in one group."""
+    with held(manifest):
+        return [manifest.submit(batch) for batch in batches]

@@ -1,0 +1,232 @@
+"""The checker finds every planted damage by its rule; open refuses and names it; repair mends what can be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from quire.core.errors import ManifestDamaged
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.settings import ManifestSettings
+from quire.manifest import records as r
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.env import ManifestEnv
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, StartJob
+from quire.manifest.ops.local import RegisterCursor
+from quire.manifest.ops.pageindex import ROW, PublishPages
+from quire.manifest.ops.refs import artifact_key
+from quire.manifest.ops.snapshots import ForkDb, PublishSnapshot
+from quire.manifest.ops.wal import AppendWalChunk
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean, assert_replays
+from tests.manifest.helpers import anchor, checkpoint, chunk, does, register
+
+
+def furnish(path: str) -> None:
+    """A store in which every rule has something to hold."""
+    with ManifestStore.open(path) as manifest:
+        does(manifest, register(1, "a"), register(2, "b"), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+        checkpoint(manifest, 1, 0)
+        checkpoint(manifest, 1, 0, delta=True)
+        at = anchor(manifest, 1)
+        does(manifest, PublishSnapshot(1, 1, r.SnapshotKind.NAMED, "s", at, pins=[r.Pin(1, 1, 5)]))
+        does(manifest, ForkDb(3, 1, "fork", snapshot_id=1))
+        checkpoint(manifest, 1, 0)
+        does(manifest, EnqueueJob(1, r.JobRecord(r.JobKind.CHECKPOINT, 1, 0)), StartJob(1, "w", 9))
+        does(manifest, EnqueueJob(2, r.JobRecord(r.JobKind.UPLOAD, 1, 0, artifact=(1, 2, 1, 0, 0))))
+        does(manifest, PublishPages(1, ROW.pack(1, 0, 5, 0, 7, 1, 1, 0, 0)))
+        does(manifest, RegisterCursor(1, 0, "tail"))
+        manifest.put_namespace("memory://")
+        assert_clean(manifest)
+        assert_replays(manifest)
+
+
+Damage = Callable[["Vandal"], None]
+
+
+class Vandal:
+    """Writes raw rows behind the manifest's back."""
+
+    def __init__(self, path: str) -> None:
+        self.env = ManifestEnv(path, ManifestSettings(), write=True)
+        self.txn: Any = self.env.begin_write()
+
+    def put(self, table: t.Table[Any], record: Any, *key: Any) -> None:
+        raw = record if isinstance(record, bytes) else table.codec.encode(record)
+        self.txn.put(table.key.pack(*key), raw, db=self.env.handles[table.name])
+
+    def get(self, table: t.Table[Any], *key: Any) -> Any:
+        raw = self.txn.get(table.key.pack(*key), db=self.env.handles[table.name])
+        assert raw is not None, (table, key)
+        return table.codec.decode(raw)
+
+    def change(self, table: t.Table[Any], *key: Any, **fields: Any) -> None:
+        self.put(table, replace(self.get(table, *key), **fields), *key)
+
+    def delete(self, table: t.Table[Any], *key: Any) -> None:
+        assert self.txn.delete(table.key.pack(*key), db=self.env.handles[table.name]), (table, key)
+
+    def done(self) -> None:
+        self.txn.commit()
+        self.env.close()
+
+
+BASE_COUNT = (1, ArtifactKind.BASE, 0, 1, 0)
+INDEX = r.IndexRecord
+
+MENDABLE: dict[str, tuple[str, Damage]] = {
+    "a name that leads nowhere": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(9), "ghost")),
+    "a name that is missing": ("D1", lambda v: v.delete(t.DB_NAMES, "a")),
+    "a name that leads astray": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(2), "a")),
+    "a snapshot's name is missing": ("S3", lambda v: v.delete(t.SNAPSHOT_NAMES, 1, "s")),
+    "a count too high": ("R1", lambda v: v.change(t.GC_REFCOUNTS, *BASE_COUNT, in_use=9)),
+    "a count too low": ("R1", lambda v: v.put(t.GC_REFCOUNTS, r.RefcountRecord(1), 1, 2, 1, 0, 0)),
+    "a count that is missing": ("R1", lambda v: v.delete(t.GC_REFCOUNTS, *BASE_COUNT)),
+    "an upload nobody makes": ("R2", lambda v: v.change(t.GC_REFCOUNTS, *BASE_COUNT, pending_upload=1)),
+    "an upload nobody counted": ("R2", lambda v: v.change(t.GC_REFCOUNTS, 1, 2, 1, 0, 0, pending_upload=0)),
+    "a living artifact in the queue of the doomed": ("R3", lambda v: v.put(t.GC_ZERO, INDEX(5), *BASE_COUNT)),
+    "a job missing from its state": ("J1", lambda v: v.delete(t.JOBS_BY_STATE, r.JobState.IN_FLIGHT, 1)),
+    "a job in a state it is not in": ("J1", lambda v: v.put(t.JOBS_BY_STATE, INDEX(1), r.JobState.PENDING, 1)),
+    "a cursor's name is missing": ("F2", lambda v: v.delete(t.CURSOR_NAMES, "tail")),
+}
+
+FATAL: dict[str, tuple[str, Damage]] = {
+    "a row that does not decode": ("K1", lambda v: v.put(t.DB, b"\x01\x00\xc1", 2)),
+    "a chunk that does not decode": ("K1", lambda v: v.put(t.CHUNK_CATALOG, b"\x01\x00\xc1", 1, 0, 1)),
+    "a leaf that does not decode": ("K1", lambda v: v.put(t.SLOT_LEAF, b"\x01\x00\xc1", 1, 9, 1)),
+    "a change that does not decode": ("K1", lambda v: v.put(CHANGE_LOG, b"\x01\x00\xc1", 2)),
+    "a count that does not decode": ("K1", lambda v: v.put(t.GC_REFCOUNTS, b"\x01\x00", *BASE_COUNT)),
+    "a head that does not decode": ("K1", lambda v: v.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 1, 1)),
+    "two databases of one name": ("D1", lambda v: v.change(t.DB, 2, name="a")),
+    "rows of no database": ("D2", lambda v: v.put(t.CHUNK_CATALOG, r.ChunkRecord(r.Residency.LOCAL, 1, 0), 99, 1, 1)),
+    "no WAL state": ("D2", lambda v: v.delete(t.WAL_STATE, 2, 0)),
+    "a database above its watermark": ("D3", lambda v: v.put(t.ID_WATERMARKS, r.WatermarkRecord(2), Counter.DB)),
+    "a cursor above its watermark": ("D3", lambda v: v.put(t.META, r.MetaRecord(1), "next_cursor_id")),
+    "a snapshot above its watermark": ("D3", lambda v: v.change(t.DB, 1, next_snapshot_id=1)),
+    "a held leaf is gone": ("S1", lambda v: v.put(t.LIVE_LEAF, r.LeafRef(1, 77), 2, 0)),
+    "a chain without a base": ("S2", lambda v: v.put(t.SLOT_LEAF, r.LeafRecord(b"\x00\x01" + b"\x01" * 18), 1, 0, 2)),
+    "a referenced chunk is gone": ("S2", lambda v: v.delete(t.CHUNK_CATALOG, 1, 0, 1)),
+    "an inherited segment's origin is gone": ("W1", lambda v: v.delete(t.WAL_CATALOG, 1, 1)),
+    "a segment above the mark": ("W2", lambda v: v.change(t.WAL_STATE, 1, 0, next_segment_id=1)),
+    "marks out of order": ("W2", lambda v: v.change(t.WAL_STATE, 1, 0, last_applied_lsn=10**6)),
+    "a gate without a job": ("J1", lambda v: v.put(t.JOB_PENDING_INDEX, INDEX(9), 2, r.JobKind.MERGE)),
+    "a lease of a job that does not run": ("J1", lambda v: v.put(t.JOB_LEASES, r.JobLeaseRecord("w", 1, 1), 2)),
+    "a head without a version": ("P1", lambda v: v.put(t.PAGE_VERSION_HEAD, r.PageHeadRecord(5, 1), 1, 9)),
+    "a version without a head": ("P1", lambda v: v.delete(t.PAGE_VERSION_HEAD, 1, 1)),
+    "a head that is not the newest": ("P1", lambda v: v.change(t.PAGE_VERSION_HEAD, 1, 1, lsn=4)),
+    "a gap in the change log": ("F1", lambda v: v.delete(CHANGE_LOG, 3)),
+    "a change log that ends too early": ("F1", lambda v: v.change(t.META, "next_sequence", number=99)),
+    "a cursor beyond the head": ("F2", lambda v: v.change(t.CHANGE_CURSORS, 1, acked_sequence=999)),
+    "a watermark below its log": ("G1", lambda v: v.change(t.GENERATION_WATERMARKS, 1, generation=0)),
+}
+
+
+EVERY = MENDABLE | FATAL
+
+
+@pytest.mark.parametrize(("rule", "damage"), EVERY.values(), ids=EVERY)
+def test_every_damage_is_found_by_its_rule_and_keeps_the_store_shut(path: str, rule: str, damage: Damage) -> None:
+    furnish(path)
+    vandal = Vandal(path)
+    damage(vandal)
+    vandal.done()
+    with pytest.raises(ManifestDamaged) as caught:
+        ManifestStore.open(path)
+    assert f"{rule}:" in str(caught.value), caught.value
+    assert caught.value.where["problems"] >= 1
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("rule", "damage"), MENDABLE.values(), ids=MENDABLE)
+def test_repair_mends_what_can_be_recomputed(path: str, rule: str, damage: Damage) -> None:
+    furnish(path)
+    vandal = Vandal(path)
+    damage(vandal)
+    vandal.done()
+    with pytest.raises(ManifestDamaged, match="--repair"):
+        ManifestStore.open(path)
+    with ManifestStore.open(path, repair=True) as manifest:
+        assert_clean(manifest)
+    with ManifestStore.open(path) as manifest:
+        assert_clean(manifest)
+
+
+@pytest.mark.parametrize(("rule", "damage"), FATAL.values(), ids=FATAL)
+def test_repair_does_not_pretend(path: str, rule: str, damage: Damage) -> None:
+    """What cannot be recomputed keeps the store shut, repair or not."""
+    furnish(path)
+    vandal = Vandal(path)
+    damage(vandal)
+    vandal.done()
+    with pytest.raises(ManifestDamaged):
+        ManifestStore.open(path, repair=True)
+
+
+def test_several_damages_are_all_named(path: str) -> None:
+    furnish(path)
+    vandal = Vandal(path)
+    for _, damage in (
+        MENDABLE["a name that is missing"],
+        MENDABLE["a count too high"],
+        FATAL["a head without a version"],
+    ):
+        damage(vandal)
+    vandal.done()
+    with pytest.raises(ManifestDamaged) as caught:
+        ManifestStore.open(path)
+    for rule in ("D1", "R1", "P1"):
+        assert f"{rule}:" in str(caught.value)
+    assert "backup" in caught.value.hint
+
+
+def test_a_leak_is_reported_and_keeps_nothing_shut(path: str) -> None:
+    furnish(path)
+    with ManifestStore.open(path) as manifest:
+        does(manifest, chunk(99))
+        (leak,) = manifest.check()
+        assert (leak.rule, leak.leak) == ("R4", True)
+        assert str(leak.where["artifact"]) in str(leak)
+    ManifestStore.open(path).close()
+
+
+def test_a_read_only_process_opens_what_the_owner_would_refuse(path: str) -> None:
+    """Readers never check: looking at a damaged store must be possible."""
+    furnish(path)
+    vandal = Vandal(path)
+    MENDABLE["a count too high"][1](vandal)
+    vandal.done()
+    with ManifestStore.open(path, mode="r") as manifest:
+        assert {problem.rule for problem in manifest.check()} == {"R1"}
+
+
+def test_what_lives_on_in_memory_is_rehydrated(path: str) -> None:
+    furnish(path)
+    with ManifestStore.open(path) as manifest:
+        does(manifest, EnqueueJob(3, r.JobRecord(r.JobKind.VERIFY, 1, 0)))
+        does(manifest, CompleteJob(3, r.JobState.CANCELLED))
+        does(manifest, EnqueueJob(4, r.JobRecord(r.JobKind.VERIFY, 2, 0)), CompleteJob(4, r.JobState.CANCELLED))
+        does(manifest, ForgetJob(4))
+        manifest.drop_db(2).result()
+    with ManifestStore.open(path) as manifest:
+        found = manifest.recovered
+        assert sorted(found.databases) == [1, 3]
+        assert sorted(found.wal_states) == [1, 3]
+        assert list(found.pending_jobs) == [2]
+        assert list(found.in_flight_jobs) == [1]
+        assert found.next_ids[Counter.DB] == 4
+        assert found.next_ids[Counter.JOB] == 5
+        assert found.next_ids[Counter.CURSOR] == 2
+
+
+def test_counts_are_recomputed_as_the_ops_count(path: str) -> None:
+    furnish(path)
+    with ManifestStore.open(path) as manifest, manifest.read() as txn:
+        count = txn.refcount(ArtifactKey(1, ArtifactKind.WAL, 1, 0))
+        assert count is not None
+        assert (count.in_use, count.pending_upload) == (3, 1)
+        assert len(artifact_key(ArtifactKey(1, ArtifactKind.WAL, 1, 0))) == t.GC_REFCOUNTS.key.width

@@ -1,0 +1,487 @@
+"""The environment: its map under readers, a full disk, reader slots, fork(), files that are not what they should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import lmdb
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from quire.core import errors
+from quire.core.errors import (
+    DiskFull,
+    FormatTooNew,
+    InternalError,
+    ManifestDamaged,
+    NotWritable,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    StoreNotFound,
+    TooManyReaders,
+)
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import MIB
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.env import Gate, ManifestEnv, translate
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump, outcome
+from tests.manifest.helpers import chunk, register
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Run a script in a process of its own, with pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def finish(child: subprocess.Popen[str], stdin: str = "") -> str:
+    out, err = child.communicate(stdin, timeout=60)
+    assert child.returncode == 0, err
+    return out
+
+
+# ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+SMALL = ManifestSettings(map_bytes=MIB, map_watermark=0.9)
+
+READER = """
+import sys
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.store import ManifestStore
+manifest = ManifestStore.open(sys.argv[1], mode="r", settings=ManifestSettings(map_bytes=1 << 20))
+print("ready", flush=True)
+seen = 0
+for line in sys.stdin:
+    with manifest.read() as txn:
+        now = sum(1 for _ in txn.scan(t.CHUNK_CATALOG))
+    assert now >= seen, (now, seen)
+    seen = now
+    print(now, flush=True)
+"""
+
+
+def test_the_map_grows_while_threads_and_another_process_keep_reading(path: str) -> None:
+    """The reader process meets `MapResizedError`; nobody is harmed and nothing is lost."""
+    with ManifestStore.open(path, settings=SMALL) as manifest:
+        manifest.submit([register(1)]).result()
+        child = python(READER, path)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        stop, failures = threading.Event(), []
+
+        def read() -> None:
+            seen = 0
+            while not stop.is_set():
+                try:
+                    with manifest.read() as txn:
+                        now = sum(1 for _ in txn.scan(t.CHUNK_CATALOG))
+                    assert now >= seen
+                    seen = now
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        first = manifest.env.info()["map_size"]
+        for start in range(0, 20_000, 2_000):
+            manifest.submit([chunk(start + n) for n in range(2_000)]).result(60)
+            child.stdin.write("look\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == f"{start + 2_000}\n"
+        stop.set()
+        for reader in readers:
+            reader.join(30)
+        finish(child)
+        assert not failures
+        assert manifest.env.info()["map_size"] >= 2 * first
+        assert_clean(manifest, leaks=True)
+        assert_replays(manifest)
+
+
+def test_at_its_maximum_a_full_map_is_a_full_disk_and_nothing_is_half_written(path: str) -> None:
+    settings = ManifestSettings(map_bytes=MIB, map_bytes_max=MIB)
+    with ManifestStore.open(path, settings=settings) as manifest:
+        manifest.submit([register(1)]).result()
+        before, written = dump(manifest), 0
+        while not isinstance(result := outcome(manifest.submit([chunk(written + n) for n in range(500)])), QuireError):
+            before, written = dump(manifest), written + 500
+        assert isinstance(result, DiskFull)
+        assert written
+        assert not difference(before, dump(manifest))
+        assert manifest.writer.failure is None, "a full map is no doubt"
+        assert_clean(manifest, leaks=True)
+    with ManifestStore.open(path, settings=ManifestSettings(map_bytes=4 * MIB)) as manifest:
+        manifest.submit([chunk(200_000 + n) for n in range(500)]).result(60)
+        assert_replays(manifest)
+
+
+def test_growing_waits_for_readers_and_keeps_new_ones_out() -> None:
+    gate, order = Gate(), []
+    ticket = gate.enter()
+
+    def grow() -> None:
+        with gate.exclusive(10):
+            order.append("grown")
+
+    growing = threading.Thread(target=grow)
+    growing.start()
+    time.sleep(0.02)
+
+    def enter() -> None:
+        gate.enter()
+        order.append("entered")
+
+    entering = threading.Thread(target=enter)
+    entering.start()
+    time.sleep(0.02)
+    assert order == []
+    gate.leave(ticket)
+    growing.join(10)
+    entering.join(10)
+    assert order == ["grown", "entered"]
+
+
+def test_growing_gives_up_on_a_reader_that_stays_and_names_it() -> None:
+    gate = Gate()
+    gate.enter()
+    with pytest.raises(errors.TimedOut) as caught, gate.exclusive(0.01):
+        pass
+    assert caught.value.where["readers"] == [threading.current_thread().name]
+    assert gate.enter(), "readers get in again"
+
+
+def test_a_reader_that_stays_fails_the_batch_that_needs_room_but_not_the_store(path: str) -> None:
+    settings = ManifestSettings(map_bytes=MIB, grow_wait_seconds=0.05)
+    with ManifestStore.open(path, settings=settings) as manifest:
+        manifest.submit([register(1)]).result()
+        with manifest.read():
+            results = [outcome(manifest.submit([chunk(n * 1000 + m) for m in range(1000)])) for n in range(20)]
+        assert isinstance(results[-1], errors.TimedOut)
+        assert manifest.writer.failure is None
+        assert manifest.submit([chunk(100_000)]).result(60)
+        assert_clean(manifest, leaks=True)
+
+
+# ── a full disk ───────────────────────────────────────────────────────────────────────────────────────────────────────
+LIMITED = """
+import resource, sys
+from quire.core.errors import DiskFull
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump
+from tests.manifest.helpers import chunk, register
+
+manifest = ManifestStore.open(sys.argv[1])
+manifest.submit([register(1)]).result()
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+before, full, number = dump(manifest), 0, 0
+while full < 3:
+    try:
+        manifest.submit([chunk(number + n) for n in range(300)]).result(60)
+        before = dump(manifest)
+    except DiskFull as error:
+        full += 1
+        assert not difference(before, dump(manifest)), "half a batch was written"
+        assert manifest.writer.failure is None
+    number += 300
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+manifest.submit([chunk(number + n) for n in range(300)]).result(60)
+assert_clean(manifest, leaks=True)
+assert_replays(manifest)
+manifest.close()
+with ManifestStore.open(sys.argv[1]) as again:
+    assert_clean(again, leaks=True)
+print("ok")
+"""
+
+
+def test_a_full_disk_fails_the_batch_and_the_writer_goes_on_when_there_is_room(path: str) -> None:
+    """A real one: the kernel refuses to let the file grow."""
+    assert finish(python(LIMITED, path)) == "ok\n"
+
+
+# ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_slots_of_killed_readers_are_cleared_when_a_manifest_is_opened(path: str) -> None:
+    """Stale slots keep old pages from being reused, for ever."""
+    code = """
+        import sys, time
+        from quire.manifest.store import ManifestStore
+        manifest = ManifestStore.open(sys.argv[1], mode="r")
+        txn = manifest.read()
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    with ManifestStore.open(path) as manifest:
+        manifest.submit([register(1)]).result()
+        children = [python(code, path) for _ in range(2)]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            child.kill()
+            child.communicate()
+        finish(
+            python("import sys; from quire.manifest.store import *; ManifestStore.open(sys.argv[1], mode='r')", path)
+        )
+        listing = manifest.env._env.readers()
+        assert not any(str(child.pid) in listing for child in children), listing
+
+
+def test_more_readers_than_slots_is_an_error_that_says_so(path: str) -> None:
+    with ManifestStore.open(path, settings=ManifestSettings(readers_max=3)) as manifest:
+        transactions: list[ReadTxn] = []
+
+        def read_on() -> None:
+            while len(transactions) < 10:
+                transactions.append(manifest.read())
+
+        with pytest.raises(TooManyReaders, match="reader slots"):
+            read_on()
+        transactions.pop().close()
+        manifest.read().close()
+        for txn in transactions:
+            txn.close()
+
+
+def test_a_long_read_is_reported_once(path: str) -> None:
+    settings = ManifestSettings(long_read_seconds=0.01)
+    with ManifestStore.open(path, settings=settings) as manifest, capture_logs() as logs:
+        with manifest.read():
+            time.sleep(0.03)
+            for n in range(1, 5):
+                manifest.submit([register(n)]).result()
+        manifest.submit([register(9)]).result()
+        deadline = time.monotonic() + 10
+        while manifest.writer.stats.commits < 5 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    structlog.reset_defaults()
+    (report,) = [log for log in logs if log["event"] == "manifest.long_read"]
+    assert report["log_level"] == "warning"
+    assert report["thread"] == threading.current_thread().name
+    assert report["seconds"] >= 0
+
+
+def test_a_second_process_reads_while_the_owner_writes(path: str) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.submit([register(1)]).result()
+        child = python(READER, path)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for n in range(1, 30):
+            manifest.submit([chunk(n)]).result()
+            child.stdin.write("look\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == f"{n}\n"
+        finish(child)
+
+
+def test_a_read_only_manifest_takes_no_writes(path: str) -> None:
+    ManifestStore.open(path).close()
+    with ManifestStore.open(path, mode="r") as manifest, pytest.raises(errors.ReadOnly):
+        manifest.submit([register(1)])
+
+
+def test_after_a_fork_the_child_is_refused_and_the_parent_unharmed(path: str) -> None:
+    code = """
+        import os, sys
+        from quire.core.errors import StoreClosed
+        from quire.manifest.store import ManifestStore
+        from tests.manifest.helpers import chunk, register
+        manifest = ManifestStore.open(sys.argv[1])
+        manifest.submit([register(1)]).result()
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for use in (manifest.read, manifest.check, lambda: manifest.submit([chunk(1)]).result(5)):
+                try:
+                    use()
+                except StoreClosed:
+                    refused += 1
+            os._exit(0 if refused == 3 else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        manifest.submit([chunk(2)]).result()
+        assert not [p for p in manifest.check() if not p.leak]
+        manifest.close()
+    """
+    assert finish(python(code, path)) == "0\n"
+
+
+# ── files that are not what they should be ────────────────────────────────────────────────────────────────────────────
+def test_a_file_that_is_not_lmdb_is_damage_and_stays_as_it_was(path: str) -> None:
+    for content in (b"x" * 10_000, b"\x00" * 8192, b"SQLite format 3\x00" + b"\x01" * 5000, b"short"):
+        Path(path).write_bytes(content)
+        for mode in ("rw", "r"):
+            with pytest.raises((ManifestDamaged, StorageFault)) as caught:
+                ManifestStore.open(path, mode=mode)
+            assert caught.value.where["path"] == path
+            assert Path(path).read_bytes() == content
+
+
+def test_an_empty_file_is_an_empty_store_for_its_owner(path: str) -> None:
+    """What a crash between create and first write leaves."""
+    Path(path).touch()
+    with pytest.raises(QuireError):
+        ManifestStore.open(path, mode="r")
+    with ManifestStore.open(path) as manifest:
+        assert manifest.register_db("x", DbKind.PAGES) == 1
+
+
+TRUNCATED = """
+import os, shutil, sys
+from quire.core.errors import ManifestDamaged, QuireError
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import dump
+source, copy, size = sys.argv[1], sys.argv[2], os.path.getsize(sys.argv[1])
+whole = ManifestStore.open(source, mode="r")
+rows = dump(whole)
+whole.close()
+lengths = sorted({*range(1, 9000, 1700), *range(4096, size, 4096 * 7), size - 4096, size - 1})
+for length in lengths:
+    for mode in ("r", "rw"):
+        shutil.copy(source, copy)
+        os.truncate(copy, length)
+        try:
+            manifest = ManifestStore.open(copy, mode=mode)
+        except QuireError as error:
+            assert str(error)
+            continue
+        assert dump(manifest) == rows, length
+        manifest.close()
+print("ok", len(lengths))
+"""
+
+
+def test_a_truncated_file_is_damage_and_never_a_signal(path: str) -> None:
+    """Reading beyond the end of a mapped file is SIGBUS: the child would die of it."""
+    with ManifestStore.open(path) as manifest:
+        manifest.submit([register(1)]).result()
+        for start in range(0, 3000, 500):
+            manifest.submit([chunk(start + n) for n in range(500)]).result()
+    assert finish(python(TRUNCATED, path, path + ".cut")).startswith("ok")
+
+
+def test_a_directory_in_place_of_the_file_is_refused(path: str) -> None:
+    os.mkdir(path)
+    for mode in ("rw", "r"):
+        with pytest.raises(QuireError) as caught:
+            ManifestStore.open(path, mode=mode)
+        assert path in str(caught.value)
+
+
+def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(QuireError) as caught:
+        ManifestStore.open(str(tmp_path / "file" / "manifest.lmdb"))
+    assert "manifest.lmdb" in str(caught.value)
+    with pytest.raises(QuireError):
+        ManifestStore.open(str(tmp_path / "nowhere" / "manifest.lmdb"))
+
+
+def test_reading_where_there_is_nothing_is_not_found_and_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFound):
+        ManifestStore.open(str(tmp_path / "manifest.lmdb"), mode="r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_an_older_store_lacks_reads_as_empty(path: str) -> None:
+    ManifestStore.open(path).close()
+    with lmdb.open(path, subdir=False, max_dbs=96) as raw, raw.begin(write=True) as txn:
+        txn.drop(raw.open_db(b"metrics", txn=txn))
+        txn.drop(raw.open_db(b"gc_refcounts", txn=txn))
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as reading:
+        assert manifest.env.handles["metrics"] is None
+        assert list(reading.scan(t.METRICS)) == []
+        assert reading.get(t.METRICS, 1, 1) is None
+        assert reading.count(t.METRICS) == 0
+        assert reading.to_arrow("metrics").num_rows == 0
+        assert reading.refcount(ArtifactKey(1, ArtifactKind.BASE, 1, 1)) is None
+    with ManifestStore.open(path) as manifest, manifest.read() as reading:
+        assert reading.count(t.METRICS) == 0
+
+
+# ── translation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def lmdb_errors() -> list[type[lmdb.Error]]:
+    found = [kind for kind in vars(lmdb).values() if isinstance(kind, type) and issubclass(kind, lmdb.Error)]
+    return sorted(set(found), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", lmdb_errors(), ids=lambda kind: kind.__name__)
+def test_every_error_of_lmdb_has_its_own_translation(kind: type[lmdb.Error]) -> None:
+    """A new class in py-lmdb lands in the catch-all, and here: give it a place in `translate`."""
+    error = translate(kind("why"), "p")
+    assert error.where["path"] == "p"
+    if kind is lmdb.Error:
+        assert type(error) is StorageFault
+    else:
+        assert type(error) is not StorageFault or kind is lmdb.MemoryError
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [("ENOSPC", DiskFull), ("EDQUOT", DiskFull), ("EFBIG", DiskFull), ("EACCES", NotWritable), ("EROFS", NotWritable)],
+)
+def test_errnos_are_told_apart(number: str, kind: type[QuireError]) -> None:
+    code = getattr(errno, number)
+    assert type(translate(OSError(code, os.strerror(code)), "p")) is kind
+    assert type(translate(lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}"), "p")) is kind
+
+
+def test_groups_of_translations() -> None:
+    assert type(translate(lmdb.CorruptedError("x"), "p")) is ManifestDamaged
+    assert type(translate(lmdb.VersionMismatchError("x"), "p")) is FormatTooNew
+    assert type(translate(lmdb.BadTxnError("x"), "p")) is InternalError
+    assert type(translate(lmdb.ReadersFullError("x"), "p")) is TooManyReaders
+
+
+# ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_closed_environment_refuses_and_closes_again(path: str) -> None:
+    env = ManifestEnv(path, ManifestSettings(), write=True)
+    env.close()
+    env.close()
+    with pytest.raises(StoreClosed):
+        env.begin_read()
+    with pytest.raises(StoreClosed):
+        env.begin_write()
+
+
+def test_a_copy_is_a_whole_manifest(path: str) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.submit([register(1), chunk(1)]).result()
+        manifest.env.copy(path + ".copy")
+        rows = dump(manifest)
+    with ManifestStore.open(path + ".copy") as copy:
+        assert not difference(rows, dump(copy))
+        assert_clean(copy, leaks=True)
+
+
+def test_an_address_space_limit_shrinks_the_reservation_instead_of_failing(path: str) -> None:
+    code = """
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+        from quire.manifest.store import ManifestStore
+        with ManifestStore.open(sys.argv[1]) as manifest:
+            print(manifest.env.info()["map_size"] < 16 << 30)
+    """
+    assert finish(python(code, path)) == "True\n"

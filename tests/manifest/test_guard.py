@@ -1,0 +1,303 @@
+"""Guards and waits: blocking and awaitable, with timeouts, with the batch's own error, when everything fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from quire.core.errors import (
+    AlreadyExists,
+    DiskFull,
+    InvalidInput,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    StoreUnusable,
+    TimedOut,
+)
+from quire.core.settings import ManifestSettings
+from quire.durable.failpoints import armed
+from quire.manifest import tables as t
+from quire.manifest.guard import GenerationWait, ManifestGuard, Receipt
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.local import PutReader
+from quire.manifest.records import DbKind
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean, assert_replays, outcome
+from tests.manifest.helpers import Hold, chunk, held, register
+
+Waitable = ManifestGuard | GenerationWait
+
+
+# ── one guard ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_guard_is_not_done_before_its_commit_is(manifest: ManifestStore) -> None:
+    for point in ("manifest.commit.applied", "manifest.commit.flushed"):
+        with held(manifest, point):
+            guard = manifest.submit([register(1)] if point.endswith("applied") else [chunk(1)])
+            assert not guard.is_done()
+            with pytest.raises(TimedOut):
+                guard.result(0.01)
+        assert guard.result(30).sequence
+
+
+def test_a_guard_may_be_asked_again_after_a_timeout_and_by_many_threads(manifest: ManifestStore) -> None:
+    found: list[Receipt | QuireError] = []
+    with held(manifest):
+        guard = manifest.submit([register(1)])
+        for _ in range(3):
+            with pytest.raises(TimedOut):
+                guard.result(0.005)
+        threads = [threading.Thread(target=lambda: found.append(outcome(guard))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [getattr(result, "sequence", None) for result in found] == [1] * 8
+    assert guard.result(0) == guard.result()
+
+
+def test_a_wait_that_ends_as_the_commit_does_harms_nobody(manifest: ManifestStore) -> None:
+    """Hazard: the writer releases a waiter that has just given up."""
+    manifest.submit([register(1)]).result()
+    stop = time.monotonic() + 1.0
+    number = 0
+    while time.monotonic() < stop:
+        guards = [manifest.submit([chunk(number := number + 1)]) for _ in range(4)]
+        for index, guard in enumerate(guards):
+            try:
+                guard.result(0.0002 * index)
+            except TimedOut:
+                pass
+    assert manifest.writer.failure is None
+    assert manifest.submit([chunk(number + 1)]).result(30)
+
+
+def test_the_error_is_the_batches_own_each_time(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    guard = manifest.submit([register(1)])
+    for _ in range(2):
+        with pytest.raises(AlreadyExists):
+            guard.result(30)
+    with pytest.raises(AlreadyExists):
+        asyncio.run(_await(guard))
+
+
+async def _await(waitable: object) -> object:
+    return await waitable  # type: ignore[misc]  # guards and waits alike
+
+
+# ── asyncio ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_many_guards_are_awaited_together(manifest: ManifestStore) -> None:
+    async def run() -> list[object]:
+        guards = [manifest.submit([register(n)]) for n in range(1, 301)]
+        failing = manifest.submit([register(1)])
+        return await asyncio.gather(*map(_await, guards), _await(failing), return_exceptions=True)
+
+    *receipts, error = asyncio.run(run())
+    assert [getattr(receipt, "sequence", None) for receipt in receipts] == list(range(1, 301))
+    assert isinstance(error, AlreadyExists)
+
+
+def test_awaiting_does_not_block_the_loop_and_can_be_cancelled(manifest: ManifestStore) -> None:
+    async def run() -> int:
+        ticks = 0
+        with held(manifest) as hold:
+            guard = manifest.submit([register(1)])
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(_await(guard), 0.02)
+            task = asyncio.create_task(_await(guard))
+            while ticks < 5:
+                await asyncio.sleep(0.001)
+                ticks += 1
+            hold.release()
+            await task
+        return ticks
+
+    assert asyncio.run(run()) == 5
+
+
+def test_a_loop_that_was_closed_while_waiting_does_not_harm_the_writer(manifest: ManifestStore) -> None:
+    with held(manifest):
+        guard = manifest.submit([register(1)])
+
+        async def give_up() -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(_await(guard), 0.01)
+
+        asyncio.run(give_up())
+    assert guard.result(30).sequence == 1
+    assert manifest.submit([register(2)]).result(30).sequence == 2
+
+
+# ── generations ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_generation_is_waited_for_with_a_timeout(manifest: ManifestStore) -> None:
+    assert manifest.wait_for_generation(Component.DATABASE, 0, 0) == 0
+    with pytest.raises(TimedOut, match="generation 1 of DATABASE"):
+        manifest.wait_for_generation(Component.DATABASE, 1, 0.01)
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(manifest.wait_for_generation(Component.DATABASE, 2, 30)))
+    waiting.start()
+    manifest.submit([register(1)]).result()
+    assert not found
+    manifest.submit([register(2)]).result()
+    waiting.join(30)
+    assert found == [2]
+
+
+def test_a_generation_is_awaited(manifest: ManifestStore) -> None:
+    async def run() -> object:
+        waiting = asyncio.create_task(_await(manifest.when_generation(Component.CHUNK, 1)))
+        await asyncio.sleep(0)
+        await manifest.submit([register(1), chunk(1)])
+        return await waiting
+
+    assert asyncio.run(run()) == 1
+
+
+def test_waiters_for_a_generation_hear_that_the_manifest_was_closed(path: str) -> None:
+    manifest = ManifestStore.open(path)
+    found: list[QuireError] = []
+
+    def wait() -> None:
+        try:
+            manifest.wait_for_generation(Component.JOB, 5, 30)
+        except QuireError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.02)
+    manifest.close()
+    waiting.join(30)
+    assert isinstance(found[0], StoreClosed)
+
+
+# ── poison ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@contextmanager
+def failing(number: int, point: str) -> Iterator[None]:
+    def fail(_name: str) -> None:
+        raise OSError(number, "failed on purpose")
+
+    with armed(point, fail):
+        yield
+
+
+class Poisoned:
+    """A manifest whose next commit fails, with batches in the queue and threads that wait for all sorts of things."""
+
+    def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
+        self.manifest = ManifestStore.open(path, settings=settings)
+        self.path = path
+        self.heard: list[Receipt | QuireError] = []
+        self.threads: list[threading.Thread] = []
+
+    def wait(self, waitable: Waitable) -> None:
+        def listen() -> None:
+            try:
+                waitable.result(30)
+            except QuireError as error:
+                self.heard.append(error)
+
+        self.threads.append(threading.Thread(target=listen))
+        self.threads[-1].start()
+
+    def provoke(self, number: int, point: str, batches: int = 200) -> None:
+        """One commit goes through; the next one, with everything queued behind it, fails at `point`."""
+        manifest = self.manifest
+        manifest.submit([register(1)]).result()
+        hold = Hold()
+        with armed("manifest.commit.applied", hold):
+            first = manifest.submit([chunk(1)])
+            assert hold.reached.wait(10)
+            guards = [manifest.submit([chunk(n)]) for n in range(2, batches)]
+            for guard in (*guards[::20], guards[-1]):
+                self.wait(guard)
+            self.wait(manifest.when_generation(Component.CHUNK, 10_000))
+            time.sleep(0.02)
+            with failing(number, point):
+                hold.release()
+                self.heard.append(outcome(first, 30) if point.endswith("durable") else outcome(guards[-1], 30))
+                for thread in self.threads:
+                    thread.join(30)
+        assert not any(thread.is_alive() for thread in self.threads), "somebody was never told"
+        assert all(guard.is_done() for guard in guards)
+
+    def assert_unusable(self) -> None:
+        assert all(isinstance(heard, StoreUnusable) for heard in self.heard), self.heard
+        with pytest.raises(StoreUnusable, match="writer stopped") as caught:
+            self.manifest.submit([chunk(500)])
+        assert isinstance(caught.value.__cause__, StorageFault)
+        assert self.manifest.writer.failure is caught.value
+        self.manifest.close()
+
+    def assert_reopens(self) -> None:
+        with ManifestStore.open(self.path) as again:
+            assert_clean(again, leaks=True)
+            assert_replays(again)
+            assert again.submit([chunk(1000)]).result(30)
+
+
+@pytest.mark.parametrize("point", ["manifest.commit.flushed", "manifest.commit.durable"])
+@pytest.mark.parametrize("seconds", [10.0, 1e-9], ids=["one group", "carried over"])
+def test_a_doubtful_commit_stops_the_writer_and_everyone_hears_why(path: str, point: str, seconds: float) -> None:
+    poisoned = Poisoned(path, ManifestSettings(group_seconds_max=seconds, group_ops_max=4096))
+    poisoned.provoke(errno.EIO, point)
+    poisoned.assert_unusable()
+    poisoned.assert_reopens()
+
+
+def test_a_full_disk_reported_after_the_commit_is_doubt_too(path: str) -> None:
+    poisoned = Poisoned(path)
+    poisoned.provoke(errno.ENOSPC, "manifest.commit.durable")
+    poisoned.assert_unusable()
+    poisoned.assert_reopens()
+
+
+def test_a_full_disk_before_the_commit_fails_the_group_and_the_writer_goes_on(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    with held(manifest, "manifest.commit.durable") as hold, failing(errno.ENOSPC, "manifest.commit.flushed"):
+        guards = [manifest.submit([chunk(n)]) for n in range(1, 10)]
+        hold.release()
+        for guard in guards:
+            with pytest.raises(DiskFull):
+                guard.result(30)
+    with manifest.read() as txn:
+        assert txn.count(t.CHUNK_CATALOG) == 0
+    assert manifest.submit([chunk(1)]).result(30).sequence == 2
+
+
+def test_an_error_of_our_own_in_the_writer_is_heard_by_everyone(path: str) -> None:
+    manifest = ManifestStore.open(path)
+
+    def bug(_name: str) -> None:
+        raise SystemExit("a bug that is no Exception")
+
+    with armed("manifest.commit.applied", bug):
+        guard = manifest.submit([register(1)])
+        with pytest.raises(StoreUnusable, match="SystemExit"):
+            guard.result(30)
+    with pytest.raises(StoreUnusable):
+        manifest.submit([register(2)])
+    manifest.close()
+    with ManifestStore.open(path) as again:
+        assert again.register_db("x", DbKind.PAGES) == 1
+
+
+def test_doubt_stops_a_group_that_is_redone_batch_by_batch(path: str) -> None:
+    manifest = ManifestStore.open(path)
+    manifest.submit([register(1)]).result()
+    broken: list[Op] = [PutReader(1, 1, 2**70, 1)]
+    with held(manifest, "manifest.commit.durable") as hold, armed("manifest.commit.flushed", "1*off->raise:EIO"):
+        guards = [manifest.submit(batch) for batch in ([chunk(1)], broken, [chunk(2)], [chunk(3)], [chunk(4)])]
+        hold.release()
+        kinds = [type(outcome(guard, 30)) for guard in guards]
+    assert kinds == [Receipt, InvalidInput, StoreUnusable, StoreUnusable, StoreUnusable]
+    manifest.close()
+    with ManifestStore.open(path) as again, again.read() as txn:
+        assert {key[1] for key, _ in txn.scan(t.CHUNK_CATALOG)} <= {1, 2}, "nothing is written after the doubt"

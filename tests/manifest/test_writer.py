@@ -1,0 +1,419 @@
+"""The writer: order, isolation, back-pressure, idempotency, generations, what it reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from random import Random
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
+
+from quire.core.errors import (
+    AlreadyExists,
+    InternalError,
+    InvalidInput,
+    NameTaken,
+    OutOfRange,
+    Overloaded,
+    QuireError,
+    StoreClosed,
+    UnknownDatabase,
+    WrongThread,
+)
+from quire.core.settings import ManifestSettings
+from quire.durable.failpoints import armed
+from quire.manifest import tables as t
+from quire.manifest.guard import Receipt
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.databases import RenameDb
+from quire.manifest.ops.local import PutReader, RecordMetric
+from quire.manifest.overlay import Overlay
+from quire.manifest.stats import ManifestCollector
+from quire.manifest.store import ManifestStore
+from quire.testing.clock import ManualClock
+from quire.testing.manifest import BatchMaker, assert_clean, difference, dump, outcome
+from tests.manifest.helpers import chunk, held, register, together
+
+
+def chunks(manifest: ManifestStore) -> set[int]:
+    with manifest.read() as txn:
+        return {key[1] for key, _ in txn.scan(t.CHUNK_CATALOG)}
+
+
+# ── order ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_batches_are_applied_in_the_order_of_submit(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)])
+    guards = [manifest.submit([RenameDb(1, f"name-{n}")]) for n in range(500)]
+    sequences = [guard.result(30).sequence for guard in guards]
+    assert sequences == list(range(2, 502))
+    with manifest.read() as txn:
+        assert txn.database_id("name-499") == 1
+        assert [change.sequence for change in txn.changes()] == list(range(1, 502))
+
+
+def test_batches_of_many_threads_keep_each_threads_order(manifest: ManifestStore) -> None:
+    manifest.submit([register(n) for n in range(1, 5)]).result()
+    sequences: dict[int, list[int]] = {}
+
+    def work(db_id: int) -> None:
+        guards = [manifest.submit([RenameDb(db_id, f"{db_id}-{n}")]) for n in range(100)]
+        sequences[db_id] = [guard.result(30).sequence for guard in guards]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found == sorted(found) for found in sequences.values())
+    assert sorted(n for found in sequences.values() for n in found) == list(range(2, 402))
+
+
+def test_a_batch_sees_the_batches_before_it_in_its_group(manifest: ManifestStore) -> None:
+    guards = together(manifest, [[register(1, "a")], [RenameDb(1, "b")], [register(2, "a")], [chunk(1)]])
+    assert [guard.result(30).sequence for guard in guards] == [1, 2, 3, 4]
+    assert manifest.writer.stats.commits == 2, "the hold and one group"
+
+
+# ── isolation ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_failing_batch_fails_alone_between_good_ones(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    before, bad, after = together(manifest, [[chunk(1)], [chunk(2), register(1)], [chunk(3)]])
+    assert before.result(30).sequence == 2
+    with pytest.raises(AlreadyExists, match="database of this id"):
+        bad.result(30)
+    assert after.result(30).sequence == 3, "a failed batch takes no sequence"
+    assert chunks(manifest) == {1, 3}
+
+
+def test_any_number_of_batches_of_a_group_may_fail(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    batches: list[list[Op]] = [[chunk(n), register(1)] if n % 3 else [chunk(n)] for n in range(1, 61)]
+    guards = together(manifest, batches)
+    results = [outcome(guard) for guard in guards]
+    assert [isinstance(result, Receipt) for result in results] == [n % 3 == 0 for n in range(1, 61)]
+    assert chunks(manifest) == set(range(3, 61, 3))
+
+
+def test_all_batches_of_a_group_may_fail(manifest: ManifestStore) -> None:
+    before = dump(manifest, t.Policy.LOGGED)
+    guards = together(manifest, [[chunk(n)] for n in range(1, 10)])
+    for guard in guards:
+        with pytest.raises(UnknownDatabase):
+            guard.result(30)
+    assert not difference(before, dump(manifest, t.Policy.LOGGED))
+
+
+def test_a_chunk_that_exists_fails_alone_after_the_optimistic_pass(manifest: ManifestStore) -> None:
+    """Inserts believe that keys are new; when LMDB says otherwise the group is done again, looking."""
+    manifest.submit([register(1), chunk(5)]).result()
+    same, fresh, other, last = together(manifest, [[chunk(5)], [chunk(6)], [chunk(7), chunk(5, 11)], [chunk(8)]])
+    assert same.result(30).sequence == 2, "putting the same row again is fine"
+    assert fresh.result(30).sequence == 3
+    with pytest.raises(AlreadyExists, match="another chunk"):
+        other.result(30)
+    assert last.result(30).sequence == 4
+    assert chunks(manifest) == {5, 6, 8}
+
+
+def test_a_failure_and_a_taken_key_in_one_group_are_told_apart(manifest: ManifestStore) -> None:
+    manifest.submit([register(1), chunk(5)]).result()
+    results = [
+        outcome(guard)
+        for guard in together(manifest, [[register(1)], [chunk(5, 11)], [chunk(6)], [register(2, "db1")], [chunk(7)]])
+    ]
+    kinds = [type(result) for result in results]
+    assert kinds == [AlreadyExists, AlreadyExists, Receipt, NameTaken, Receipt]
+    assert chunks(manifest) == {5, 6, 7}
+
+
+@pytest.mark.parametrize("bad", [2**64, 2**70, -(2**70)])
+def test_a_row_that_cannot_be_encoded_fails_alone(manifest: ManifestStore, bad: int) -> None:
+    """A local op has no change record: its row meets the codec only when the group is flushed."""
+    manifest.submit([register(1)]).result()
+    batches: list[list[Op]] = [[chunk(1)], [chunk(2), PutReader(1, 1, bad, 1)], [chunk(3)]]
+    good, broken, later = together(manifest, batches)
+    assert isinstance(good.result(30), Receipt)
+    with pytest.raises(InvalidInput):
+        broken.result(30)
+    assert isinstance(later.result(30), Receipt)
+    assert chunks(manifest) == {1, 3}
+
+
+def test_a_batch_that_failed_because_of_a_broken_one_is_judged_again(manifest: ManifestStore) -> None:
+    """Hazard: the group is redone without the culprit, the second batch now commits, and its guard still said NameTaken."""
+    broken, waiting = together(manifest, [[register(1, "x"), PutReader(1, 1, 2**70, 1)], [register(2, "x")]])
+    with pytest.raises(InvalidInput):
+        broken.result(30)
+    result = outcome(waiting)
+    with manifest.read() as txn:
+        committed = txn.database(2) is not None
+    assert isinstance(result, Receipt) == committed, (
+        f"{result!r}, and the database is {'' if committed else 'not '}there"
+    )
+
+
+@pytest.mark.parametrize("bad", [2**32, -1, 2**64])
+def test_an_id_out_of_range_is_refused_as_such(manifest: ManifestStore, bad: int) -> None:
+    manifest.submit([register(1)]).result()
+    for op in (chunk(bad), chunk(1, generation=bad), register(bad)):
+        with pytest.raises((OutOfRange, UnknownDatabase)):
+            manifest.submit([op]).result(30)
+
+
+class Bomb(RecordMetric, frozen=True, tag=9990):
+    """An op with a bug."""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_error_that_is_none_of_ours_becomes_an_internal_error_of_its_batch(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    good, bomb, later = together(manifest, [[chunk(1)], [chunk(2), Bomb(1, 1, [1.0])], [chunk(3)]])
+    assert isinstance(good.result(30), Receipt)
+    with pytest.raises(InternalError, match="ZeroDivisionError") as caught:
+        bomb.result(30)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert isinstance(later.result(30), Receipt)
+    assert chunks(manifest) == {1, 3}
+
+
+@pytest.mark.parametrize("ops", [[], [RecordMetric(1, 1, [1.0])] * 65_537])
+def test_a_batch_of_no_or_too_many_operations_is_refused_at_the_door(manifest: ManifestStore, ops: list[Op]) -> None:
+    with pytest.raises(InvalidInput, match="at least one"):
+        manifest.submit(ops)
+
+
+def test_random_groups_end_as_the_same_batches_one_by_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Grouping is invisible: equal outcomes and equal logged tables, whatever failed in between."""
+    for seed in range(6):
+        directory, clock = tmp_path_factory.mktemp("grouping"), ManualClock()
+        with (
+            ManifestStore.open(str(directory / "one.lmdb"), clock=clock) as single,
+            ManifestStore.open(str(directory / "all.lmdb"), clock=clock) as grouped,
+        ):
+            maker, batches, expected = BatchMaker(Random(seed)), [], []
+            del maker.stories["cursor"]  # the head moves with the group: nobody can acknowledge what is not durable
+            for _ in range(60):
+                batches.append(maker.batch(single, maker.rng.randint(1, 3)))
+                expected.append(outcome(single.submit(batches[-1])))
+            actual = [outcome(guard) for guard in together(grouped, batches)]
+            assert [(type(r), str(r)) for r in expected] == [(type(r), str(r)) for r in actual]
+            assert not difference(dump(single, t.Policy.LOGGED), dump(grouped, t.Policy.LOGGED))
+            assert not difference(dump(single, t.Policy.DERIVED), dump(grouped, t.Policy.DERIVED))
+
+
+# ── back-pressure ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_full_queue_blocks_submit_and_then_says_overloaded(path: str) -> None:
+    settings = ManifestSettings(queue_ops_max=3, group_ops_max=3)
+    with ManifestStore.open(path, settings=settings) as manifest:
+        manifest.submit([register(1)]).result()
+        with held(manifest) as hold:
+            queued = [manifest.submit([chunk(n)]) for n in range(1, 4)]
+            started = time.monotonic()
+            with pytest.raises(Overloaded):
+                manifest.submit([chunk(4)], timeout=0.05)
+            assert time.monotonic() - started >= 0.05
+            late: list[QuireError | Receipt] = []
+            blocked = threading.Thread(target=lambda: late.append(outcome(manifest.submit([chunk(5)], timeout=30))))
+            blocked.start()
+            blocked.join(0.05)
+            assert blocked.is_alive(), "submit waits for room"
+            hold.release()
+            blocked.join(30)
+        assert all(guard.result(30) for guard in queued)
+        assert isinstance(late[0], Receipt)
+        assert chunks(manifest) == {1, 2, 3, 5}
+        assert_clean(manifest, leaks=True)
+
+
+def test_a_batch_larger_than_a_group_is_still_one_transaction(path: str) -> None:
+    with ManifestStore.open(path, settings=ManifestSettings(queue_ops_max=4, group_ops_max=4)) as manifest:
+        manifest.submit([register(1)]).result()
+        commits = manifest.writer.stats.commits
+        manifest.submit([chunk(n) for n in range(1, 101)]).result(30)
+        assert manifest.writer.stats.commits == commits + 1
+        with manifest.read() as txn:
+            assert len(list(txn.changes())) == 2
+
+
+def test_a_group_that_takes_too_long_leaves_the_rest_to_the_next(path: str) -> None:
+    """Nothing is lost between two groups, not even when the first is done again because a key was taken."""
+    with ManifestStore.open(path, settings=ManifestSettings(group_seconds_max=1e-9, group_ops_max=4096)) as manifest:
+        manifest.submit([register(1), chunk(1)]).result()
+        guards = together(manifest, [[chunk(n % 400 + 1)] for n in range(1, 600)])
+        assert all(guard.result(30).sequence for guard in guards)
+        guards = together(manifest, [[register(1)] if n % 5 else [chunk(1000 + n)] for n in range(600)])
+        results = [outcome(guard) for guard in guards]
+        assert sum(isinstance(result, Receipt) for result in results) == 120
+        assert chunks(manifest) == {*range(1, 401), *range(1000, 1600, 5)}
+        assert_clean(manifest, leaks=True)
+
+
+# ── threads and closing ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_waiting_on_the_writer_thread_is_refused(manifest: ManifestStore) -> None:
+    manifest.submit([register(1)]).result()
+    caught: list[QuireError] = []
+
+    def misuse(_name: str) -> None:
+        for wait in (
+            lambda: manifest.submit([chunk(1)]).result(1),
+            lambda: manifest.wait_for_generation(Component.CHUNK, 99, 1),
+        ):
+            try:
+                wait()
+            except QuireError as error:
+                caught.append(error)
+
+    with armed("manifest.commit.durable", misuse):
+        manifest.submit([register(2)]).result(30)
+    assert [type(error) for error in caught[:2]] == [WrongThread, WrongThread]
+    manifest.submit([register(3)]).result(30)
+
+
+def test_close_commits_what_is_queued(path: str) -> None:
+    manifest = ManifestStore.open(path)
+    manifest.submit([register(1)]).result()
+    with held(manifest) as hold:
+        guards = [manifest.submit([chunk(n)]) for n in range(1, 50)]
+        closing = threading.Thread(target=manifest.close)
+        closing.start()
+        closing.join(0.05)
+        hold.release()
+    closing.join(30)
+    assert [guard.result(0).sequence for guard in guards] == list(range(2, 51))
+    with ManifestStore.open(path) as again:
+        assert chunks(again) == set(range(1, 50))
+        assert_clean(again, leaks=True)
+
+
+def test_after_close_everything_is_refused_and_closing_again_is_fine(path: str) -> None:
+    manifest = ManifestStore.open(path)
+    manifest.close()
+    manifest.close()
+    for use in (
+        lambda: manifest.submit([register(1)]),
+        lambda: manifest.read(),
+        lambda: manifest.check(),
+        lambda: manifest.wait_for_generation(Component.JOB, 1, 5),
+        lambda: manifest.env.copy(path + ".copy"),
+    ):
+        with pytest.raises(StoreClosed):
+            use()
+
+
+# ── idempotency ───────────────────────────────────────────────────────────────────────────────────────────────────────
+KEY = b"0123456789abcdef"
+
+
+def test_a_repeated_key_gets_the_first_answer_and_applies_nothing(manifest: ManifestStore) -> None:
+    first = manifest.submit([register(1), chunk(1)], key=KEY).result()
+    before = dump(manifest)
+    again = manifest.submit([register(2), chunk(2)], key=KEY).result()
+    assert (again.sequence, again.updates, again.repeated) == (first.sequence, first.updates, True)
+    assert not first.repeated
+    assert not difference(before, dump(manifest))
+
+
+def test_a_key_repeated_within_one_group_is_applied_once(manifest: ManifestStore) -> None:
+    with held(manifest):
+        guards = [manifest.submit([register(1)], key=KEY) for _ in range(3)]
+    assert [guard.result(30).repeated for guard in guards] == [False, True, True]
+    assert {guard.result(30).sequence for guard in guards} == {1}
+
+
+def test_a_failed_batch_does_not_use_its_key(manifest: ManifestStore) -> None:
+    with pytest.raises(UnknownDatabase):
+        manifest.submit([chunk(1)], key=KEY).result()
+    assert not manifest.submit([register(1)], key=KEY).result().repeated
+
+
+def test_a_key_is_remembered_across_a_reopen_until_it_expires(path: str) -> None:
+    clock = ManualClock()
+    settings = ManifestSettings(idempotency_seconds=60)
+    with ManifestStore.open(path, clock=clock, settings=settings) as manifest:
+        first = manifest.submit([register(1)], key=KEY).result()
+    clock.advance(59)
+    with ManifestStore.open(path, clock=clock, settings=settings) as manifest:
+        assert manifest.submit([register(1)], key=KEY).result().sequence == first.sequence
+        clock.advance(2)
+        fresh = manifest.submit([register(2)], key=KEY).result()
+        assert (fresh.sequence, fresh.repeated) == (first.sequence + 1, False)
+        assert_clean(manifest)
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * 17])
+def test_a_key_of_another_length_is_refused(manifest: ManifestStore, key: bytes) -> None:
+    with pytest.raises(InvalidInput, match="16 bytes"):
+        manifest.submit([register(1)], key=key)
+
+
+# ── generations, time, reports ────────────────────────────────────────────────────────────────────────────────────────
+def test_each_component_counts_the_batches_that_touched_it(manifest: ManifestStore) -> None:
+    first = manifest.submit([register(1), chunk(1), chunk(2)]).result()
+    assert first.generations == {Component.DATABASE: 1, Component.CHUNK: 1}
+    assert manifest.submit([chunk(3)]).result().generations == {Component.CHUNK: 2}
+    assert manifest.submit([RecordMetric(1, 1, [1.0])]).result().generations == {}
+    with manifest.read() as txn:
+        stored = {Component(key[0]): row.generation for key, row in txn.scan(t.GENERATION_WATERMARKS)}
+    assert stored == {Component.DATABASE: 1, Component.CHUNK: 2}
+
+
+def test_generations_and_sequences_go_on_after_a_reopen(path: str) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.submit([register(1)]).result()
+    with ManifestStore.open(path) as manifest:
+        receipt = manifest.submit([register(2)]).result()
+        assert (receipt.sequence, receipt.generations) == (2, {Component.DATABASE: 2})
+        assert manifest.wait_for_generation(Component.DATABASE, 2, 0) == 2
+
+
+def test_recorded_time_never_goes_back_even_if_the_clock_does(path: str) -> None:
+    clock = ManualClock()
+    with ManifestStore.open(path, clock=clock) as manifest:
+        first = manifest.submit([register(1)]).result()
+        clock.jump(-3600)
+        assert manifest.submit([register(2)]).result().committed_at_ms >= first.committed_at_ms
+    with ManifestStore.open(path, clock=clock) as manifest:
+        assert manifest.submit([register(3)]).result().committed_at_ms >= first.committed_at_ms
+
+
+def test_each_commit_is_one_structured_event(manifest: ManifestStore) -> None:
+    with capture_logs() as logs:
+        manifest.submit([register(1), chunk(1)]).result()
+        manifest.submit([chunk(2)]).result()
+        deadline = time.monotonic() + 10
+        while len(logs) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # guards resolve before the event is sent
+    structlog.reset_defaults()
+    first, second = (log for log in logs if log["event"] == "manifest.commit")
+    assert (first["operations"], first["batches"], first["failed"], first["sequence"]) == (2, 1, 0, 1)
+    assert (second["operations"], second["generation"], second["sequence"]) == (1, 2, 2)
+    assert first["seconds"] >= 0
+    assert first["pages"] >= 0
+    assert first["rows"] >= 4
+
+
+def test_prometheus_sees_what_the_writer_did(manifest: ManifestStore) -> None:
+    manifest.submit([register(1), chunk(1)]).result()
+    outcome(manifest.submit([register(1)]))
+    registry = CollectorRegistry()
+    registry.register(ManifestCollector(manifest.writer.stats, manifest.env.info))
+    deadline = time.monotonic() + 10
+    while manifest.writer.stats.batches < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    text = generate_latest(registry).decode()
+    for line in (
+        "quire_manifest_commits_total 2.0",
+        "quire_manifest_batches_total 2.0",
+        "quire_manifest_batches_failed_total 1.0",
+        "quire_manifest_operations_total 2.0",
+        'quire_manifest_commit_seconds_bucket{le="+Inf"} 2.0',
+        "quire_manifest_commit_seconds_count 2.0",
+    ):
+        assert line in text
+    assert "quire_manifest_file_bytes" in text
+    assert "quire_manifest_readers" in text
