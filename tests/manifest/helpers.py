@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,3 +132,21 @@ def together(manifest: ManifestStore, batches: Sequence[Sequence[Op]]) -> list[M
     """Submit batches so that they are committed in one group."""
     with held(manifest):
         return [manifest.submit(batch) for batch in batches]
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Run a script in a process of its own, with pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def finish(child: subprocess.Popen[str], stdin: str = "") -> str:
+    out, err = child.communicate(stdin, timeout=60)
+    assert child.returncode == 0, err
+    return out

@@ -28,6 +28,7 @@ from quire.core.events import emit
 from quire.core.ids import ArtifactKind
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import ManifestSettings
+from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.check import Problem, check
 from quire.manifest.codec import R
@@ -263,6 +264,7 @@ class ManifestStore:
         tags: dict[str, str] | None = None,
     ) -> int:
         """A new database; its id."""
+        check_name("database", name)
         db_id = self._allocate(Counter.DB)
         record = DbRecord(
             name=name,
