@@ -7,7 +7,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from quire.core.errors import QuireError
@@ -150,3 +151,11 @@ def finish(child: subprocess.Popen[str], stdin: str = "") -> str:
     out, err = child.communicate(stdin, timeout=60)
     assert child.returncode == 0, err
     return out
+
+
+def eventually(happens: Callable[[], bool], seconds: float = 10) -> bool:
+    """Whether something happens soon: guards resolve before the writer has counted and reported their commit."""
+    deadline = time.monotonic() + seconds
+    while not happens() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return happens()

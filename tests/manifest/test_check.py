@@ -71,6 +71,11 @@ class Vandal:
     def delete(self, table: t.Table[Any], *key: Any) -> None:
         assert self.txn.delete(table.key.pack(*key), db=self.env.handles[table.name]), (table, key)
 
+    def delete_last(self, table: t.Table[Any]) -> None:
+        with self.txn.cursor(db=self.env.handles[table.name]) as cursor:
+            assert cursor.last()
+            cursor.delete()
+
     def done(self) -> None:
         self.txn.commit()
         self.env.close()
@@ -120,7 +125,7 @@ FATAL: dict[str, tuple[str, Damage]] = {
     "a version without a head": ("P1", lambda v: v.delete(t.PAGE_VERSION_HEAD, 1, 1)),
     "a head that is not the newest": ("P1", lambda v: v.change(t.PAGE_VERSION_HEAD, 1, 1, lsn=4)),
     "a gap in the change log": ("F1", lambda v: v.delete(CHANGE_LOG, 3)),
-    "a change log that ends too early": ("F1", lambda v: v.change(t.META, "next_sequence", number=99)),
+    "a change log that ends too early": ("G1", lambda v: v.delete_last(CHANGE_LOG)),
     "a cursor beyond the head": ("F2", lambda v: v.change(t.CHANGE_CURSORS, 1, acked_sequence=999)),
     "a watermark below its log": ("G1", lambda v: v.change(t.GENERATION_WATERMARKS, 1, generation=0)),
 }

@@ -282,7 +282,7 @@ def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest
     logged, head = dump(manifest, t.Policy.LOGGED), manifest.writer.head
     for op in LOCAL:
         receipt = manifest.submit([op]).result()
-        assert (receipt.sequence, receipt.updates) == (0, ())
+        assert (receipt.sequence, receipt.generations) == (0, {})
         assert not difference(logged, dump(manifest, t.Policy.LOGGED)), op
     assert manifest.writer.head == head
     tested = {type(op) for op in LOCAL}

@@ -129,7 +129,7 @@ class ManifestMachine(RuleBasedStateMachine):
         if key in self.answers:
             first = self.answers[key]
             assert isinstance(result, Receipt)
-            assert (result.repeated, result.sequence, result.updates) == (True, first.sequence, first.updates)
+            assert (result.repeated, result.sequence, result.generations) == (True, first.sequence, first.generations)
             assert not difference(before, dump(self.manifest))
         elif isinstance(result, Receipt):
             self.answers[key] = result

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 FREE_BYTES_MIN = GIB
 """Less free space than this is worth a note."""
-MAP_FILL_MAX = 0.8
 READERS_FILL_MAX = 0.8
 
 
@@ -129,8 +128,8 @@ def _readers(store: Store) -> Finding:
 
 def _map(store: Store) -> Finding:
     env = store.manifest.env
-    figures, fill = env.info(), env.fill()
-    state = "note" if fill > MAP_FILL_MAX else "ok"
+    figures = env.info()
+    state = "note" if env.is_nearly_full() else "ok"
     return Finding("map", state, f"{size(figures['file_bytes'])} used of {size(figures['map_size'])} reserved")
 
 

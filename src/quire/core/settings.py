@@ -36,12 +36,14 @@ class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The map is grown before it is fuller than this."""
     readers_max: int = 1024
     """Concurrent read transactions over all processes."""
-    queue_ops_max: int = 8_192
+    queue_ops_max: int = 2_048
     """Operations that may wait for the writer before `submit` blocks: bounds memory."""
-    group_ops_max: int = 512
+    group_ops_max: int = 1_024
     """Operations in one commit: by then the sync is hidden behind the producers' work, and more only adds latency."""
     group_seconds_max: float = 0.02
     """A group stops taking batches when it has been applying for this long."""
+    group_wait_seconds: float = 0.002
+    """How long the writer waits for the callers it has just answered to come back, if they were more than one."""
     long_read_seconds: float = 30.0
     """A read transaction older than this is reported: it keeps LMDB from reusing pages."""
     grow_wait_seconds: float = 30.0
@@ -57,6 +59,7 @@ class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.queue_ops_max >= 1, "manifest.queue_ops_max must be positive")
         _require(1 <= self.group_ops_max <= BATCH_OPS_MAX, f"manifest.group_ops_max lies in [1, {BATCH_OPS_MAX}]")
         _require(self.group_seconds_max > 0, "manifest.group_seconds_max must be positive")
+        _require(0 <= self.group_wait_seconds <= 1, "manifest.group_wait_seconds lies in [0, 1]")
 
 
 class FeedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,8 +93,8 @@ EXAMPLE = """\
 object_store = "{object_store}"
 
 [manifest]
-# queue_ops_max = 8192         # operations that may wait before submit blocks
-# group_ops_max = 512          # operations in one commit
+# queue_ops_max = 2048         # operations that may wait before submit blocks
+# group_ops_max = 1024         # operations in one commit
 # readers_max = 1024           # concurrent read transactions over all processes
 # long_read_seconds = 30.0     # older read transactions are reported
 

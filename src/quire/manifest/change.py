@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from quire.manifest import tables as t
 from quire.manifest.ops.registry import AnyOp
-from quire.manifest.records import Record
+from quire.manifest.records import Record, UInt
 
 
 class ChangeRecord(Record, frozen=True):
     """The ops of one batch, when they were committed, and the generations they led to."""
 
-    sequence: int
-    committed_at_ms: int
+    sequence: UInt
+    committed_at_ms: UInt
     operations: tuple[AnyOp, ...]
     generation_updates: tuple[tuple[int, int], ...]
     trace_id: str = ""

@@ -18,7 +18,7 @@ Rules it holds, by number (cited in problems, tests and reviews):
   P1  a page's head is its newest version in the index
   F1  the change log is contiguous from the oldest retained sequence to the head
   F2  cursors stand inside the log; `cursor_names` names exactly the named ones
-  G1  no watermark is below a generation that the log promises
+  G1  a component's watermark is the generation of the last change that touched it, if the log still has it
 
 Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest.
 Works on one snapshot; memory is about 170 bytes per artifact (measured), the rest is streamed.
@@ -290,10 +290,8 @@ def _newest_versions(txn: ReadTxn) -> Iterator[tuple[tuple[int, int], tuple[int,
 
 
 def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
-    following = txn.get(t.META, "next_sequence")
-    first = txn.get(t.META, "oldest_sequence")
-    expected = oldest = first.number if first else 1
-    head = following.number - 1 if following else 0
+    oldest, head = txn.feed_bounds()
+    expected = oldest
     promised: Tally[int] = Tally()
     for (sequence,), record in txn.scan(CHANGE_LOG, start=(oldest,)):
         if sequence != expected or record.sequence != sequence:
@@ -303,10 +301,11 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
             promised[component] = max(promised[component], generation)
     if expected != head + 1:
         yield Problem("F1", "the change log does not reach its head", {"ends": expected - 1, "head": head})
-    for component, generation in promised.items():
-        row = txn.get(t.GENERATION_WATERMARKS, component)
-        if row is None or row.generation < generation:
-            yield Problem("G1", "a watermark is below its log", {"component": component, "generation": generation})
+    marks = {component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)}
+    for component in sorted(promised.keys() | (marks.keys() if oldest == 1 else set())):
+        if marks.get(component, 0) != promised[component]:
+            where = {"component": component, "is": marks.get(component, 0), "log": promised[component]}
+            yield Problem("G1", "a watermark is not what the change log says", where)
     names: dict[bytes, int] = {}
     for (cursor_id,), cursor in txn.scan(t.CHANGE_CURSORS):
         if cursor.name:

@@ -192,6 +192,7 @@ class ManifestEnv:
         try:
             self._refuse_truncated()
             self._env.reader_check()
+            self.page_bytes = int(self._env.stat()["psize"])
             self.handles = self._open_tables()
         except (lmdb.Error, OSError) as error:
             self.close()
@@ -302,11 +303,18 @@ class ManifestEnv:
             self.gate.leave(ticket)
 
     # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def fill(self) -> float:
-        """How full the map is, 0 to 1."""
+    def last_txn_id(self) -> int:
+        """The id of the last committed transaction."""
+        return self._env.info()["last_txnid"]
+
+    def is_nearly_full(self) -> bool:
+        """Whether the map has passed its watermark and can still be grown.
+
+        At the limit a full map is no reason to stop: freed pages are reused.
+        """
         info = self._env.info()
-        used: int = (info["last_pgno"] + 1) * self._env.stat()["psize"]
-        return used / int(info["map_size"])
+        used, size = (info["last_pgno"] + 1) * self.page_bytes, info["map_size"]
+        return used > size * self.settings.map_watermark and size < self.settings.map_bytes_max
 
     def grow(self) -> None:
         """Double the map, behind the gate. Writer thread only, with no transaction open."""
@@ -319,10 +327,6 @@ class ManifestEnv:
         emit("warning", "manifest.map_grown", path=self.path, old_bytes=old, new_bytes=new)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def last_txn_id(self) -> int:
-        """The id of the last committed transaction."""
-        return int(self._env.info()["last_txnid"])
-
     def info(self) -> dict[str, int]:
         """LMDB's own figures, for `doctor` and metrics."""
         figures: dict[str, Any] = {**self._env.info()}

@@ -6,21 +6,23 @@ Terms
 
 Rules
   1. A guard resolves only after the transaction that holds its batch is durable.
-  2. Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one brings a
-     bare lock, and the writer releases it: one wake-up, no lock to queue for afterwards. Everyone else (further threads,
-     asyncio, waiters for a generation) shares one bell, rung once per commit.
+  2. Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one leaves its
+     own doorbell with it, and the writer rings that. Everyone else (further threads, asyncio, waiters for a generation)
+     shares one bell, rung once per commit.
   3. Nothing of a caller runs on the writer thread; waiting on it raises `WrongThread`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
+from quire.manifest.doorbell import Doorbell, mine
 from quire.manifest.ops.base import Component, Op
 
 if TYPE_CHECKING:
@@ -30,14 +32,19 @@ Generations = tuple[tuple[int, int], ...]
 """(component, generation) pairs. Tuples of numbers: the garbage collector stops looking at them after one pass."""
 
 
+def _pairs(touched: tuple[int, ...], reached: int | tuple[int, ...]) -> Generations:
+    return tuple(zip(touched, (reached,) if isinstance(reached, int) else reached))
+
+
 class Receipt(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a committed batch."""
 
     sequence: int
     """Its place in the change feed; 0 if it had only local operations."""
     committed_at_ms: int
-    updates: Generations = ()
-    """(component, generation) for each component the batch touched."""
+    touched: tuple[int, ...] = ()
+    """The components the batch touched; the generation each has reached stands in `reached`, a number if it is one."""
+    reached: int | tuple[int, ...] = ()
     repeated: bool = False
     """True if the batch's idempotency key had been used: this is the first answer, nothing was applied again."""
     result: bytes = b""
@@ -45,7 +52,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
     @property
     def generations(self) -> dict[Component, int]:
         """The generation each touched component has reached."""
-        return {Component(component): generation for component, generation in self.updates}
+        return {Component(component): generation for component, generation in _pairs(self.touched, self.reached)}
 
 
 class Bell:
@@ -79,14 +86,19 @@ class Bell:
             except RuntimeError:
                 pass  # the loop has been closed: nobody waits any more
 
-    def join(self, guard: ManifestGuard) -> Any | None:
-        """A lock that the writer will release when the guard is done; `None` if another thread was first."""
+    def abandon(self, failure: QuireError) -> None:
+        """Nothing will ever ring again, and whoever held the lock may be gone: in the child of a fork()."""
+        self._rung = threading.Condition(threading.Lock())
+        self._loops = []
+        self.failure = failure
+
+    def join(self, guard: ManifestGuard, doorbell: Doorbell) -> bool:
+        """Have the writer ring this doorbell when the guard is done; False if another thread was first."""
         with self._rung:
             if guard.waiter is not None:
-                return None
-            guard.waiter = threading.Lock()
-            guard.waiter.acquire()
-            return guard.waiter
+                return False
+            guard.waiter = doorbell
+            return True
 
     def leave(self, guard: ManifestGuard) -> None:
         """The thread that joined has stopped waiting."""
@@ -137,10 +149,13 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     error: QuireError | None = None
     sequence: int = 0
     committed_at_ms: int = 0
-    generations: Generations = ()
+    touched: tuple[int, ...] = ()
+    """The components the batch touched, and below the generation each has reached: one number if it is one component. Two
+    fields instead of pairs, because a pipeline of single operations holds a million guards."""
+    reached: int | tuple[int, ...] = ()
     repeated: bool = False
     result_bytes: bytes = b""
-    waiter: Any = None
+    waiter: Doorbell | None = None
 
     def result(self, timeout: float | None = None) -> Receipt:
         """The receipt, once durable. Raises the batch's own error, `StoreUnusable`, or `TimedOut`."""
@@ -148,17 +163,33 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
             self._wait(timeout)
         if self.error is not None:
             raise self.error
-        return Receipt(self.sequence, self.committed_at_ms, self.generations, self.repeated, self.result_bytes)
+        return Receipt(
+            self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, self.result_bytes
+        )
+
+    @property
+    def generations(self) -> Generations:
+        """(component, generation) for each component the batch touched."""
+        return _pairs(self.touched, self.reached)
+
+    @generations.setter
+    def generations(self, updates: Generations) -> None:
+        self.touched = tuple([component for component, _ in updates])
+        self.reached = tuple([generation for _, generation in updates])
 
     def _wait(self, timeout: float | None) -> None:
         bell = self.bell
         bell.refuse_writer()
-        lock = bell.join(self)
-        if lock is None:
+        if bell.failure is not None and not self.done:
+            raise bell.failure
+        doorbell = mine()
+        if not bell.join(self, doorbell):
             bell.wait(self.is_done, timeout, "a manifest commit")
-        elif not self.done and not lock.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
-            bell.leave(self)
-            if not self.done:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            if not doorbell.sleep(None if deadline is None else deadline - time.monotonic()) and not self.done:
+                bell.leave(self)
                 raise TimedOut("timed out waiting for a manifest commit", hint="it may still happen", seconds=timeout)
 
     def is_done(self) -> bool:

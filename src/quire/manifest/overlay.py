@@ -167,23 +167,36 @@ class TableView(Generic[R]):
 
     def flush(self) -> int:
         """Write pending rows into the LMDB transaction, in key order; the number of rows."""
-        txn, codec = self._overlay.txn, self.table.codec
+        txn, codec, pending = self._overlay.txn, self.table.codec, self.pending
+        if len(pending) + len(self.inserted) == 1 and not self._deleted:
+            return self._flush_one()
         with txn.cursor(db=self._handle) as cursor:
             if self.inserted:
                 fresh = sorted(self.inserted.items())
-                if self.pending:
-                    fresh = [item for item in fresh if item[0] not in self.pending]
+                if pending:
+                    fresh = [item for item in fresh if item[0] not in pending]
                 consumed, added = cursor.putmulti(_encoded(codec, fresh), overwrite=False)
                 if added < consumed:
                     raise KeysTaken
-            rows = sorted(self.pending.items(), key=_first)
-            if self._deleted:
-                for key, record in rows:
-                    if record is None:
-                        txn.delete(key, db=self._handle)
-                rows = [item for item in rows if item[1] is not None]
-            cursor.putmulti(_encoded(codec, rows))
-        return len(self.pending) + len(self.inserted)
+            if pending:
+                rows = sorted(pending.items(), key=_first) if len(pending) > 1 else [*pending.items()]
+                if self._deleted:
+                    for key, record in rows:
+                        if record is None:
+                            txn.delete(key, db=self._handle)
+                    rows = [item for item in rows if item[1] is not None]
+                cursor.putmulti(_encoded(codec, rows))
+        return len(pending) + len(self.inserted)
+
+    def _flush_one(self) -> int:
+        """A single row needs no cursor: the usual case of a commit that somebody waits for."""
+        ((key, record),) = (self.pending or self.inserted).items()
+        assert record is not None, "deletions go the other way"
+        if not self._overlay.txn.put(
+            key, self.table.codec.encode(record), db=self._handle, overwrite=bool(self.pending)
+        ):
+            raise KeysTaken
+        return 1
 
     def settle(self) -> None:
         """The pending rows are durable: remember the hot ones, forget the rest."""
@@ -221,6 +234,8 @@ class Overlay:
     def __init__(self, handles: dict[str, Any]) -> None:
         self.txn: Any  # an lmdb.Transaction; its stubs allow for memoryviews, which we never ask for
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
+        self.head = 0
+        """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
         self.tracking = False
         self.strict = False
         """Inserts look into LMDB before they believe that a key is new (rule 3)."""

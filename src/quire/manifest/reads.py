@@ -185,6 +185,21 @@ class ReadTxn:
         row = self.get(t.ID_WATERMARKS, counter)
         return row.next_id if row else 1
 
+    def feed_bounds(self) -> tuple[int, int]:
+        """(oldest retained, last given) change sequence; the log is empty when the second is below the first.
+
+        The mark of what was given is never lost: it is the last key of the log, and a log trimmed to nothing has moved the
+        oldest sequence just above it (M5).
+        """
+        row = self.get(t.META, "oldest_sequence")
+        oldest = row.number if row else 1
+        handle = self._handles[CHANGE_LOG.name]
+        if handle is None:
+            return oldest, oldest - 1
+        with self._txn.cursor(db=handle) as cursor:
+            last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
+        return oldest, max(last, oldest - 1)
+
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""
         for _, record in self.scan(CHANGE_LOG, start=(start,)):

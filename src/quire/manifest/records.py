@@ -13,8 +13,12 @@ docs/formats/manifest.md.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+
+UInt = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that is never negative: checked when bytes are decoded."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,20 +50,20 @@ class DbRecord(Record, frozen=True):
 
     name: str
     kind: DbKind
-    created_at_ms: int
+    created_at_ms: UInt
     status: DbStatus = DbStatus.ACTIVE
     config_hash: bytes = b""
-    page_size: int = 0
-    pages_per_chunk: int = 0
+    page_size: UInt = 0
+    pages_per_chunk: UInt = 0
     compression: Compression = Compression.ZSTD
-    namespace_id: int = 0
-    parent_db_id: int = 0
-    parent_snapshot_id: int = 0
-    parent_generation: int = 0
-    parent_lsn: int = 0
-    next_generation: int = 1
-    next_snapshot_id: int = 1
-    dropped_at_ms: int = 0
+    namespace_id: UInt = 0
+    parent_db_id: UInt = 0
+    parent_snapshot_id: UInt = 0
+    parent_generation: UInt = 0
+    parent_lsn: UInt = 0
+    next_generation: UInt = 1
+    next_snapshot_id: UInt = 1
+    dropped_at_ms: UInt = 0
     tags: dict[str, str] = {}
 
 
@@ -84,44 +88,44 @@ class ChunkRecord(Record, frozen=True):
     """One base chunk. The object's name follows from the row's key; `suffix` is set only where it does not."""
 
     residency: Residency
-    size_bytes: int
-    created_at_ms: int
-    lsn_start: int = 0
-    lsn_end: int = 0
-    page_count: int = 0
+    size_bytes: UInt
+    created_at_ms: UInt
+    lsn_start: UInt = 0
+    lsn_end: UInt = 0
+    page_count: UInt = 0
     compression: Compression = Compression.ZSTD
-    namespace_id: int = 0
+    namespace_id: UInt = 0
     suffix: str = ""
     sha256: bytes = b""
-    bitmap_hash: int = 0
+    bitmap_hash: UInt = 0
     plan_digest: bytes = b""
-    uploaded_at_ms: int = 0
-    verified_at_ms: int = 0
+    uploaded_at_ms: UInt = 0
+    verified_at_ms: UInt = 0
     verify_state: VerifyState = VerifyState.UNVERIFIED
-    purge_after_ms: int = 0
+    purge_after_ms: UInt = 0
 
 
 class DeltaRecord(Record, frozen=True):
     """One delta over a base chunk: the pages of the slot that changed."""
 
-    base_generation: int
+    base_generation: UInt
     residency: Residency
-    size_bytes: int
-    created_at_ms: int
-    lsn_start: int = 0
-    lsn_end: int = 0
-    page_count: int = 0
+    size_bytes: UInt
+    created_at_ms: UInt
+    lsn_start: UInt = 0
+    lsn_end: UInt = 0
+    page_count: UInt = 0
     dirty_pages: bytes = b""
     compression: Compression = Compression.ZSTD
-    namespace_id: int = 0
+    namespace_id: UInt = 0
     suffix: str = ""
     sha256: bytes = b""
-    bitmap_hash: int = 0
+    bitmap_hash: UInt = 0
     plan_digest: bytes = b""
-    uploaded_at_ms: int = 0
-    verified_at_ms: int = 0
+    uploaded_at_ms: UInt = 0
+    verified_at_ms: UInt = 0
     verify_state: VerifyState = VerifyState.UNVERIFIED
-    purge_after_ms: int = 0
+    purge_after_ms: UInt = 0
 
 
 class NamespaceRecord(Record, frozen=True):
@@ -130,15 +134,15 @@ class NamespaceRecord(Record, frozen=True):
     url: str
     prefix: str = ""
     encryption_profile: str = ""
-    created_at_ms: int = 0
+    created_at_ms: UInt = 0
 
 
 class RefcountRecord(Record, frozen=True):
     """References to one artifact. At zero the row is work (M8): it never rises again and goes when its object is gone."""
 
-    in_use: int = 0
-    pending_upload: int = 0
-    zero_since_ms: int = 0
+    in_use: UInt = 0
+    pending_upload: UInt = 0
+    zero_since_ms: UInt = 0
 
 
 class LeafRecord(Record, frozen=True):
@@ -150,8 +154,8 @@ class LeafRecord(Record, frozen=True):
 class LeafRef(Record, frozen=True):
     """Which leaf version a live database holds."""
 
-    origin_db_id: int
-    generation: int
+    origin_db_id: UInt
+    generation: UInt
 
 
 # ── write-ahead log ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,75 +178,75 @@ class WalFormat(IntEnum):
 class WalStateRecord(Record, frozen=True):
     """How far a database's WAL has come, and the gate of its flush job."""
 
-    next_segment_id: int = 1
-    lsn_reserved: int = 0
-    last_sealed_segment: int = 0
-    last_applied_lsn: int = 0
-    indexed_upto_lsn: int = 0
-    checkpointed_lsn: int = 0
-    last_checkpoint_generation: int = 0
-    size_pages: int = 0
-    active_job_id: int = 0
-    last_success_at_ms: int = 0
-    errored_since_ms: int = 0
+    next_segment_id: UInt = 1
+    lsn_reserved: UInt = 0
+    last_sealed_segment: UInt = 0
+    last_applied_lsn: UInt = 0
+    indexed_upto_lsn: UInt = 0
+    checkpointed_lsn: UInt = 0
+    last_checkpoint_generation: UInt = 0
+    size_pages: UInt = 0
+    active_job_id: UInt = 0
+    last_success_at_ms: UInt = 0
+    errored_since_ms: UInt = 0
 
 
 class WalRecord(Record, frozen=True):
     """One WAL artifact as one database tracks it. Residency, size and hashes are the artifact's own and live only in the
     row whose database is the origin; a fork's row names the origin and has a state of its own (P12)."""
 
-    origin_db_id: int
+    origin_db_id: UInt
     state: WalState
     format: WalFormat = WalFormat.PAGER
-    created_at_ms: int = 0
-    sealed_at_ms: int = 0
-    first_lsn: int = 0
-    last_lsn: int = 0
-    used_bytes: int = 0
-    file_bytes: int = 0
-    frame_count: int = 0
-    size_pages: int = 0
+    created_at_ms: UInt = 0
+    sealed_at_ms: UInt = 0
+    first_lsn: UInt = 0
+    last_lsn: UInt = 0
+    used_bytes: UInt = 0
+    file_bytes: UInt = 0
+    frame_count: UInt = 0
+    size_pages: UInt = 0
     residency: Residency = Residency.LOCAL
-    namespace_id: int = 0
+    namespace_id: UInt = 0
     suffix: str = ""
     sha256: bytes = b""
-    crc64: int = 0
-    uploaded_at_ms: int = 0
-    verified_at_ms: int = 0
+    crc64: UInt = 0
+    uploaded_at_ms: UInt = 0
+    verified_at_ms: UInt = 0
     verify_state: VerifyState = VerifyState.UNVERIFIED
-    newest_reader_lsn: int = 0
-    gc_ticket: int = 0
+    newest_reader_lsn: UInt = 0
+    gc_ticket: UInt = 0
     salt: bytes = b""
 
 
 class WalChunkPointer(Record, frozen=True):
     """The place of one sealed WAL artifact in its generation's order."""
 
-    origin_db_id: int
-    first_lsn: int
-    last_lsn: int
-    size_bytes: int
-    sealed_at_ms: int = 0
+    origin_db_id: UInt
+    first_lsn: UInt
+    last_lsn: UInt
+    size_bytes: UInt
+    sealed_at_ms: UInt = 0
 
 
 # ── page versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class PageVersionRecord(Record, frozen=True):
     """Where one version of one page lies in the WAL."""
 
-    origin_db_id: int
-    segment_id: int
-    frame_no: int
-    flags: int
-    prev_lsn: int
-    frame_crc64: int
+    origin_db_id: UInt
+    segment_id: UInt
+    frame_no: UInt
+    flags: UInt
+    prev_lsn: UInt
+    frame_crc64: UInt
 
 
 class PageHeadRecord(Record, frozen=True):
     """The newest WAL-backed version of a page."""
 
-    lsn: int
-    segment_id: int
-    source: int = 1
+    lsn: UInt
+    segment_id: UInt
+    source: UInt = 1
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,10 +259,10 @@ class SnapshotKind(IntEnum):
 class Pin(Record, frozen=True):
     """A WAL segment that a snapshot or fork needs, up to an lsn."""
 
-    origin_db_id: int
-    segment_id: int
-    upto_lsn: int
-    used_bytes: int = 0
+    origin_db_id: UInt
+    segment_id: UInt
+    upto_lsn: UInt
+    used_bytes: UInt = 0
 
 
 class SnapshotRecord(Record, frozen=True):
@@ -266,17 +270,17 @@ class SnapshotRecord(Record, frozen=True):
 
     name: str
     kind: SnapshotKind
-    created_at_ms: int
-    generation: int
-    anchor_lsn: int = 0
-    anchor_segment_id: int = 0
-    size_pages: int = 0
-    page_size: int = 0
+    created_at_ms: UInt
+    generation: UInt
+    anchor_lsn: UInt = 0
+    anchor_segment_id: UInt = 0
+    size_pages: UInt = 0
+    page_size: UInt = 0
     leaves: list[tuple[int, int, int]] = []
     """(leaf number, origin_db_id, generation) of every leaf."""
     pins: list[Pin] = []
-    expires_at_ms: int = 0
-    anchor_time_ms: int = 0
+    expires_at_ms: UInt = 0
+    anchor_time_ms: UInt = 0
     tags: dict[str, str] = {}
 
 
@@ -317,15 +321,15 @@ class JobRecord(Record, frozen=True):
     """One piece of work that survives crashes."""
 
     kind: JobKind
-    db_id: int
-    created_at_ms: int
+    db_id: UInt
+    created_at_ms: UInt
     state: JobState = JobState.PENDING
     payload: bytes = b""
-    attempt: int = 0
-    max_attempts: int = 5
-    not_before_ms: int = 0
-    started_at_ms: int = 0
-    finished_at_ms: int = 0
+    attempt: UInt = 0
+    max_attempts: UInt = 5
+    not_before_ms: UInt = 0
+    started_at_ms: UInt = 0
+    finished_at_ms: UInt = 0
     error: str = ""
     result: bytes = b""
     token: bytes = b""
@@ -337,10 +341,10 @@ class JobLeaseRecord(Record, frozen=True):
     """Who works on a job, until when, and how far it is."""
 
     worker: str
-    expires_at_ms: int
-    heartbeat_at_ms: int
-    done: int = 0
-    total: int = 0
+    expires_at_ms: UInt
+    heartbeat_at_ms: UInt
+    done: UInt = 0
+    total: UInt = 0
 
 
 # ── the change feed ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,21 +356,21 @@ class CursorState(IntEnum):
 class CursorRecord(Record, frozen=True):
     """A subscriber and the highest sequence it has acknowledged."""
 
-    acked_sequence: int
-    created_at_ms: int
-    updated_at_ms: int
+    acked_sequence: UInt
+    created_at_ms: UInt
+    updated_at_ms: UInt
     name: str = ""
     state: CursorState = CursorState.LIVE
-    ttl_ms: int = 0
-    max_lag: int = 0
+    ttl_ms: UInt = 0
+    max_lag: UInt = 0
     lost_reason: str = ""
 
 
 class IdempotencyRecord(Record, frozen=True):
     """What a batch with this key answered (M11)."""
 
-    sequence: int
-    expires_at_ms: int
+    sequence: UInt
+    expires_at_ms: UInt
     generations: tuple[tuple[int, int], ...] = ()
     result: bytes = b""
 
@@ -375,25 +379,25 @@ class IdempotencyRecord(Record, frozen=True):
 class ReaderRecord(Record, frozen=True):
     """A remote reader's lease on a version of a database."""
 
-    snapshot_lsn: int
-    opened_at_ms: int
-    heartbeat_at_ms: int
-    expires_at_ms: int
+    snapshot_lsn: UInt
+    opened_at_ms: UInt
+    heartbeat_at_ms: UInt
+    expires_at_ms: UInt
     tags: dict[str, str] = {}
 
 
 class FloorRecord(Record, frozen=True):
     """The lowest version any reader may still ask for."""
 
-    min_snapshot_lsn: int
-    writer_high_lsn: int
+    min_snapshot_lsn: UInt
+    writer_high_lsn: UInt
 
 
 class MetricRecord(Record, frozen=True):
     """A rolling metric. Bucket i counts observations in [2^(i-1), 2^i); bucket 0 those below 1."""
 
     sum: float = 0.0
-    count: int = 0
+    count: UInt = 0
     min: float = 0.0
     max: float = 0.0
     buckets: list[int] = []
@@ -402,31 +406,31 @@ class MetricRecord(Record, frozen=True):
 class GenerationRecord(Record, frozen=True):
     """How many batches have touched a component, and when the last one did."""
 
-    generation: int
-    updated_at_ms: int
+    generation: UInt
+    updated_at_ms: UInt
 
 
 class WatermarkRecord(Record, frozen=True):
     """The next id to hand out; never falls (M5)."""
 
-    next_id: int
+    next_id: UInt
 
 
 class MigrationRecord(Record, frozen=True):
     """A step of the migration ledger that has been carried out."""
 
-    applied_at_ms: int
+    applied_at_ms: UInt
     quire_version: str
 
 
 class MetaRecord(Record, frozen=True):
     """A named fact about this environment (store id, schema version, bounds of the change log)."""
 
-    number: int = 0
+    number: UInt = 0
     text: str = ""
 
 
 class IndexRecord(Record, frozen=True):
     """The value of a derived index row: the id (or time) it leads to."""
 
-    value: int
+    value: UInt

@@ -2,7 +2,7 @@
 
 Terms
   feed      change records in order of their sequences, as `ReadTxn.changes` or a subscriber gives them
-  position  the last sequence an environment has applied; kept in `meta`, in the transaction that applied it
+  position  the last sequence an environment has applied: the end of its own change log
 
 Rules
   1. Replaying a whole feed into an empty environment gives its logged tables byte for byte (M2), generation watermarks
@@ -24,9 +24,9 @@ from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.ops.local import NEXT_SEQUENCE, sequence_bounds
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import GenerationRecord, MetaRecord
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import GenerationRecord
 
 STEP_RECORDS = 1024
 """Change records applied in one transaction."""
@@ -35,22 +35,18 @@ STEP_RECORDS = 1024
 def replay(changes: Iterable[ChangeRecord], env: ManifestEnv, *, step: int = STEP_RECORDS) -> int:
     """Apply a feed to `env`; the position afterwards."""
     overlay, feed = Overlay(env.handles), iter(changes)
-    position = _position(overlay, env)
+    position = overlay.head = _position(env)
     while records := list(islice(feed, step)):
         fresh = list(_continuing(records, position))
         if fresh:
             _apply(overlay, env, fresh)
-            position = fresh[-1].sequence
+            position = overlay.head = fresh[-1].sequence
     return position
 
 
-def _position(overlay: Overlay, env: ManifestEnv) -> int:
-    txn, ticket = env.begin_read()
-    try:
-        overlay.begin(txn)
-        return sequence_bounds(overlay)[1] - 1
-    finally:
-        env.end_read(txn, ticket)
+def _position(env: ManifestEnv) -> int:
+    with ReadTxn(env) as txn:
+        return txn.feed_bounds()[1]
 
 
 def _continuing(records: list[ChangeRecord], position: int) -> Iterator[ChangeRecord]:
@@ -75,7 +71,6 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
         overlay.switch(strict=True)
         for record in records:
             _apply_one(overlay, record)
-        overlay.meta.put(NEXT_SEQUENCE, MetaRecord(records[-1].sequence + 1))
         txn = _flush(overlay, env, txn, records)
         txn.commit()
     except (lmdb.Error, OSError) as error:

@@ -34,7 +34,7 @@ class WriterStats:
         self.seconds = 0.0
         self.buckets = [0] * (len(DURATION_BOUNDS) + 1)
 
-    def add(self, *, batches: int, failed: int, ops: int, rows: int, pages: int, seconds: float) -> None:
+    def add(self, batches: int, failed: int, ops: int, rows: int, pages: int, seconds: float) -> None:
         """Count one commit."""
         self.commits += 1
         self.batches += batches

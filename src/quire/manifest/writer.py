@@ -21,7 +21,7 @@ What is on disk at each step of a group, and what recovery does:
   durable           the group's; guards may not have been told, so a caller that repeats needs an idempotency key
 
 Threads: `submit`, `when_generation` from any thread; everything named `_…` below the line belongs to the writer thread.
-Fields under "shared" are guarded by `_lock`; the others are constant after construction or the writer's own.
+The queue has a lock of its own; everything else is constant after construction or the writer's own.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ import lmdb
 from quire.core.clock import Clock
 from quire.core.errors import (
     DiskFull,
-    InternalError,
     InvalidInput,
-    Overloaded,
     QuireError,
     StorageFault,
     StoreClosed,
@@ -54,10 +52,15 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.local import NEXT_SEQUENCE, sequence_bounds
+from quire.manifest.ops.local import sequence_bounds
 from quire.manifest.overlay import KeysTaken, Overlay
-from quire.manifest.records import GenerationRecord, MetaRecord
+from quire.manifest.queue import BatchQueue
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import GenerationRecord
 from quire.manifest.stats import WriterStats
+
+LOOK_SECONDS = 1.0
+"""How often the writer looks for read transactions that have been open for too long."""
 
 _BLOCK_BYTES = 512
 """The unit of `ru_oublock`."""
@@ -73,42 +76,28 @@ class ManifestWriter:
         self._env = env
         self._clock = clock
         self._settings = env.settings
-        # shared
-        self._lock = threading.Lock()
-        self._wake = threading.Lock()
-        self._wake.acquire()
-        self._room = threading.Condition(self._lock)
-        self._queue: list[ManifestGuard] = []
-        self._queued_ops = 0
-        self._idle = False
-        self._waiting_for_room = 0
-        self._refusal: QuireError | None = None
-        self._closing = False
+        self._queue = BatchQueue(env.settings.queue_ops_max)
         # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
         self._overlay = Overlay(env.handles)
         self._applier = Applier(self._overlay, int(env.settings.idempotency_seconds * 1000))
         self._carry: list[ManifestGuard] = []
+        self._answered = 0
+        self._next_look = 0.0
         self._last_ms = 0
-        self._page_bytes = env.info()["page_size"]
         self.generations: dict[int, int] = {}
         self.head = 0
         self.oldest = 1
         self._thread = threading.Thread(target=self._run, name="quire-manifest-writer", daemon=True)
-        self.bell.thread = self._thread
+        self.bell.thread = self._queue.taker = self._thread
         env.fork_hooks.append(self._forked)
 
     def start(self) -> None:
         """Load the marks and begin to serve."""
-        txn, ticket = self._env.begin_read()
-        try:
-            self._overlay.begin(txn)
-            self.oldest, following = sequence_bounds(self._overlay)
-            self.head = following - 1
-            for key, row in self._overlay.generation_watermarks.scan():
-                self.generations[t.GENERATION_WATERMARKS.key.unpack(key)[0]] = row.generation
+        with ReadTxn(self._env) as txn:
+            self.oldest, self.head = txn.feed_bounds()
+            for (component,), row in txn.scan(t.GENERATION_WATERMARKS):
+                self.generations[component] = row.generation
                 self._last_ms = max(self._last_ms, row.updated_at_ms)
-        finally:
-            self._env.end_read(txn, ticket)
         self._thread.start()
 
     # ── any thread ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,33 +109,8 @@ class ManifestWriter:
             raise InvalidInput("a batch has at least one and at most 65,536 operations", operations=count)
         if key is not None and len(key) != IDEMPOTENCY_KEY_BYTES:
             raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
-        with self._lock:
-            if self._refusal is not None or self._queued_ops >= self._settings.queue_ops_max:
-                self._wait_for_room(timeout)
-            self._queue.append(guard)
-            self._queued_ops += count
-            if self._idle:
-                self._idle = False
-                self._wake.release()
+        self._queue.put(guard, count, timeout)
         return guard
-
-    def _wait_for_room(self, timeout: float | None) -> None:
-        """REQUIRES `_lock`."""
-        if threading.current_thread() is self._thread:
-            raise InternalError("the writer thread may not submit")
-        self._waiting_for_room += 1
-        try:
-            free = self._room.wait_for(
-                lambda: self._refusal is not None or self._queued_ops < self._settings.queue_ops_max, timeout
-            )
-        finally:
-            self._waiting_for_room -= 1
-        if self._refusal is not None:
-            raise self._refusal
-        if not free:
-            raise Overloaded(
-                "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout
-            )
 
     def when_generation(self, component: Component, target: int) -> GenerationWait:
         """Resolves once `component` has reached generation `target`."""
@@ -160,29 +124,23 @@ class ManifestWriter:
     @property
     def failure(self) -> QuireError | None:
         """Why nothing more is accepted, if so."""
-        return self._refusal
+        return self._queue.refusal
 
     def close(self) -> None:
         """Refuse new batches, commit what is queued, end the thread."""
-        with self._lock:
-            self._closing = True
-            if self._refusal is None:
-                self._refusal = StoreClosed("the manifest is closed", hint="open the store again")
-            if self._idle:
-                self._idle = False
-                self._wake.release()
-            self._room.notify_all()
+        self._queue.refuse(StoreClosed("the manifest is closed", hint="open the store again"), drain=False)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-        self.bell.failure = self.bell.failure or self._refusal
+        self.bell.failure = self.bell.failure or self._queue.refusal
         self.bell.ring()
 
     def _forked(self) -> None:
-        """In the child of a fork() there is no writer thread, and a lock may be one that it held."""
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._refusal = StoreClosed("the manifest belongs to the parent of this fork()", hint="open the store again")
-        self._queue, self._carry = [], []
+        """In the child of a fork() there is no writer thread, and a lock may be one that it held: everything anew."""
+        refusal = StoreClosed("the manifest belongs to the parent of this fork()", hint="open the store again")
+        self._queue = BatchQueue(self._settings.queue_ops_max)
+        self._queue.refuse(refusal, drain=True)
+        self._carry = []
+        self.bell.abandon(refusal)
 
     # ── the writer thread ─────────────────────────────────────────────────────────────────────────────────────────────
     def _run(self) -> None:
@@ -195,7 +153,7 @@ class ManifestWriter:
 
     def _take(self) -> list[ManifestGuard] | None:
         """The next group: from what is left of the queue taken last, else from the queue; `None` when closed and drained."""
-        taken = self._carry or self._take_queue()
+        taken = self._carry or self._queue.take(self._answered, self._settings.group_wait_seconds)
         if taken is None:
             return None
         self._carry = []
@@ -207,20 +165,6 @@ class ManifestWriter:
                     taken, self._carry = taken[:index], taken[index:]
                     break
         return taken
-
-    def _take_queue(self) -> list[ManifestGuard] | None:
-        while True:
-            with self._lock:
-                if self._queue:
-                    taken, self._queue = self._queue, []
-                    self._queued_ops = 0
-                    if self._waiting_for_room:
-                        self._room.notify_all()
-                    return taken
-                if self._closing:
-                    return None
-                self._idle = True
-            self._wake.acquire()
 
     def _commit(self, group: list[ManifestGuard]) -> None:
         started = self._clock.monotonic()
@@ -238,24 +182,21 @@ class ManifestWriter:
                 self._fail(group, as_input_error(error))
             else:
                 for index, guard in enumerate(group):
-                    if isinstance(self._refusal, StoreUnusable):  # doubt stops writes, here too
-                        self._fail(group[index:], self._refusal)
+                    if isinstance(self._queue.refusal, StoreUnusable):  # doubt stops writes, here too
+                        self._fail(group[index:], self._queue.refusal)
                         return
                     # A verdict of the abandoned pass may rest on the culprit: everyone is judged again.
                     guard.error, guard.repeated = None, False
                     self._commit([guard])
             return
-        if applied.batches < len(group):
-            self._carry = group[applied.batches :] + self._carry
-            del group[applied.batches :]
-        self._resolve(group)
+        self._overlay.settle()
         self._report(group, applied.operations, rows, pages, started)
 
     def _transact_until_it_fits(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
         """A transaction that meets a full map, or a key that was thought to be new, is done again: ops are pure."""
         strict = False
         while True:
-            if self._env.fill() > self._settings.map_watermark:
+            if self._env.is_nearly_full():
                 self._env.grow()
             try:
                 return self._transact(group, started)
@@ -283,21 +224,23 @@ class ManifestWriter:
                 if generation != self.generations.get(component):
                     key = t.GENERATION_WATERMARKS.key.pack(component)
                     overlay.generation_watermarks.put(key, GenerationRecord(generation, at_ms))
-            if applied.changes:
-                overlay.meta.put(NEXT_SEQUENCE, MetaRecord(applied.head + 1))
             hit("manifest.commit.applied")
             rows = self._flush(txn, applied.changes)
-            oldest, _ = sequence_bounds(overlay)
+            oldest = sequence_bounds(overlay)[0] if overlay.meta.pending else self.oldest
             hit("manifest.commit.flushed")
+            self._queue.admit()
             txn.commit()
             hit("manifest.commit.durable")
         except BaseException:
             txn.abort()
             raise
-        overlay.settle()
         self.generations, self.head, self.oldest = applied.generations, applied.head, oldest
+        if applied.batches < len(group):
+            self._carry = group[applied.batches :] + self._carry
+            del group[applied.batches :]
+        self._resolve(group)
         written = (resource.getrusage(resource.RUSAGE_THREAD).ru_oublock - blocks) * _BLOCK_BYTES
-        return applied, rows, written // self._page_bytes
+        return applied, rows, written // self._env.page_bytes
 
     def _flush(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> int:
         """Write all pending rows into the transaction; how many.
@@ -305,20 +248,27 @@ class ManifestWriter:
         py-lmdb gives up the GIL for every row. With producers waiting for the GIL each hand-over costs more than the row;
         with producers waiting for the queue's lock instead, it costs nothing.
         """
-        with self._lock:
+        with self._queue.lock:
             rows = self._overlay.flush() + len(changes)
-            if changes:
-                with txn.cursor(db=self._env.handles[CHANGE_LOG.name]) as cursor:
+            log = self._env.handles[CHANGE_LOG.name]
+            if len(changes) == 1:
+                appended = txn.put(*changes[0], db=log, append=True)
+                assert appended, "sequences only rise"
+            elif changes:
+                with txn.cursor(db=log) as cursor:
                     cursor.putmulti(changes, append=True)
         return rows
 
     # ── outcomes ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _resolve(self, group: list[ManifestGuard]) -> None:
+        answered = 0
         for guard in group:
             guard.ops = ()
             guard.done = True
             if (waiter := guard.waiter) is not None:  # read once: whoever waits may give up at this moment
-                waiter.release()
+                answered += 1
+                waiter.ring()
+        self._answered = answered
         self.bell.ring()
 
     def _fail(self, group: list[ManifestGuard], error: QuireError) -> None:
@@ -344,14 +294,11 @@ class ManifestWriter:
             hint="close the store and open it again",
         )
         refusal.__cause__ = cause
-        with self._lock:
-            self._refusal = refusal
-            self._closing = True
-            # Each once, and none that was told before: its batch is durable.
-            unsettled = (guard for guard in (*(group or ()), *self._carry, *self._queue) if not guard.done)
-            waiting = list({id(guard): guard for guard in unsettled}.values())
-            self._carry, self._queue = [], []
-            self._room.notify_all()
+        queued = self._queue.refuse(refusal, drain=True)
+        # Each once, and none that was told before: its batch is durable.
+        unsettled = (guard for guard in (*(group or ()), *self._carry, *queued) if not guard.done)
+        waiting = list({id(guard): guard for guard in unsettled}.values())
+        self._carry = []
         self.bell.failure = refusal
         emit("error", "manifest.writer_stopped", error=str(cause))
         self._fail(waiting, refusal)
@@ -359,8 +306,10 @@ class ManifestWriter:
     def _report(self, group: list[ManifestGuard], ops: int, rows: int, pages: int, started: float) -> None:
         seconds = self._clock.monotonic() - started
         failed = sum([guard.error is not None for guard in group])
-        self.stats.add(batches=len(group), failed=failed, ops=ops, rows=rows, pages=pages, seconds=seconds)
-        self._env.report_long_reads()
+        self.stats.add(len(group), failed, ops, rows, pages, seconds)
+        if started >= self._next_look:
+            self._next_look = started + LOOK_SECONDS
+            self._env.report_long_reads()
         if listening():
             emit(
                 "debug",

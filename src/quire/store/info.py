@@ -101,7 +101,7 @@ def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures
             dropped += 1
         else:
             kinds[record.kind.name.lower()] += 1
-    oldest, following = _number(txn, "oldest_sequence", 1), _number(txn, "next_sequence", 1)
+    oldest, head = txn.feed_bounds()
     identity = txn.get(t.META, "store_id")
     return StoreInfo(
         path=path,
@@ -118,7 +118,7 @@ def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures
         jobs=txn.count(t.JOB_QUEUE),
         unreferenced=txn.count(t.GC_ZERO),
         oldest_change=oldest if txn.count(CHANGE_LOG) else 0,
-        newest_change=following - 1,
+        newest_change=head,
         manifest_bytes=figures["file_bytes"],
         map_bytes=figures["map_size"],
         readers=figures["num_readers"],

@@ -20,7 +20,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import ChunkRecord, DeltaRecord, NamespaceRecord, Residency, VerifyState
+from quire.manifest.records import ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
 
@@ -29,9 +29,9 @@ class PutChunk(Op, frozen=True, tag=20):
     """A base chunk exists. Nothing refers to it until a leaf does."""
 
     component = int(Component.CHUNK)
-    origin_db_id: int
-    chunk_id: int
-    generation: int
+    origin_db_id: UInt
+    chunk_id: UInt
+    generation: UInt
     record: ChunkRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -69,11 +69,11 @@ class PutDelta(Op, frozen=True, tag=21):
     """A delta over a base chunk exists."""
 
     component = int(Component.CHUNK)
-    origin_db_id: int
-    chunk_id: int
-    generation: int
-    delta_id: int
-    base_origin_db_id: int
+    origin_db_id: UInt
+    chunk_id: UInt
+    generation: UInt
+    delta_id: UInt
+    base_origin_db_id: UInt
     record: DeltaRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -108,20 +108,20 @@ class UpdateArtifact(Op, frozen=True, tag=22):
     """What is known of an artifact's bytes has changed; `None` leaves a field as it is."""
 
     component = int(Component.REMOTE)
-    origin_db_id: int
+    origin_db_id: UInt
     kind: ArtifactKind
-    id: int
-    generation: int
-    delta_id: int = 0
+    id: UInt
+    generation: UInt
+    delta_id: UInt = 0
     residency: Residency | None = None
-    namespace_id: int | None = None
+    namespace_id: UInt | None = None
     suffix: str | None = None
     sha256: bytes | None = None
-    bitmap_hash: int | None = None
-    uploaded_at_ms: int | None = None
-    verified_at_ms: int | None = None
+    bitmap_hash: UInt | None = None
+    uploaded_at_ms: UInt | None = None
+    verified_at_ms: UInt | None = None
     verify_state: VerifyState | None = None
-    purge_after_ms: int | None = None
+    purge_after_ms: UInt | None = None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         view, key = self._row(tables)
@@ -174,7 +174,7 @@ class PutNamespace(Op, frozen=True, tag=23):
     """A bucket and prefix that rows may point at. Fixed once made: objects are found through it."""
 
     component = int(Component.REMOTE)
-    namespace_id: int
+    namespace_id: UInt
     record: NamespaceRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:

@@ -21,7 +21,7 @@ from quire.core.errors import InternalError
 from quire.core.ids import some_u32
 from quire.manifest import tables as t
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import MetaRecord, WatermarkRecord
+from quire.manifest.records import MetaRecord, UInt, WatermarkRecord
 
 
 class Component(IntEnum):
@@ -90,7 +90,7 @@ class ReserveIds(Op, frozen=True, tag=1):
 
     component = int(Component.DATABASE)
     counter: Counter
-    upto: int
+    upto: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         if self.counter is not Counter.JOB and self.counter is not Counter.READER:

@@ -11,7 +11,7 @@ from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import IndexRecord, RefcountRecord
+from quire.manifest.records import IndexRecord, RefcountRecord, UInt
 
 
 class CorrectRefcount(Op, frozen=True, tag=61):
@@ -19,8 +19,8 @@ class CorrectRefcount(Op, frozen=True, tag=61):
 
     component = int(Component.REFCOUNT)
     key: bytes
-    in_use: int
-    pending_upload: int
+    in_use: UInt
+    pending_upload: UInt
     remove: bool = False
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -42,7 +42,7 @@ class CorrectIndex(Op, frozen=True, tag=62):
     logged = False
     table: str
     key: bytes
-    value: int | None
+    value: UInt | None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         for view in tables.views:

@@ -11,7 +11,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import DbRecord, DbStatus, IndexRecord, WalState, WalStateRecord
+from quire.manifest.records import DbRecord, DbStatus, IndexRecord, UInt, WalState, WalStateRecord
 
 
 def claim_name(tables: Overlay, name: str, db_id: int) -> None:
@@ -30,7 +30,7 @@ class RegisterDb(Op, frozen=True, tag=10):
     """A new database, with an empty WAL state."""
 
     component = int(Component.DATABASE)
-    db_id: int
+    db_id: UInt
     record: DbRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -52,7 +52,7 @@ class UpdateDbStatus(Op, frozen=True, tag=11):
     """Switch a database between ACTIVE and READ_ONLY. Dropping is `DropDb`: it has more to do."""
 
     component = int(Component.DATABASE)
-    db_id: int
+    db_id: UInt
     status: DbStatus
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -66,7 +66,7 @@ class RenameDb(Op, frozen=True, tag=12):
     """Give a database another name."""
 
     component = int(Component.DATABASE)
-    db_id: int
+    db_id: UInt
     name: str
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -81,8 +81,8 @@ class ReserveGeneration(Op, frozen=True, tag=13):
     """Burn a generation of a database before a plan that uses it leaves the process (M5, P10)."""
 
     component = int(Component.DATABASE)
-    db_id: int
-    generation: int
+    db_id: UInt
+    generation: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
@@ -101,9 +101,9 @@ class SetDbPageSize(Op, frozen=True, tag=14):
     """Fix the page size: the first commit of a page database decides it, for ever."""
 
     component = int(Component.DATABASE)
-    db_id: int
-    page_size: int
-    pages_per_chunk: int
+    db_id: UInt
+    page_size: UInt
+    pages_per_chunk: UInt
     config_hash: bytes
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -123,7 +123,7 @@ class DropDb(Op, frozen=True, tag=15):
     """
 
     component = int(Component.DATABASE)
-    db_id: int
+    db_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
@@ -161,7 +161,7 @@ class RemoveDb(Op, frozen=True, tag=16):
     """Remove the tombstone of a database of which no artifact is left."""
 
     component = int(Component.DATABASE)
-    db_id: int
+    db_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.database(self.db_id)

@@ -27,6 +27,7 @@ from quire.manifest.records import (
     JobLeaseRecord,
     JobRecord,
     JobState,
+    UInt,
 )
 
 
@@ -57,7 +58,7 @@ class EnqueueJob(Op, frozen=True, tag=70):
     """Work to be done."""
 
     component = int(Component.JOB)
-    job_id: int
+    job_id: UInt
     record: JobRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -90,9 +91,9 @@ class StartJob(Op, frozen=True, tag=71):
     """A worker takes a pending job: one attempt more."""
 
     component = int(Component.JOB)
-    job_id: int
+    job_id: UInt
     worker: str
-    lease_expires_at_ms: int
+    lease_expires_at_ms: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         _, record = job_of(tables, self.job_id)
@@ -111,9 +112,9 @@ class RequeueJob(Op, frozen=True, tag=72):
     """An attempt ended without success, or its lease ran out: the job waits for the next one."""
 
     component = int(Component.JOB)
-    job_id: int
-    attempt: int
-    not_before_ms: int
+    job_id: UInt
+    attempt: UInt
+    not_before_ms: UInt
     error: str = ""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -141,9 +142,9 @@ class CompleteJob(Op, frozen=True, tag=73):
     """A job ends, one way or another."""
 
     component = int(Component.JOB)
-    job_id: int
+    job_id: UInt
     state: JobState
-    attempt: int = 0
+    attempt: UInt = 0
     """The attempt that ends; 0 for a cancellation from outside."""
     error: str = ""
     result: bytes = b""
@@ -180,7 +181,7 @@ class ForgetJob(Op, frozen=True, tag=74):
     """Remove the row of a job that ended."""
 
     component = int(Component.JOB)
-    job_id: int
+    job_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key, record = job_of(tables, self.job_id)
@@ -194,11 +195,11 @@ class RenewJobLease(Op, frozen=True, tag=75):
     """A worker is alive and this far."""
 
     logged = False
-    job_id: int
+    job_id: UInt
     worker: str
-    expires_at_ms: int
-    done: int = 0
-    total: int = 0
+    expires_at_ms: UInt
+    done: UInt = 0
+    total: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         _, record = job_of(tables, self.job_id)

@@ -17,26 +17,24 @@ from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import CursorRecord, FloorRecord, IndexRecord, MetaRecord, MetricRecord, ReaderRecord
+from quire.manifest.records import CursorRecord, FloorRecord, IndexRecord, MetaRecord, MetricRecord, ReaderRecord, UInt
 
-NEXT_SEQUENCE = t.META.key.pack("next_sequence")
 OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
 METRIC_BUCKETS = 64
 
 
 def sequence_bounds(tables: Overlay) -> tuple[int, int]:
     """(oldest retained, next to be given) change sequence."""
-    following = tables.meta.get(NEXT_SEQUENCE)
     oldest = tables.meta.get(OLDEST_SEQUENCE)
-    return (oldest.number if oldest else 1), (following.number if following else 1)
+    return (oldest.number if oldest else 1), tables.head + 1
 
 
 class RecordMetric(Op, frozen=True, tag=90):
     """Merge observations into a rolling metric."""
 
     logged = False
-    scope: int
-    metric_kind: int
+    scope: UInt
+    metric_kind: UInt
     values: list[float]
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -73,11 +71,11 @@ class RegisterCursor(Op, frozen=True, tag=91):
     """A subscriber that has seen everything up to `acked_sequence`."""
 
     logged = False
-    cursor_id: int
-    acked_sequence: int
+    cursor_id: UInt
+    acked_sequence: UInt
     name: str = ""
-    ttl_ms: int = 0
-    max_lag: int = 0
+    ttl_ms: UInt = 0
+    max_lag: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         oldest, following = sequence_bounds(tables)
@@ -102,8 +100,8 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
     """A subscriber has processed everything up to `upto_sequence`."""
 
     logged = False
-    cursor_id: int
-    upto_sequence: int
+    cursor_id: UInt
+    upto_sequence: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key, cursor = cursor_of(tables, self.cursor_id)
@@ -126,7 +124,7 @@ class DropCursor(Op, frozen=True, tag=93):
     """A subscriber leaves."""
 
     logged = False
-    cursor_id: int
+    cursor_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key, cursor = cursor_of(tables, self.cursor_id)
@@ -148,10 +146,10 @@ class PutReader(Op, frozen=True, tag=95):
     """A remote reader opens or renews its lease."""
 
     logged = False
-    db_id: int
-    reader_id: int
-    snapshot_lsn: int
-    expires_at_ms: int
+    db_id: UInt
+    reader_id: UInt
+    snapshot_lsn: UInt
+    expires_at_ms: UInt
     tags: dict[str, str] = {}
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -167,8 +165,8 @@ class DropReader(Op, frozen=True, tag=96):
     """A remote reader is gone; a missing one is fine."""
 
     logged = False
-    db_id: int
-    reader_id: int
+    db_id: UInt
+    reader_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.snapshot_readers.delete(t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id))
@@ -178,9 +176,9 @@ class SetFloor(Op, frozen=True, tag=97):
     """The lowest version readers of a database may ask for."""
 
     logged = False
-    db_id: int
-    min_snapshot_lsn: int
-    writer_high_lsn: int
+    db_id: UInt
+    min_snapshot_lsn: UInt
+    writer_high_lsn: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
@@ -192,7 +190,7 @@ class PruneIdempotency(Op, frozen=True, tag=98):
     """Forget answers that have expired, at most `limit` of them."""
 
     logged = False
-    limit: int
+    limit: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         expired = (key for key, row in tables.idempotency.scan() if row.expires_at_ms <= at_ms)

@@ -16,7 +16,7 @@ from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import PageHeadRecord, PageVersionRecord
+from quire.manifest.records import PageHeadRecord, PageVersionRecord, UInt
 
 ROW = struct.Struct("<IIQQQIIII")
 VERSION_NAME = struct.Struct("<IQ")
@@ -29,7 +29,7 @@ class PublishPages(Op, frozen=True, tag=80):
     """Page versions of a WAL segment become part of the index."""
 
     component = int(Component.PAGE_INDEX)
-    db_id: int
+    db_id: UInt
     rows: bytes
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -54,7 +54,7 @@ class DropPageVersions(Op, frozen=True, tag=81):
     """Page versions leave the index; each is named by (page u32, lsn u64), packed."""
 
     component = int(Component.PAGE_INDEX)
-    db_id: int
+    db_id: UInt
     versions: bytes
 
     def apply(self, tables: Overlay, at_ms: int) -> None:

@@ -15,7 +15,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import IndexRecord, RefcountRecord
+from quire.manifest.records import IndexRecord, RefcountRecord, UInt
 
 FIRST = RefcountRecord(in_use=1)
 
@@ -116,11 +116,11 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     """The object of a doomed artifact is gone: remove its rows. Leaves are collected with `CollectLeaf` instead."""
 
     component = int(Component.REFCOUNT)
-    origin_db_id: int
+    origin_db_id: UInt
     kind: ArtifactKind
-    id: int
-    generation: int
-    delta_id: int = 0
+    id: UInt
+    generation: UInt
+    delta_id: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)

@@ -17,7 +17,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.refs import artifact_key, forget, release, require_doomed, retain
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import LeafRecord, LeafRef
+from quire.manifest.records import LeafRecord, LeafRef, UInt
 from quire.manifest.slots import Leaf, artifacts, check_chain, pack_leaf, unpack_leaf
 
 
@@ -42,11 +42,11 @@ class SetSlots(Op, frozen=True, tag=30):
     """
 
     component = int(Component.SLOT)
-    db_id: int
-    leaf: int
-    generation: int
-    expected_origin_db_id: int
-    expected_generation: int
+    db_id: UInt
+    leaf: UInt
+    generation: UInt
+    expected_origin_db_id: UInt
+    expected_generation: UInt
     changes: bytes
     cleared: bytes = b""
 
@@ -125,9 +125,9 @@ class CollectLeaf(Op, frozen=True, tag=31):
     """Remove a leaf that nobody holds and release what it referred to."""
 
     component = int(Component.SLOT)
-    origin_db_id: int
-    leaf: int
-    generation: int
+    origin_db_id: UInt
+    leaf: UInt
+    generation: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         counts_key = leaf_count_key(self.origin_db_id, self.leaf, self.generation)

@@ -37,6 +37,7 @@ from quire.manifest.records import (
     Pin,
     SnapshotKind,
     SnapshotRecord,
+    UInt,
     WalRecord,
     WalState,
     WalStateRecord,
@@ -81,16 +82,16 @@ class PublishSnapshot(Op, frozen=True, tag=50):
     """Keep the live set of a database under an id and, if named, a name."""
 
     component = int(Component.SNAPSHOT)
-    db_id: int
-    snapshot_id: int
+    db_id: UInt
+    snapshot_id: UInt
     kind: SnapshotKind
     name: str = ""
-    anchor_lsn: int = 0
-    anchor_segment_id: int = 0
-    size_pages: int = 0
+    anchor_lsn: UInt = 0
+    anchor_segment_id: UInt = 0
+    size_pages: UInt = 0
     pins: list[Pin] = []
-    expires_at_ms: int = 0
-    anchor_time_ms: int = 0
+    expires_at_ms: UInt = 0
+    anchor_time_ms: UInt = 0
     tags: dict[str, str] = {}
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -137,8 +138,8 @@ class DropSnapshot(Op, frozen=True, tag=51):
     """Let a snapshot's references go."""
 
     component = int(Component.SNAPSHOT)
-    db_id: int
-    snapshot_id: int
+    db_id: UInt
+    snapshot_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
@@ -167,13 +168,13 @@ class ForkDb(Op, frozen=True, tag=52):
     """
 
     component = int(Component.SNAPSHOT)
-    db_id: int
-    source_db_id: int
+    db_id: UInt
+    source_db_id: UInt
     name: str
-    snapshot_id: int = 0
-    anchor_lsn: int = 0
-    anchor_segment_id: int = 0
-    size_pages: int = 0
+    snapshot_id: UInt = 0
+    anchor_lsn: UInt = 0
+    anchor_segment_id: UInt = 0
+    size_pages: UInt = 0
     pins: list[Pin] = []
 
     def apply(self, tables: Overlay, at_ms: int) -> None:

@@ -18,7 +18,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.refs import release, retain
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import Residency, WalChunkPointer, WalFormat, WalRecord, WalState, WalStateRecord
+from quire.manifest.records import Residency, UInt, WalChunkPointer, WalFormat, WalRecord, WalState, WalStateRecord
 
 NEXT_STATES: dict[WalState, frozenset[WalState]] = {
     WalState.OPEN: frozenset({WalState.SEALED}),
@@ -57,12 +57,12 @@ class OpenSegment(Op, frozen=True, tag=40):
     """A new segment file is there, its header synced (P1): a file without this row is garbage."""
 
     component = int(Component.WAL)
-    db_id: int
-    segment_id: int
+    db_id: UInt
+    segment_id: UInt
     format: WalFormat
-    file_bytes: int
+    file_bytes: UInt
     salt: bytes
-    first_lsn: int
+    first_lsn: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id)
@@ -89,18 +89,18 @@ class AppendWalChunk(Op, frozen=True, tag=41):
     """
 
     component = int(Component.WAL)
-    db_id: int
-    shard: int
-    segment_id: int
-    generation: int
-    first_lsn: int
-    last_lsn: int
-    used_bytes: int
-    frame_count: int = 0
-    size_pages: int = 0
+    db_id: UInt
+    shard: UInt
+    segment_id: UInt
+    generation: UInt
+    first_lsn: UInt
+    last_lsn: UInt
+    used_bytes: UInt
+    frame_count: UInt = 0
+    size_pages: UInt = 0
     format: WalFormat = WalFormat.PAGER
     residency: Residency = Residency.LOCAL
-    crc64: int = 0
+    crc64: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -146,10 +146,10 @@ class MoveWalState(Op, frozen=True, tag=42):
     """One step of a segment's life (rule 1)."""
 
     component = int(Component.WAL)
-    db_id: int
-    segment_id: int
+    db_id: UInt
+    segment_id: UInt
     state: WalState
-    gc_ticket: int = 0
+    gc_ticket: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.database(self.db_id)
@@ -178,12 +178,12 @@ class AdvanceWal(Op, frozen=True, tag=43):
     """Raise the marks of a database's WAL; a mark that is not above the present one leaves it (rule 3)."""
 
     component = int(Component.WAL)
-    db_id: int
-    shard: int = 0
-    lsn_reserved: int = 0
-    indexed_upto_lsn: int = 0
-    last_applied_lsn: int = 0
-    size_pages: int | None = None
+    db_id: UInt
+    shard: UInt = 0
+    lsn_reserved: UInt = 0
+    indexed_upto_lsn: UInt = 0
+    last_applied_lsn: UInt = 0
+    size_pages: UInt | None = None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -214,10 +214,10 @@ class AdvanceCheckpoint(Op, frozen=True, tag=44):
     """A checkpoint has absorbed everything up to an lsn. Never moves back."""
 
     component = int(Component.WAL)
-    db_id: int
-    generation: int
-    checkpointed_lsn: int
-    shard: int = 0
+    db_id: UInt
+    generation: UInt
+    checkpointed_lsn: UInt
+    shard: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")

@@ -1,0 +1,116 @@
+"""The writer's inbox: a bounded queue from which batches are taken all at once.
+
+Rules
+  1. Order of `put` is order of `take`. Nothing is lost: what was put is taken, or returned by `refuse`.
+  2. Bounded in operations: `put` blocks while the queue is full, and raises `Overloaded` after its timeout.
+  3. Callers that were just answered are likely to come back at once. `take` gives them a moment: it waits until as many
+     batches are there as callers were answered, or its patience ends. Without this, the first to return would be
+     committed alone and the other thirty-one wait for the next sync; with one caller, or with none waiting, nothing is
+     waited for.
+  4. After `refuse` every `put` raises the refusal.
+  5. Those who wait for room are let in by `admit`, which the writer calls when it is about to sync: they fill the queue while
+     the disk works, and stay out of the way of the GIL while the writer does.
+
+Threads: `put` from any thread, `take` from the writer alone. Fields are guarded by `lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from quire.core.errors import InternalError, Overloaded, QuireError
+from quire.manifest.doorbell import Doorbell
+from quire.manifest.guard import ManifestGuard
+
+
+class BatchQueue:
+    """Batches on their way to the writer."""
+
+    def __init__(self, operations_max: int, taker: threading.Thread | None = None) -> None:
+        self.lock = threading.Lock()
+        self.taker = taker
+        """The thread that takes: it must not put, or it would wait for itself."""
+        self.refusal: QuireError | None = None
+        self._operations_max = operations_max
+        self._batches: list[ManifestGuard] = []
+        self._operations = 0
+        self._room = threading.Condition(self.lock)
+        self._waiting_for_room = 0
+        self._doorbell = Doorbell()
+        self._wake_at = 0
+        """How many batches the sleeping taker waits for; 0 if it is awake."""
+
+    def put(self, guard: ManifestGuard, operations: int, timeout: float | None) -> None:
+        """Append a batch; blocks while the queue is full (rule 2)."""
+        with self.lock:
+            if self.refusal is not None or self._operations >= self._operations_max:
+                self._wait_for_room(timeout)
+            self._batches.append(guard)
+            self._operations += operations
+            if self._wake_at and len(self._batches) >= self._wake_at:
+                self._wake_at = 0
+            else:
+                return
+        self._doorbell.ring()
+
+    def _wait_for_room(self, timeout: float | None) -> None:
+        """REQUIRES `lock`."""
+        if threading.current_thread() is self.taker:
+            raise InternalError("the writer thread may not submit")
+        self._waiting_for_room += 1
+        try:
+            free = self._room.wait_for(
+                lambda: self.refusal is not None or self._operations < self._operations_max, timeout
+            )
+        finally:
+            self._waiting_for_room -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        if not free:
+            raise Overloaded(
+                "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout
+            )
+
+    def take(self, answered: int, patience_seconds: float) -> list[ManifestGuard] | None:
+        """Everything that is queued; waits if there is nothing (rule 3). `None` when refusing and drained."""
+        if answered > 1:
+            self._sleep(answered, patience_seconds)
+        while True:
+            with self.lock:
+                if self._batches:
+                    taken, self._batches = self._batches, []
+                    self._operations = 0
+                    return taken
+                if self.refusal is not None:
+                    return None
+            self._sleep(1, None)
+
+    def admit(self) -> None:
+        """Let those in who wait for room (rule 5)."""
+        if self._waiting_for_room:
+            with self.lock:
+                self._room.notify_all()
+
+    def _sleep(self, until: int, timeout: float | None) -> None:
+        """Sleep until that many batches are queued, a refusal, or the timeout."""
+        with self.lock:
+            if len(self._batches) >= until or self.refusal is not None:
+                return
+            self._wake_at = until
+        if not self._doorbell.sleep(timeout):
+            with self.lock:
+                self._wake_at = 0  # a ring that comes now is heard next time, for nothing: the taker looks again
+
+    def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
+        """Accept nothing more. With `drain`, also give back what is queued instead of leaving it to be taken."""
+        with self.lock:
+            self.refusal = self.refusal if self.refusal is not None and not drain else refusal
+            left: list[ManifestGuard] = []
+            if drain:
+                left, self._batches = self._batches, []
+                self._operations = 0
+            if self._wake_at:
+                self._wake_at = 0
+                self._doorbell.ring()
+            self._room.notify_all()
+            return left

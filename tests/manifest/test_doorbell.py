@@ -1,0 +1,59 @@
+"""Doorbells: no ring is lost, none is heard by the wrong process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from quire.manifest.doorbell import Doorbell, mine
+
+
+def test_a_ring_before_the_sleep_is_heard() -> None:
+    bell = Doorbell()
+    bell.ring()
+    bell.ring()
+    assert bell.sleep(0)
+    assert not bell.sleep(0), "rings are counted together, not queued"
+
+
+def test_a_sleeper_wakes_when_somebody_rings() -> None:
+    bell, woken = Doorbell(), threading.Event()
+
+    def sleep() -> None:
+        bell.sleep()
+        woken.set()
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    assert not woken.wait(0.02)
+    bell.ring()
+    assert woken.wait(10)
+    sleeper.join()
+
+
+def test_a_timeout_ends_the_sleep() -> None:
+    started = time.monotonic()
+    assert not Doorbell().sleep(0.02)
+    assert time.monotonic() - started >= 0.02
+    assert not Doorbell().sleep(-1), "a deadline in the past is no sleep at all"
+
+
+def test_every_thread_has_its_own() -> None:
+    others: list[Doorbell] = []
+    thread = threading.Thread(target=lambda: others.append(mine()))
+    thread.start()
+    thread.join()
+    assert mine() is mine()
+    assert others[0] is not mine()
+
+
+def test_a_child_does_not_swallow_the_rings_of_its_parent() -> None:
+    """Hazard: after fork() both processes would read one counter."""
+    bell = mine()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if mine() is not bell and not mine().sleep(0) else 1)
+    bell.ring()
+    assert os.waitpid(child, 0)[1] == 0
+    assert bell.sleep(0)

@@ -1,0 +1,108 @@
+"""The writer's inbox: order, bounds, patience."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from quire.core.errors import InternalError, Overloaded, StoreClosed
+from quire.manifest.guard import Bell, ManifestGuard
+from quire.manifest.queue import BatchQueue
+from tests.manifest.helpers import chunk
+
+BELL = Bell()
+
+
+def batch() -> ManifestGuard:
+    return ManifestGuard((chunk(1),), None, BELL)
+
+
+def test_what_was_put_is_taken_at_once_and_in_order() -> None:
+    queue, batches = BatchQueue(10), [batch() for _ in range(3)]
+    for each in batches:
+        queue.put(each, 1, None)
+    taken = queue.take(0, 0)
+    assert taken is not None
+    assert [id(each) for each in taken] == [id(each) for each in batches]
+
+
+def test_a_full_queue_makes_wait_and_then_refuses() -> None:
+    queue = BatchQueue(2)
+    queue.put(batch(), 2, None)
+    with pytest.raises(Overloaded):
+        queue.put(batch(), 1, 0.01)
+
+
+def test_those_who_wait_for_room_are_let_in_by_admit() -> None:
+    queue = BatchQueue(1)
+    queue.put(batch(), 1, None)
+    late = threading.Thread(target=queue.put, args=(batch(), 1, 30))
+    late.start()
+    while not queue._waiting_for_room:
+        time.sleep(0.001)
+    assert len(queue.take(0, 0) or ()) == 1
+    late.join(0.02)
+    assert late.is_alive(), "not before the writer is about to sync"
+    queue.admit()
+    late.join(30)
+    assert len(queue.take(0, 0) or ()) == 1
+
+
+def test_callers_that_were_answered_together_are_taken_together() -> None:
+    """Hazard: the first to come back is committed alone, and all others wait for the next sync."""
+    queue = BatchQueue(100)
+
+    def come_back() -> None:
+        for _ in range(3):
+            time.sleep(0.005)
+            queue.put(batch(), 1, None)
+
+    callers = threading.Thread(target=come_back)
+    callers.start()
+    assert len(queue.take(3, 10) or ()) == 3
+    callers.join()
+
+
+def test_patience_ends() -> None:
+    queue = BatchQueue(100)
+    queue.put(batch(), 1, None)
+    started = time.monotonic()
+    assert len(queue.take(5, 0.02) or ()) == 1
+    assert time.monotonic() - started < 5
+
+
+def test_a_refusing_queue_is_drained_and_then_ends() -> None:
+    queue, refusal = BatchQueue(10), StoreClosed("closed")
+    queue.put(batch(), 1, None)
+    assert queue.refuse(refusal, drain=False) == []
+    with pytest.raises(StoreClosed):
+        queue.put(batch(), 1, None)
+    assert len(queue.take(0, 0) or ()) == 1
+    assert queue.take(0, 0) is None
+
+
+def test_draining_gives_back_what_was_not_taken_and_wakes_who_waits() -> None:
+    queue, raised = BatchQueue(1), threading.Event()
+    queue.put(batch(), 1, None)
+
+    def wait() -> None:
+        with pytest.raises(StoreClosed):
+            queue.put(batch(), 1, 30)
+        raised.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not queue._waiting_for_room:
+        time.sleep(0.001)
+    assert len(queue.refuse(StoreClosed("closed"), drain=True)) == 1
+    assert raised.wait(30)
+    waiting.join()
+
+
+def test_the_taker_may_not_wait_for_itself() -> None:
+    queue = BatchQueue(1, threading.current_thread())
+    queue.put(batch(), 1, None)
+    with pytest.raises(InternalError):
+        queue.put(batch(), 1, None)
