@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterator
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
@@ -48,9 +48,7 @@ def to_arrow(txn: ReadTxn, table: t.Table[Any]) -> pa.Table:
 def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterator[pa.RecordBatch]:
     """The rows of a table in steps."""
     layout = schema(table)
-    cursor = txn.raw_scan(table)
-    while step := list(islice(cursor, rows)):
-        keys, values = zip(*step)
+    for keys, values in txn.steps(table, rows):
         columns = [*_key_columns(table, keys), *_value_columns(table, values)]
         yield pa.RecordBatch.from_arrays(columns, schema=layout)
 
@@ -59,12 +57,11 @@ def one_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
     """Up to `rows` rows whose keys lie behind `after`, and the last of those keys; (None, None) at the end."""
-    start = None if after is None else table.key.unpack(after)
-    cursor = txn.raw_scan(table, start=start)
-    step = [item for item in islice(cursor, rows + 1) if item[0] != after][:rows]
-    if not step:
+    keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
+    first = int(bool(keys) and keys[0] == after)
+    keys, values = keys[first : first + rows], values[first : first + rows]
+    if not keys:
         return None, None
-    keys, values = zip(*step)
     columns = [*_key_columns(table, keys), *_value_columns(table, values)]
     return pa.RecordBatch.from_arrays(columns, schema=schema(table)), keys[-1]
 
@@ -94,7 +91,7 @@ def _arrow_type(hint: Any) -> pa.DataType:
     return plain.get(hint, pa.string())
 
 
-def _key_columns(table: t.Table[Any], keys: tuple[bytes, ...]) -> list[pa.Array]:
+def _key_columns(table: t.Table[Any], keys: list[bytes]) -> list[pa.Array]:
     if table.key.width is None:
         columns = zip(*map(table.key.unpack, keys))
         return [pa.array(column, _KEY_TYPES[kind]) for column, (_, kind) in zip(columns, table.key.fields)]
@@ -102,7 +99,7 @@ def _key_columns(table: t.Table[Any], keys: tuple[bytes, ...]) -> list[pa.Array]
     return [pa.array(_native(packed[name])) for name, _ in table.key.fields]
 
 
-def _value_columns(table: t.Table[Any], values: tuple[bytes, ...]) -> list[pa.Array]:
+def _value_columns(table: t.Table[Any], values: list[bytes]) -> list[pa.Array]:
     codec = table.codec
     if codec.packed is not None:
         if set(map(len, values)) != {codec.packed.size}:
@@ -117,7 +114,7 @@ def _value_columns(table: t.Table[Any], values: tuple[bytes, ...]) -> list[pa.Ar
     return _transposed(table, [tuple(msgspec.to_builtins(codec.decode(raw), builtin_types=(bytes,))) for raw in values])
 
 
-def _cells(version: bytes, width: int, values: tuple[bytes, ...]) -> list[Any] | None:
+def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
     """The fields of all rows in one flat list, or `None` if some row is of another version or has fewer fields.
 
     A row is its version and a msgpack array. Without the array headers, and behind one header for all of them, the rows are

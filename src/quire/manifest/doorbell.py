@@ -2,7 +2,7 @@
 
 Why not a lock: a thread woken by `lock.release()` finds the GIL still held by the one that woke it and goes to sleep a second
 time; one that sleeps in `read` of an eventfd wakes while the waker is itself in a system call. Measured on two cores, one
-round trip between two threads takes 70 µs with locks and 6 µs with doorbells.
+round trip between two idle threads takes 70 µs with locks and 6 µs with doorbells; an awaited commit gets 3 % quicker.
 
 Rules
   1. Rings are counted, not queued: sleepers look at their condition again after every wake-up, and may wake for nothing.

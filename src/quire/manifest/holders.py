@@ -16,7 +16,6 @@ Memory: 16 bytes per reference and 24 per artifact, twice while sorting.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -79,14 +78,7 @@ def count_holders(txn: ReadTxn) -> Iterator[Finding]:
     yield from _compare_catalog(held, np.concatenate([np.zeros((0, 2), np.uint64), *catalog]), txn)
 
 
-def _steps(txn: ReadTxn, table: t.Table[Any]) -> Iterator[tuple[tuple[bytes, ...], tuple[bytes, ...]]]:
-    cursor = txn.raw_scan(table)
-    while step := list(islice(cursor, STEP_ROWS)):
-        keys, values = zip(*step)
-        yield keys, values
-
-
-def _packed(table: t.Table[Any], keys: tuple[bytes, ...]) -> Any:
+def _packed(table: t.Table[Any], keys: list[bytes]) -> Any:
     return np.frombuffer(b"".join(keys), dtype=table.key.numpy_fields())
 
 
@@ -105,7 +97,7 @@ def _leaf_holders(txn: ReadTxn) -> Iterator[Codes]:
 
 def _chains(txn: ReadTxn, catalog: list[Codes], findings: list[Finding]) -> Iterator[Codes]:
     """The artifacts that leaf rows name, and (into `catalog`) the leaves themselves; S2 on the way."""
-    for keys, values in _steps(txn, t.SLOT_LEAF):
+    for keys, values in txn.steps(t.SLOT_LEAF, STEP_ROWS):
         leaves = _packed(t.SLOT_LEAF, keys)
         catalog.append(encode(leaves["origin_db_id"], ArtifactKind.LEAF, 0, leaves["leaf"], leaves["generation"]))
         bodies = []
@@ -157,7 +149,7 @@ def _catalog(txn: ReadTxn, references: list[Codes], findings: list[Finding]) -> 
     """The artifacts that have rows; adds what they refer to (namespaces) to `references`."""
     namespaces: list[int] = [record.namespace_id for _, record in txn.databases() if record.namespace_id]
     for table, kind in ((t.CHUNK_CATALOG, ArtifactKind.BASE), (t.CHUNK_DELTA_INDEX, ArtifactKind.DELTA)):
-        for keys, values in _steps(txn, table):
+        for keys, values in txn.steps(table, STEP_ROWS):
             rows = _packed(table, keys)
             delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
             yield encode(rows["origin_db_id"], kind, delta, rows["chunk_id"], rows["generation"])
@@ -173,9 +165,7 @@ def _catalog(txn: ReadTxn, references: list[Codes], findings: list[Finding]) -> 
         references.append(encode(0, ArtifactKind.NAMESPACE, 0, namespaces, 0))
 
 
-def _namespaces(
-    table: t.Table[Any], keys: tuple[bytes, ...], values: tuple[bytes, ...], findings: list[Finding]
-) -> list[int]:
+def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], findings: list[Finding]) -> list[int]:
     """The namespace of every row; decodes each (K1), all in one go unless something is odd."""
     head, body = table.codec.head, table.codec.decode_body
     assert body is not None, "catalog tables are not packed"
@@ -221,7 +211,7 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
 
 def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     codes, in_use, pending = [np.zeros((0, 2), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for keys, values in _steps(txn, t.GC_REFCOUNTS):
+    for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
         row = np.frombuffer(b"".join(values), dtype=t.GC_REFCOUNTS.codec.numpy_fields())
         codes.append(encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 
 from quire.core.errors import InternalError, Overloaded, QuireError
-from quire.manifest.doorbell import Doorbell
 from quire.manifest.guard import ManifestGuard
 
 
@@ -36,7 +35,8 @@ class BatchQueue:
         self._operations = 0
         self._room = threading.Condition(self.lock)
         self._waiting_for_room = 0
-        self._doorbell = Doorbell()
+        self._wake = threading.Lock()
+        self._wake.acquire()
         self._wake_at = 0
         """How many batches the sleeping taker waits for; 0 if it is awake."""
 
@@ -49,9 +49,7 @@ class BatchQueue:
             self._operations += operations
             if self._wake_at and len(self._batches) >= self._wake_at:
                 self._wake_at = 0
-            else:
-                return
-        self._doorbell.ring()
+                self._wake.release()
 
     def _wait_for_room(self, timeout: float | None) -> None:
         """REQUIRES `lock`."""
@@ -97,9 +95,12 @@ class BatchQueue:
             if len(self._batches) >= until or self.refusal is not None:
                 return
             self._wake_at = until
-        if not self._doorbell.sleep(timeout):
+        if not self._wake.acquire(timeout=-1 if timeout is None else timeout):
             with self.lock:
-                self._wake_at = 0  # a ring that comes now is heard next time, for nothing: the taker looks again
+                if self._wake_at:
+                    self._wake_at = 0
+                    return
+            self._wake.acquire()  # somebody released it while we gave up
 
     def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
         """Accept nothing more. With `drain`, also give back what is queued instead of leaving it to be taken."""
@@ -111,6 +112,6 @@ class BatchQueue:
                 self._operations = 0
             if self._wake_at:
                 self._wake_at = 0
-                self._doorbell.ring()
+                self._wake.release()
             self._room.notify_all()
             return left

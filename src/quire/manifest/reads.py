@@ -15,7 +15,7 @@ Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -116,6 +116,26 @@ class ReadTxn:
         end = prefix_end(first) if prefix else None
         rows: Iterator[tuple[bytes, bytes]] = cursor.iternext()
         return rows if end is None else takewhile(lambda item: item[0] < end, rows)
+
+    def steps(self, table: t.Table[Any], rows: int, *, start: bytes = b"") -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """All rows from the key `start` on as bytes, so many at a time: a list of keys and one of values.
+
+        Two cursors side by side are twice as fast as one that makes a pair per row, which the garbage collector then visits.
+        """
+        if not self._ticket:
+            _closed()
+        handle = self._handles[table.name]
+        if handle is None:
+            return
+        try:
+            first, second = self._txn.cursor(db=handle), self._txn.cursor(db=handle)
+            if not (first.set_range(start) and second.set_range(start)):
+                return
+            keys, values = first.iternext(keys=True, values=False), second.iternext(keys=False, values=True)
+            while step := list(islice(keys, rows)):
+                yield step, list(islice(values, rows))
+        except lmdb.Error as error:
+            raise translate(error, self._env.path) from error
 
     def count(self, table: t.Table[Any]) -> int:
         """How many rows a table has; a look at one page."""
