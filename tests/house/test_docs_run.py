@@ -20,8 +20,6 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"(?:^|`)make ([a-z]+)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
-# The page that is written by `python -m bench`, and is not there before it has run once.
-
 
 def programs(page: Path) -> list[tuple[int, str]]:
     """(line, code) of each block of a page."""
