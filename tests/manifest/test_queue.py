@@ -50,6 +50,19 @@ def test_those_who_wait_for_room_are_let_in_by_admit() -> None:
     assert len(queue.take(0, 0) or ()) == 1
 
 
+def test_a_taker_that_finds_nothing_lets_those_in_who_wait_for_room() -> None:
+    """Hazard: a group that fails before its sync never calls admit; producers and writer would wait for each other."""
+    queue = BatchQueue(1)
+    queue.put(batch(), 1, None)
+    late = threading.Thread(target=queue.put, args=(batch(), 1, 30))
+    late.start()
+    while not queue._waiting_for_room:
+        time.sleep(0.001)
+    assert len(queue.take(0, 0) or ()) == 1
+    assert len(queue.take(0, 0) or ()) == 1
+    late.join(30)
+
+
 def test_callers_that_were_answered_together_are_taken_together() -> None:
     """Hazard: the first to come back is committed alone, and all others wait for the next sync."""
     queue = BatchQueue(100)

@@ -9,7 +9,7 @@ Rules
      waited for.
   4. After `refuse` every `put` raises the refusal.
   5. Those who wait for room are let in by `admit`, which the writer calls when it is about to sync: they fill the queue while
-     the disk works, and stay out of the way of the GIL while the writer does.
+     the disk works, and stay out of the way of the GIL while the writer does. A taker that goes to sleep lets them in too.
 
 Threads: `put` from any thread, `take` from the writer alone. Fields are guarded by `lock`.
 """
@@ -95,6 +95,7 @@ class BatchQueue:
             if len(self._batches) >= until or self.refusal is not None:
                 return
             self._wake_at = until
+            self._room.notify_all()  # whoever still waits for room (a group failed before its sync) must not wait for us
         if not self._wake.acquire(timeout=-1 if timeout is None else timeout):
             with self.lock:
                 if self._wake_at:
