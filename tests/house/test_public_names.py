@@ -53,6 +53,7 @@ ERRORS = [
     "NotWritable",
     "AccessDenied",
     "Corruption",
+    "CursorLost",
     "ManifestDamaged",
     "ChecksumMismatch",
     "Incompatible",

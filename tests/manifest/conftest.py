@@ -19,9 +19,12 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def manifest(path: str) -> Iterator[ManifestStore]:
-    """An empty manifest; afterwards it must be clean (leaks allowed) and its feed must replay."""
+    """An empty manifest; afterwards it must be clean (leaks allowed) and its feed, if whole, must replay."""
     with ManifestStore.open(path) as opened:
         yield opened
         if opened.writer.failure is None:
             assert_clean(opened, leaks=True)
-            assert_replays(opened)
+            with opened.read() as txn:
+                whole = txn.feed_bounds()[0] == 1
+            if whole:  # a trimmed log cannot be replayed from the start
+                assert_replays(opened)

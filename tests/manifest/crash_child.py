@@ -21,7 +21,7 @@ from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DbKind, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, outcome
+from quire.testing.manifest import BatchMaker, hold_feed, outcome
 
 HOME = "home"
 """The database of the marked rows; its name is none that `BatchMaker` uses."""
@@ -58,6 +58,7 @@ def work(manifest: ManifestStore, home: int, notes: int, rng: Random, first: int
 def main(path: str, notes_path: str, seed: int, threads: int, batches: int) -> None:
     settings = ManifestSettings(map_bytes=1 << 20, group_ops_max=64)
     manifest = ManifestStore.open(path, settings=settings)
+    hold_feed(manifest)
     notes = os.open(notes_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     with manifest.read() as txn:
         names = {record.name: db_id for db_id, record in txn.databases()}

@@ -16,8 +16,8 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.base import Counter
+from quire.manifest.ops.cursors import RegisterCursor
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, StartJob
-from quire.manifest.ops.local import RegisterCursor
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.refs import artifact_key
 from quire.manifest.ops.snapshots import ForkDb, PublishSnapshot

@@ -23,18 +23,17 @@ from quire.core.errors import (
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.databases import DropDb
-from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import (
+from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
     DropCursor,
-    DropReader,
-    PruneIdempotency,
-    PutReader,
-    RecordMetric,
+    LoseCursor,
     RegisterCursor,
-    SetFloor,
+    RetainChanges,
+    TrimChanges,
 )
+from quire.manifest.ops.databases import DropDb
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.registry import OPS, AnyOp
 from quire.manifest.ops.wal import NEXT_STATES, AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.records import (
@@ -268,6 +267,10 @@ LOCAL: list[Op] = [
     RecordMetric(1, 1, [1.0]),
     RegisterCursor(1, 0, "tail"),
     AcknowledgeChanges(1, 1),
+    RegisterCursor(2, 0, "gone"),
+    LoseCursor(2, "too slow"),
+    RetainChanges(1),
+    TrimChanges(),
     DropCursor(1),
     PutReader(1, 1, 1, 99),
     DropReader(1, 1),

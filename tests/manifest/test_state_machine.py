@@ -23,7 +23,7 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import ForkDb
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, assert_clean, assert_replays, difference, dump, outcome
+from quire.testing.manifest import BatchMaker, assert_clean, assert_replays, difference, dump, hold_feed, outcome
 
 RANDOMS = st.randoms(use_true_random=False)
 STORIES = sorted(BatchMaker(Random(0)).stories)
@@ -37,6 +37,7 @@ class ManifestMachine(RuleBasedStateMachine):
         self.directory = tempfile.mkdtemp()
         self.path = os.path.join(self.directory, "manifest.lmdb")
         self.manifest = ManifestStore.open(self.path)
+        hold_feed(self.manifest)
         self.names: dict[str, int] = {}
         self.acknowledged: list[int] = []
         self.handed_out: set[int] = set()

@@ -11,7 +11,16 @@ import pytest
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, RefcountRecord
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, assert_clean, assert_replays, difference, dump, outcome, replay
+from quire.testing.manifest import (
+    BatchMaker,
+    assert_clean,
+    assert_replays,
+    difference,
+    dump,
+    hold_feed,
+    outcome,
+    replay,
+)
 from tests.manifest.helpers import chunk, does, register
 
 
@@ -69,6 +78,7 @@ def test_replay_gives_an_environment_of_its_own(manifest: ManifestStore, tmp_pat
 
 
 def test_a_maker_repeats_itself_and_tells_every_story(manifest: ManifestStore, tmp_path: Path) -> None:
+    hold_feed(manifest)
     makers = [BatchMaker(Random(7)), BatchMaker(Random(7))]
     refused = 0
     for _ in range(150):

@@ -149,6 +149,10 @@ class JobAlreadyPending(Conflict):
     """An exclusive job of this kind is already outstanding for the database."""
 
 
+class CursorLost(Conflict):
+    """The cursor was given up, or what it asks for is no longer retained: never a silent gap."""
+
+
 class StalePlan(Conflict):
     """What the change was planned on is no longer so."""
 

@@ -129,7 +129,7 @@ def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
         return None  # some field contains the bytes of a header
     try:
         cells = _DECODE_LIST(b"\xdd" + (width * len(values)).to_bytes(4, "big") + bodies)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None  # the slow path names the row that does not decode
     return cells
 

@@ -17,7 +17,7 @@ Rules it holds, by number (cited in problems, tests and reviews):
   J1  `job_pending_index` names exactly the outstanding exclusive jobs; `jobs_by_state` every job; leases only running ones
   P1  a page's head is its newest version in the index
   F1  the change log is contiguous from the oldest retained sequence to the head
-  F2  cursors stand inside the log; `cursor_names` names exactly the named ones
+  F2  live cursors stand inside the log; `cursor_names` names exactly the named ones
   G1  a component's watermark is the generation of the last change that touched it, if the log still has it
 
 Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest.
@@ -45,6 +45,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
     TERMINAL_JOB_STATES,
+    CursorState,
     DbStatus,
     JobState,
     SnapshotKind,
@@ -310,7 +311,7 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
     for (cursor_id,), cursor in txn.scan(t.CHANGE_CURSORS):
         if cursor.name:
             names[t.CURSOR_NAMES.key.pack(cursor.name)] = cursor_id
-        if not oldest - 1 <= cursor.acked_sequence <= head:
+        if cursor.state is CursorState.LIVE and not oldest - 1 <= cursor.acked_sequence <= head:
             yield Problem(
                 "F2", "a cursor stands outside the log", {"cursor_id": cursor_id, "acked": cursor.acked_sequence}
             )

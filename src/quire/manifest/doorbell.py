@@ -18,6 +18,9 @@ import os
 import select
 import threading
 
+SLEEP_SECONDS_MAX = 1_000_000.0
+"""The longest single sleep: poll counts milliseconds in an int."""
+
 
 class Doorbell:
     """One eventfd."""
@@ -36,7 +39,7 @@ class Doorbell:
         if timeout is not None:
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
-            if not poll.poll(max(timeout, 0) * 1000):
+            if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
                 return False
         os.eventfd_read(self._fd)
         return True

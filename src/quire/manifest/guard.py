@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
-from quire.manifest.doorbell import Doorbell, mine
+from quire.manifest.doorbell import SLEEP_SECONDS_MAX, Doorbell, mine
 from quire.manifest.ops.base import Component, Op
 
 if TYPE_CHECKING:
@@ -127,7 +127,11 @@ class Bell:
             if happened():
                 return
             self._loops.append((happened, loop, future))
-        await future
+        try:
+            await future
+        finally:
+            with self._rung:
+                self._loops = [item for item in self._loops if item[2] is not future]
 
 
 def _set_all(futures: list[asyncio.Future[None]]) -> None:
@@ -162,7 +166,7 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         if not self.done:
             self._wait(timeout)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         return Receipt(
             self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, self.result_bytes
         )
@@ -181,14 +185,15 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         bell = self.bell
         bell.refuse_writer()
         if bell.failure is not None and not self.done:
-            raise bell.failure
+            raise bell.failure.with_traceback(None)
         doorbell = mine()
         if not bell.join(self, doorbell):
             bell.wait(self.is_done, timeout, "a manifest commit")
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done:
-            if not doorbell.sleep(None if deadline is None else deadline - time.monotonic()) and not self.done:
+            rest = None if deadline is None else deadline - time.monotonic()
+            if not doorbell.sleep(rest) and not self.done and rest is not None and rest <= SLEEP_SECONDS_MAX:
                 bell.leave(self)
                 raise TimedOut("timed out waiting for a manifest commit", hint="it may still happen", seconds=timeout)
 
@@ -219,7 +224,7 @@ class GenerationWait:
             reached = self._check()
         if reached is None:
             assert self._bell.failure is not None, "the bell woke us too early"
-            raise self._bell.failure
+            raise self._bell.failure.with_traceback(None)
         return reached
 
     def _happened(self) -> bool:

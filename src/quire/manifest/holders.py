@@ -172,7 +172,7 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
     try:
         if {raw[:2] for raw in values} == {head}:
             return [body(raw[2:]).namespace_id for raw in values]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         pass  # found and named below
     found = []
     for key, raw in zip(keys, values):

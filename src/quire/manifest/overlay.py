@@ -23,6 +23,7 @@ Owned by the writer thread (or by whoever replays a feed): never shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
 from typing import Any, Final, Generic, Literal
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
@@ -154,6 +155,14 @@ class TableView(Generic[R]):
         """Whether any row has this prefix."""
         return next(self.scan(prefix), None) is not None
 
+    def first_keys(self, *, below: bytes, limit: int) -> list[bytes]:
+        """The first committed keys below a bound that are not deleted yet, without reading their rows."""
+        with self._overlay.txn.cursor(db=self._handle) as cursor:
+            if limit <= 0 or not cursor.first():
+                return []
+            rows = cursor.iternext(keys=True, values=False)
+            return list(islice((key for key in takewhile(below.__gt__, rows) if key not in self.pending), limit))
+
     def _committed(self, prefix: bytes, after: bytes | None) -> Iterator[tuple[bytes, bytes]]:
         end = prefix_end(prefix)
         with self._overlay.txn.cursor(db=self._handle) as cursor:
@@ -174,6 +183,9 @@ class TableView(Generic[R]):
             if self.inserted:
                 fresh = sorted(self.inserted.items())
                 if pending:
+                    both = [key for key, _ in fresh if key in pending]
+                    if any(txn.get(key, db=self._handle) is not None for key in both):
+                        raise KeysTaken  # written again in the same group: the check below would not see it
                     fresh = [item for item in fresh if item[0] not in pending]
                 consumed, added = cursor.putmulti(_encoded(codec, fresh), overwrite=False)
                 if added < consumed:
@@ -236,6 +248,8 @@ class Overlay:
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
         self.head = 0
         """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
+        self.trimmed = 0
+        """Rows of the change log's tail removed in this transaction."""
         self.tracking = False
         self.strict = False
         """Inserts look into LMDB before they believe that a key is new (rule 3)."""
@@ -265,6 +279,7 @@ class Overlay:
         self.page_version_head = view(t.PAGE_VERSION_HEAD)
         self.generation_watermarks = view(t.GENERATION_WATERMARKS, keep=True)
         self.id_watermarks = view(t.ID_WATERMARKS, keep=True)
+        self.change_log: TableView[Any] = view(t.TABLES["change_log"])
         self.change_cursors = view(t.CHANGE_CURSORS)
         self.snapshot_readers = view(t.SNAPSHOT_READERS)
         self.snapshot_floor = view(t.SNAPSHOT_FLOOR)
@@ -319,6 +334,7 @@ class Overlay:
 
     def _restart(self) -> None:
         self.undo.clear()
+        self.trimmed = 0
         self.switch()
 
     # ── lookups that many ops share ───────────────────────────────────────────────────────────────────────────────────

@@ -63,7 +63,7 @@ class BatchQueue:
         finally:
             self._waiting_for_room -= 1
         if self.refusal is not None:
-            raise self.refusal
+            raise self.refusal.with_traceback(None)  # one instance for many callers: it must not collect their frames
         if not free:
             raise Overloaded(
                 "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout

@@ -93,7 +93,7 @@ class ReadTxn:
             else:  # what `decode` does, without a call in between
                 try:
                     record = body(raw[2:])
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, UnicodeDecodeError):
                     record = decode(raw)
                 yield unpack(key), record
 
@@ -116,6 +116,17 @@ class ReadTxn:
         end = prefix_end(first) if prefix else None
         rows: Iterator[tuple[bytes, bytes]] = cursor.iternext()
         return rows if end is None else takewhile(lambda item: item[0] < end, rows)
+
+    def raw_scan_back(self, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
+        """All rows as bytes, from the last to the first."""
+        if not self._ticket:
+            _closed()
+        handle = self._handles[table.name]
+        if handle is None:
+            return iter(())
+        cursor = self._txn.cursor(db=handle)
+        rows: Iterator[tuple[bytes, bytes]] = cursor.iterprev() if cursor.last() else iter(())
+        return rows
 
     def steps(self, table: t.Table[Any], rows: int, *, start: bytes = b"") -> Iterator[tuple[list[bytes], list[bytes]]]:
         """All rows from the key `start` on as bytes, so many at a time: a list of keys and one of values.

@@ -22,17 +22,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
 from quire.core.events import emit
 from quire.core.ids import ArtifactKind
 from quire.core.limits import SCAN_ROWS_MAX
-from quire.core.settings import ManifestSettings
+from quire.core.settings import FeedSettings, ManifestSettings
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.check import Problem, check
 from quire.manifest.codec import R
 from quire.manifest.env import ManifestEnv
+from quire.manifest.feed import ChangeFeed
 from quire.manifest.guard import GenerationWait, ManifestGuard
 from quire.manifest.migrations import migrate, refuse_newer
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace
@@ -118,6 +121,8 @@ class ManifestStore:
         self._ids_lock = threading.Lock()
         self._next_ids = dict(recovered.next_ids)
         self._next_generations: dict[int, int] = {}
+        self.feed_settings = FeedSettings()
+        self._feed: ChangeFeed | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -157,6 +162,11 @@ class ManifestStore:
             writer = ManifestWriter(env, clock)
             writer.start()
             return cls(env, clock, writer, recovered)
+        except lmdb.Error as error:  # LMDB met a page that makes no sense
+            env.close()
+            raise ManifestDamaged(
+                f"the manifest is damaged: {error}", hint="restore it from a backup", path=path
+            ) from error
         except BaseException:
             env.close()
             raise
@@ -172,6 +182,11 @@ class ManifestStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this process only reads."""
+        return self._writer is None
 
     @property
     def writer(self) -> ManifestWriter:
@@ -217,8 +232,17 @@ class ManifestStore:
         """Block until `component` has reached `target`; the generation it has by then."""
         return self.writer.when_generation(component, target).result(timeout)
 
+    # ── the change feed ───────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def feed(self) -> ChangeFeed:
+        """Everything that was committed, in order, for subscribers."""
+        if self._feed is None:
+            self._feed = ChangeFeed(self, self.feed_settings)
+        return self._feed
+
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def _allocate(self, counter: Counter) -> int:
+    def allocate(self, counter: Counter) -> int:
+        """The next id of a sequence. It must reach the manifest with the batch that uses it, or be reserved (M5)."""
         _ = self.writer  # a reader hands out no ids: `ReadOnly`
         with self._ids_lock:
             allocated = self._next_ids[counter]
@@ -227,13 +251,13 @@ class ManifestStore:
 
     def reserve_db_id(self) -> int:
         """A database id that will never be given again: for a fork, whose op needs it."""
-        db_id = self._allocate(Counter.DB)
+        db_id = self.allocate(Counter.DB)
         self.submit([ReserveIds(Counter.DB, db_id)]).result()
         return db_id
 
     def reserve_job_id(self) -> int:
         """A job id that will never be given again."""
-        job_id = self._allocate(Counter.JOB)
+        job_id = self.allocate(Counter.JOB)
         self.submit([ReserveIds(Counter.JOB, job_id)]).result()
         return job_id
 
@@ -265,7 +289,7 @@ class ManifestStore:
     ) -> int:
         """A new database; its id."""
         check_name("database", name)
-        db_id = self._allocate(Counter.DB)
+        db_id = self.allocate(Counter.DB)
         record = DbRecord(
             name=name,
             kind=kind,
@@ -297,7 +321,7 @@ class ManifestStore:
 
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
         """Register a bucket and prefix; its id."""
-        namespace_id = self._allocate(Counter.NAMESPACE)
+        namespace_id = self.allocate(Counter.NAMESPACE)
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
         self.submit([PutNamespace(namespace_id, _sound(t.REMOTE_NAMESPACE, record))]).result()
         return namespace_id

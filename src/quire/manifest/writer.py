@@ -52,7 +52,7 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.local import sequence_bounds
+from quire.manifest.ops.cursors import sequence_bounds
 from quire.manifest.overlay import KeysTaken, Overlay
 from quire.manifest.queue import BatchQueue
 from quire.manifest.reads import ReadTxn
@@ -120,6 +120,10 @@ class ManifestWriter:
             return now if now >= target else None
 
         return GenerationWait(self.bell, reached, f"generation {target} of {component.name}")
+
+    def when_change(self, after: int) -> GenerationWait:
+        """Resolves to the head of the feed once it is above `after`."""
+        return GenerationWait(self.bell, lambda: self.head if self.head > after else None, "a change")
 
     @property
     def failure(self) -> QuireError | None:
@@ -273,7 +277,7 @@ class ManifestWriter:
 
     def _fail(self, group: list[ManifestGuard], error: QuireError) -> None:
         for guard in group:
-            guard.error = guard.error or error
+            guard.error, guard.repeated = error, False  # a verdict of the abandoned transaction counts for nothing
         self._resolve(group)
 
     def _give_up(self, group: list[ManifestGuard], error: QuireError | lmdb.Error | OSError, committed: int) -> None:

@@ -41,6 +41,7 @@ from quire.manifest.guard import ManifestGuard, Receipt
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
 from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.cursors import AcknowledgeChanges, DropCursor, RegisterCursor
 from quire.manifest.ops.databases import (
     DropDb,
     RegisterDb,
@@ -50,7 +51,7 @@ from quire.manifest.ops.databases import (
     UpdateDbStatus,
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import AcknowledgeChanges, DropCursor, PutReader, RecordMetric, RegisterCursor, SetFloor
+from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
@@ -136,6 +137,18 @@ def replay(manifest: ManifestStore, path: str) -> ManifestEnv:
         env.close()
         raise
     return env
+
+
+HOLDER = "holds-the-feed"
+"""The name of a cursor that never acknowledges; `BatchMaker` leaves it alone."""
+
+
+def hold_feed(manifest: ManifestStore) -> None:
+    """Keep the whole change log, so that it can be replayed at the end."""
+    with manifest.read() as txn:
+        held = txn.get(t.CURSOR_NAMES, HOLDER) is not None
+    if not held:
+        manifest.feed.register(name=HOLDER)
 
 
 def assert_replays(manifest: ManifestStore) -> None:
@@ -417,7 +430,7 @@ class BatchMaker:
         return [RecordMetric(self._db(txn), 1, [self.rng.uniform(-10, 1e6) for _ in range(3)])]
 
     def cursor(self, txn: ReadTxn) -> list[Op]:
-        cursors = [key[0] for key, _ in txn.scan(t.CHANGE_CURSORS)]
+        cursors = [key[0] for key, row in txn.scan(t.CHANGE_CURSORS) if row.name != HOLDER]
         cursor_id = self._any(cursors) or 0
         choice = self.rng.randint(1, 4)
         if choice == 1 or not cursors:

@@ -1,32 +1,20 @@
-"""Operations on local tables: subscribers, readers, metrics, answers to keyed batches. None of them enters the feed.
+"""Operations on local tables: readers, metrics, answers to keyed batches. None of them enters the feed.
 
 Rules
-  1. A cursor's acknowledgement moves forward only and never beyond the head.
-  2. Trimming first moves `oldest_sequence` (in the acknowledging transaction), rows follow in bounded commits (M9).
-  3. Metrics merge: sums and counts add, extremes widen, buckets add.
+  1. Metrics merge: sums and counts add, extremes widen, buckets add.
 """
 
 from __future__ import annotations
 
 import math
 
-from msgspec.structs import replace
-
-from quire.core.errors import AlreadyExists, InvalidInput, NameTaken, OutOfRange, UnknownCursor
-from quire.durable.names import check_name
+from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import CursorRecord, FloorRecord, IndexRecord, MetaRecord, MetricRecord, ReaderRecord, UInt
+from quire.manifest.records import FloorRecord, MetricRecord, ReaderRecord, UInt
 
-OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
 METRIC_BUCKETS = 64
-
-
-def sequence_bounds(tables: Overlay) -> tuple[int, int]:
-    """(oldest retained, next to be given) change sequence."""
-    oldest = tables.meta.get(OLDEST_SEQUENCE)
-    return (oldest.number if oldest else 1), tables.head + 1
 
 
 class RecordMetric(Op, frozen=True, tag=90):
@@ -65,81 +53,6 @@ def bucket_of(value: float) -> int:
     [0, 1, 2, 2, 3]
     """
     return 0 if value < 1 else min(math.frexp(value)[1], METRIC_BUCKETS - 1)
-
-
-class RegisterCursor(Op, frozen=True, tag=91):
-    """A subscriber that has seen everything up to `acked_sequence`."""
-
-    logged = False
-    cursor_id: UInt
-    acked_sequence: UInt
-    name: str = ""
-    ttl_ms: UInt = 0
-    max_lag: UInt = 0
-
-    def apply(self, tables: Overlay, at_ms: int) -> None:
-        oldest, following = sequence_bounds(tables)
-        acked = min(max(self.acked_sequence, oldest - 1), following - 1)
-        key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
-        if self.cursor_id == 0 or tables.change_cursors.has(key):
-            raise AlreadyExists("a cursor of this id exists already", cursor_id=self.cursor_id)
-        if self.name:
-            check_name("cursor", self.name)
-            name_key = t.CURSOR_NAMES.key.pack(self.name)
-            if (holder := tables.cursor_names.get(name_key)) is not None:
-                raise NameTaken("a cursor of this name exists already", name=self.name, cursor_id=holder.value)
-            tables.cursor_names.put(name_key, IndexRecord(self.cursor_id))
-        tables.change_cursors.put(
-            key,
-            CursorRecord(acked, at_ms, at_ms, self.name, ttl_ms=self.ttl_ms, max_lag=self.max_lag),
-        )
-        raise_watermark(tables, Counter.CURSOR, self.cursor_id)
-
-
-class AcknowledgeChanges(Op, frozen=True, tag=92):
-    """A subscriber has processed everything up to `upto_sequence`."""
-
-    logged = False
-    cursor_id: UInt
-    upto_sequence: UInt
-
-    def apply(self, tables: Overlay, at_ms: int) -> None:
-        key, cursor = cursor_of(tables, self.cursor_id)
-        oldest, following = sequence_bounds(tables)
-        if self.upto_sequence >= following:
-            raise OutOfRange(
-                "acknowledged beyond the head of the feed",
-                hint="acknowledge only what fetch returned",
-                upto=self.upto_sequence,
-                head=following - 1,
-            )
-        if self.upto_sequence > cursor.acked_sequence:
-            tables.change_cursors.put(key, replace(cursor, acked_sequence=self.upto_sequence, updated_at_ms=at_ms))
-        consumed = min(row.acked_sequence for _, row in tables.change_cursors.scan())
-        if consumed + 1 > oldest:
-            tables.meta.put(OLDEST_SEQUENCE, MetaRecord(consumed + 1))
-
-
-class DropCursor(Op, frozen=True, tag=93):
-    """A subscriber leaves."""
-
-    logged = False
-    cursor_id: UInt
-
-    def apply(self, tables: Overlay, at_ms: int) -> None:
-        key, cursor = cursor_of(tables, self.cursor_id)
-        tables.change_cursors.delete(key)
-        if cursor.name:
-            tables.cursor_names.delete(t.CURSOR_NAMES.key.pack(cursor.name))
-
-
-def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
-    """Key and row of a cursor."""
-    key = t.CHANGE_CURSORS.key.pack(cursor_id)
-    row = tables.change_cursors.get(key)
-    if row is None:
-        raise UnknownCursor("no change cursor has this id", hint="register one first", cursor_id=cursor_id)
-    return key, row
 
 
 class PutReader(Op, frozen=True, tag=95):

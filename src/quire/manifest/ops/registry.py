@@ -7,6 +7,14 @@ from typing import get_args
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.base import Op, ReserveIds
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
+from quire.manifest.ops.cursors import (
+    AcknowledgeChanges,
+    DropCursor,
+    LoseCursor,
+    RegisterCursor,
+    RetainChanges,
+    TrimChanges,
+)
 from quire.manifest.ops.databases import (
     DropDb,
     RegisterDb,
@@ -17,16 +25,7 @@ from quire.manifest.ops.databases import (
     UpdateDbStatus,
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import (
-    AcknowledgeChanges,
-    DropCursor,
-    DropReader,
-    PruneIdempotency,
-    PutReader,
-    RecordMetric,
-    RegisterCursor,
-    SetFloor,
-)
+from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.pageindex import DropPageVersions, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
@@ -71,6 +70,9 @@ AnyOp = (
     | RegisterCursor
     | AcknowledgeChanges
     | DropCursor
+    | TrimChanges
+    | LoseCursor
+    | RetainChanges
     | PutReader
     | DropReader
     | SetFloor

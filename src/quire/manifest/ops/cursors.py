@@ -1,0 +1,178 @@
+"""Operations on the subscribers of the change feed and on what is kept for them. All are local: none enters the feed.
+
+Terms
+  bounds   the oldest retained and the next sequence; between them the log has no gap
+  tail     rows below the oldest sequence: out of the feed, still on disk
+
+Rules
+  1. A cursor's acknowledgement moves forward only, and never beyond the head.
+  2. The oldest sequence only rises, and never above what a live cursor has yet to acknowledge. It moves in the transaction
+     that allows it: an acknowledgement, a cursor that is dropped or lost, or (without live cursors) retention.
+  3. That transaction removes a first piece of the tail itself; the rest follows in commits of their own, so that no writer
+     waits for more than one of them (M9).
+  4. A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `CursorLost`. Never a silent gap.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import AlreadyExists, CursorLost, NameTaken, OutOfRange, UnknownCursor
+from quire.durable.names import check_name
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter, Op, raise_watermark
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import CursorRecord, CursorState, IndexRecord, MetaRecord, UInt
+
+OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
+
+TRIM_ROWS = 512
+"""Rows of the tail removed by one operation: about a millisecond."""
+
+TRIM_ROWS_PER_GROUP = 2_048
+"""Rows of the tail removed in one transaction, however many operations ask for it."""
+
+
+def sequence_bounds(tables: Overlay) -> tuple[int, int]:
+    """(oldest retained, next to be given) change sequence."""
+    oldest = tables.meta.get(OLDEST_SEQUENCE)
+    return (oldest.number if oldest else 1), tables.head + 1
+
+
+def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
+    """Key and row of a cursor."""
+    key = t.CHANGE_CURSORS.key.pack(cursor_id)
+    row = tables.change_cursors.get(key)
+    if row is None:
+        raise UnknownCursor("no change cursor has this id", hint="register one first", cursor_id=cursor_id)
+    return key, row
+
+
+def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
+    """The error of a cursor that fell behind."""
+    return CursorLost(
+        f"the cursor was given up: {row.lost_reason}",
+        hint="what it had not read is gone: start again from a snapshot, then register a new cursor",
+        cursor_id=cursor_id,
+        name=row.name,
+        acked_sequence=row.acked_sequence,
+    )
+
+
+def settle_oldest(tables: Overlay, wish: int = 0) -> None:
+    """Raise the oldest sequence as far as live cursors allow; without any, to `wish` (rule 2). Begins to trim (rule 3)."""
+    oldest, following = sequence_bounds(tables)
+    needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
+    target = min(min(needed) if needed else wish, following)
+    if target > oldest:
+        tables.meta.put(OLDEST_SEQUENCE, MetaRecord(target))
+    trim_tail(tables)
+
+
+def trim_tail(tables: Overlay) -> None:
+    """Remove the first rows below the oldest sequence."""
+    oldest, _ = sequence_bounds(tables)
+    room = min(TRIM_ROWS, TRIM_ROWS_PER_GROUP - tables.trimmed)
+    log = tables.change_log
+    for key in log.first_keys(below=log.table.key.pack(oldest), limit=room):
+        log.delete(key)
+        tables.trimmed += 1
+
+
+class RegisterCursor(Op, frozen=True, tag=91):
+    """A subscriber that has seen everything up to `acked_sequence`, clamped to what is retained."""
+
+    logged = False
+    cursor_id: UInt
+    acked_sequence: UInt
+    name: str = ""
+    ttl_ms: UInt = 0
+    max_lag: UInt = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        oldest, following = sequence_bounds(tables)
+        acked = min(max(self.acked_sequence, oldest - 1), following - 1)
+        key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
+        if self.cursor_id == 0 or tables.change_cursors.has(key):
+            raise AlreadyExists("a cursor of this id exists already", cursor_id=self.cursor_id)
+        if self.name:
+            check_name("cursor", self.name)
+            name_key = t.CURSOR_NAMES.key.pack(self.name)
+            if (holder := tables.cursor_names.get(name_key)) is not None:
+                raise NameTaken("a cursor of this name exists already", name=self.name, cursor_id=holder.value)
+            tables.cursor_names.put(name_key, IndexRecord(self.cursor_id))
+        row = CursorRecord(acked, at_ms, at_ms, self.name, ttl_ms=self.ttl_ms, max_lag=self.max_lag)
+        tables.change_cursors.put(key, row)
+        raise_watermark(tables, Counter.CURSOR, self.cursor_id)
+
+
+class AcknowledgeChanges(Op, frozen=True, tag=92):
+    """A subscriber has processed everything up to `upto_sequence`."""
+
+    logged = False
+    cursor_id: UInt
+    upto_sequence: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, cursor = cursor_of(tables, self.cursor_id)
+        if cursor.state is CursorState.LOST:
+            raise lost(self.cursor_id, cursor)
+        _, following = sequence_bounds(tables)
+        if self.upto_sequence >= following:
+            raise OutOfRange(
+                "acknowledged beyond the head of the feed",
+                hint="acknowledge only what fetch returned",
+                upto=self.upto_sequence,
+                head=following - 1,
+            )
+        acked = max(self.upto_sequence, cursor.acked_sequence)
+        tables.change_cursors.put(key, replace(cursor, acked_sequence=acked, updated_at_ms=at_ms))
+        settle_oldest(tables)
+
+
+class DropCursor(Op, frozen=True, tag=93):
+    """A subscriber leaves. What it held back goes with the next acknowledgement, or with retention."""
+
+    logged = False
+    cursor_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, cursor = cursor_of(tables, self.cursor_id)
+        tables.change_cursors.delete(key)
+        if cursor.name:
+            tables.cursor_names.delete(t.CURSOR_NAMES.key.pack(cursor.name))
+        settle_oldest(tables)
+
+
+class TrimChanges(Op, frozen=True, tag=94):
+    """Remove another piece of the tail."""
+
+    logged = False
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        trim_tail(tables)
+
+
+class LoseCursor(Op, frozen=True, tag=99):
+    """A policy gives a subscriber up (rule 4)."""
+
+    logged = False
+    cursor_id: UInt
+    reason: str
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, cursor = cursor_of(tables, self.cursor_id)
+        if cursor.state is CursorState.LIVE:
+            given_up = replace(cursor, state=CursorState.LOST, lost_reason=self.reason, updated_at_ms=at_ms)
+            tables.change_cursors.put(key, given_up)
+            settle_oldest(tables)
+
+
+class RetainChanges(Op, frozen=True, tag=100):
+    """Without live cursors: keep changes from `from_sequence` on."""
+
+    logged = False
+    from_sequence: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        settle_oldest(tables, wish=self.from_sequence)
