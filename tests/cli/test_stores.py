@@ -106,12 +106,13 @@ def test_what_fails_has_its_code_and_no_traceback(run: Run, arguments: list[str]
 def test_an_error_is_one_sentence_and_the_next_step(run: Run, tmp_path: Path) -> None:
     ended = run("ls", at=tmp_path / "nothing")
     where = tmp_path / "nothing"
-    assert ended.err == f"error: there is no store here (path='{where}')\nnext:  `quire init {where}` makes one\n"
+    hint = f"say which with `--store DIR` or QUIRE_STORE; `quire init {where}` makes one"
+    assert ended.err == f"error: there is no store here (path='{where}')\nnext:  {hint}\n"
     told = json.loads(run("ls", "--json", at=where).err)["error"]
     assert told == {
         "kind": "StoreNotFound",
         "what": "there is no store here",
-        "next": f"`quire init {where}` makes one",
+        "next": hint,
         "where": {"path": str(where)},
         "exit_code": 3,
     }

@@ -13,7 +13,10 @@ Each step is a function of the store; `Guide` is how they talk to people.
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -423,6 +426,8 @@ class Guide:
         """What to try next: real commands."""
         self.title("What next", f"that took {seconds:.1f} s; run it again, or try")
         where = f"--store {shlex.quote(path)}"
+        if shutil.which("quire") is None:
+            self.say(f"(quire is here: {os.path.relpath(sys.argv[0])})")
         for line in (
             f"quire ls {where}",
             f"quire feed tail {where} --limit 5",

@@ -58,6 +58,7 @@ class Found(Enum):
     NOTHING = "no directory"
     EMPTY = "a directory with nothing in it"
     BEGUN = "a configuration, but no manifest yet"
+    FOREIGN = "a directory with somebody else's files"
     STORE = "a store"
 
 
@@ -85,19 +86,21 @@ def look(disk: Disk, root: str) -> Found:
             hint=f"restore it; if it had only defaults, `touch {shlex.quote(os.path.join(root, names.CONFIG))}`",
             path=root,
         )
-    if others := sorted(present - DEBRIS - FOREIGN_BUT_FINE):
-        raise InvalidInput(
-            "the directory has files and is no store",
-            hint="`quire init` wants a new or an empty directory",
-            path=root,
-            found=others[:3],
-        )
+    if present - DEBRIS - FOREIGN_BUT_FINE:
+        return Found.FOREIGN
     return Found.EMPTY
 
 
 def not_found(root: str) -> StoreNotFound:
     """The error for a path without a store."""
-    return StoreNotFound("there is no store here", hint=f"`quire init {shlex.quote(root)}` makes one", path=root)
+    hint = f"say which with `--store DIR` or QUIRE_STORE; `quire init {shlex.quote(root)}` makes one"
+    return StoreNotFound("there is no store here", hint=hint, path=root)
+
+
+def foreign(root: str) -> InvalidInput:
+    """The error for making a store where other files are."""
+    hint = "`quire init` wants a new or an empty directory"
+    return InvalidInput("the directory has files and is no store", hint=hint, path=root)
 
 
 def make_directory(disk: Disk, root: str) -> None:

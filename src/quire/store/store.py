@@ -90,6 +90,8 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
     found = layout.look(disk, root)
     if found is not layout.Found.STORE and not create:
         raise layout.not_found(root)
+    if found is layout.Found.FOREIGN:
+        raise layout.foreign(root)
     if found is layout.Found.NOTHING:
         layout.make_directory(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
@@ -106,6 +108,7 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
     except BaseException:
         lock.close()
         raise
+    manifest.feed_settings = settings.feed
     store = Store(root, settings, manifest, lock, disk)
     try:
         layout.sweep_debris(disk, root)

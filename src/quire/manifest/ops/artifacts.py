@@ -54,10 +54,15 @@ class PutChunk(Op, frozen=True, tag=20):
 
     @classmethod
     def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
-        """As `apply`, with everything that is the same for all of them looked up once."""
+        """As `apply`, with everything that is the same for all of them looked up once.
+
+        Comparing the numbers refuses what is negative or no number at all: nobody reads these rows back before the commit.
+        """
         active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
         for op in ops:
             origin, record = op.origin_db_id, op.record
+            if not record.size_bytes >= 0 <= record.created_at_ms:
+                raise InvalidInput("a chunk has a negative number", chunk_id=op.chunk_id)
             if origin in active and not record.namespace_id:
                 key = _chunk_key(origin, op.chunk_id, op.generation)
                 if key not in pending and inserted.setdefault(key, record) is record:
