@@ -11,7 +11,11 @@ from pathlib import Path
 
 from bench.report import Report
 
-BENCHMARKS = {"manifest": "the LMDB manifest: writes, reads, exports, opening"}
+BENCHMARKS = {
+    "manifest": "the LMDB manifest: writes, reads, exports, opening",
+    "feed": "the change feed: pages, waking, many cursors, trimming",
+    "snapshots": "snapshots and forks: one more, among many, a year of them",
+}
 
 
 def main() -> int:

@@ -25,9 +25,10 @@ import msgspec
 from bench.report import Report, alternate, rate, seconds
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.checkpoints import FullChunk, checkpoint_ops
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.records import ChunkRecord, DbKind, Residency
-from quire.manifest.store import FullChunk, ManifestStore, checkpoint_ops
+from quire.manifest.store import ManifestStore
 
 SHA = bytes(range(32))
 BLOCK = 25

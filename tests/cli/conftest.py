@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import quire
-from quire.cli.main import app
+from quire.cli import main
+from quire.manifest import tables as t
+from quire.manifest.records import IndexRecord, WalStateRecord
 from tests.house.tree import SRC
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a command left: its exit code, what it said, and what went wrong inside."""
+    """What a command left: its exit code and what it said."""
 
     code: int
     out: str
@@ -33,6 +37,14 @@ class Ended:
 
 
 Run = Callable[..., Ended]
+Plant = Callable[..., None]
+
+GARBAGE = (t.DB, (9,), b"\x01\x00garbage")
+"""A row that does not decode: nothing can mend it."""
+GHOST = (t.DB_NAMES, ("ghost",), t.DB_NAMES.codec.encode(IndexRecord(77)))
+"""An index row that lies: it can be recomputed."""
+ORPHAN = (t.WAL_STATE, (99, 0), t.WAL_STATE.codec.encode(WalStateRecord()))
+"""A row of a database that does not exist: nothing can mend it, and it hides no other problem."""
 
 
 @pytest.fixture
@@ -48,18 +60,63 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def shop(path: Path) -> Path:
+    """The store, with pages in shop: snapshot monday of version a, checkpointed; then four pages of version b."""
+    with quire.open(path) as store:
+        write_pages(store, "shop", range(16), b"a")
+        store.checkpoint("shop")
+        store.snapshot("shop", "monday", tags={"by": "ann"})
+        write_pages(store, "shop", range(4), b"b")
+    return path
+
+
+def write_pages(store: quire.Store, database: str, numbers: range, fill: bytes) -> None:
+    """One transaction that fills pages."""
+    opened = store.pages.open(database)
+    with opened.begin() as transaction:
+        for number in numbers:
+            transaction.write_page(number, fill * opened.page_size)
+
+
+def first_byte(path: Path, database: str) -> bytes:
+    """What page 0 of a database begins with."""
+    with quire.open(path) as store, store.pages.open(database).open_snapshot() as reader:
+        return reader.read_page(0)[:1]
+
+
+@pytest.fixture
 def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `quire` with arguments, by default on the store at `path`."""
     monkeypatch.delenv("QUIRE_STORE", raising=False)
 
     def invoke(*arguments: str, answer: str = "", at: Path | str | None = path, **env: str) -> Ended:
         where = ["--store", str(at)] if at is not None else []
-        ended = CliRunner().invoke(app, [*arguments, *where], input=answer, env=env)
-        if ended.exception is not None and not isinstance(ended.exception, SystemExit):
-            raise ended.exception
-        return Ended(ended.exit_code, ended.stdout, ended.stderr)
+        out, err = io.StringIO(), io.StringIO()
+        with monkeypatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "stdin", io.StringIO(answer))
+            for name, value in env.items():
+                patch.setenv(name, value)
+            code = main.run([*arguments, *where])
+        return Ended(code, out.getvalue(), err.getvalue())
 
     return invoke
+
+
+@pytest.fixture
+def damage(path: Path) -> Iterator[Plant]:
+    """Break rules of the manifest at `path`, by hand; what was there is put back when the test ends."""
+    whole = (path / "manifest.lmdb").read_bytes()
+
+    def plant(*rows: tuple[t.Table[Any], tuple[Any, ...], bytes]) -> None:
+        with quire.open(path) as store:
+            env = store.manifest.env
+            txn = env.begin_write()
+            for table, key, body in rows:
+                txn.put(table.key.pack(*key), body, db=env.handles[table.name])
+            txn.commit()
+
+    yield plant
+    (path / "manifest.lmdb").write_bytes(whole)
 
 
 def quire_program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -68,3 +125,20 @@ def quire_program(*arguments: str, **options: Any) -> subprocess.CompletedProces
     return subprocess.run(
         [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, timeout=60, env=env, **options
     )
+
+
+def on_a_terminal(*arguments: str) -> list[str]:
+    """The lines that `quire` shows on a terminal of 80 columns, without colours."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-m", "quire", *arguments], stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:
+        pass  # how a terminal says that nobody is at its other end any more
+    process.wait(60)
+    os.close(ours)
+    return shown.decode().replace("\r", "").splitlines()

@@ -1,8 +1,7 @@
-"""manifest check, tables, dump; feed tail; doctor."""
+"""manifest tables, dump."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,52 +9,11 @@ import pytest
 import quire
 from quire.cli.output import STEP_ROWS
 from quire.manifest import tables as t
+from quire.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.ops.base import Op
-from quire.manifest.ops.corrections import CorrectIndex
 from quire.manifest.ops.local import RecordMetric
-from tests.cli.conftest import Run
-
-
-def damage(path: Path) -> None:
-    """Make an index lie, with the operation that mends it."""
-    with quire.open(path) as store:
-        store.manifest.submit([CorrectIndex("db_names", t.DB_NAMES.key.pack("ghost"), 77)]).result()
-
-
-def test_check_of_a_sound_manifest(run: Run) -> None:
-    ended = run("manifest", "check")
-    assert (ended.code, ended.out) == (0, "the manifest keeps all its rules\n")
-    assert run("manifest", "check", "--json").data == []
-
-
-def test_check_names_the_rule_and_repair_mends_it(run: Run, path: Path) -> None:
-    damage(path)
-    ended = run("manifest", "check")
-    assert ended.code == 1
-    assert ended.out.splitlines()[1].split()[:3] == ["D1", "damage", "yes"]
-    assert "--repair" in ended.out
-    (problem,) = run("manifest", "check", "--json").data
-    assert (problem["rule"], problem["mendable"], problem["leak"]) == ("D1", True, False)
-    refused = run("create", "x")
-    assert refused.code == 7
-    assert "quire manifest check --repair" in refused.err
-    assert run("manifest", "check", "--repair").out == "the manifest keeps all its rules after 1 repair\n"
-    assert run("manifest", "check", "--repair").code == 0
-
-
-def test_check_shows_what_does_not_decode(run: Run, path: Path) -> None:
-    """A row that is garbage is a problem to list, not the end of the command."""
-    whole = (path / "manifest.lmdb").read_bytes()
-    with quire.open(path) as store:
-        env = store.manifest.env
-        txn = env.begin_write()
-        txn.put(t.DB.key.pack(9), b"\x01\x00garbage", db=env.handles["db"])
-        txn.commit()
-    ended = run("manifest", "check")
-    assert ended.code == 1
-    assert "K1" in ended.out
-    assert run("ls").code == 7
-    (path / "manifest.lmdb").write_bytes(whole)
+from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRecord, Residency
+from tests.cli.conftest import Plant, Run
 
 
 def test_tables_lists_every_table(run: Run) -> None:
@@ -94,30 +52,27 @@ def test_dump_goes_on_where_a_step_ended(run: Run, path: Path, limit: int) -> No
     assert [each["scope"] for each in data] == list(range(min(limit or rows, rows)))
 
 
-def test_feed_tail_shows_the_newest_or_from_a_sequence(run: Run) -> None:
-    data = run("feed", "tail", "--limit", "1", "--json").data
-    assert [(each["sequence"], each["operations"][0]["op"]) for each in data] == [(2, "RegisterDb")]
-    assert [each["sequence"] for each in run("feed", "tail", "--from", "1", "--json").data] == [1, 2]
-    assert "RegisterDb db_id=1 name=shop" in run("feed", "tail", "--from", "1").out
-    assert run("feed", "tail", "--from", "9").out == "the feed has nothing from sequence 9 on\n"
+def test_slot_leaves_are_shown_as_chains(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        manifest, shop = store.manifest, store.database("shop").db_id
+        first, second = (manifest.reserve_generation(shop) for _ in range(2))
+        chunk = ChunkRecord(Residency.LOCAL, 8192, 0)
+        sealed = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=9, used_bytes=4096)
+        manifest.append_wal_chunk(shop, 0, sealed).result()
+        slots = [FullChunk(slot=slot, record=chunk) for slot in (256, 257, 258, 300)]
+        manifest.checkpoint_apply(shop, first, slots, covered_lsn=5).result()
+        delta = DeltaChunk(slot=257, delta_id=3, record=DeltaRecord(first, Residency.LOCAL, 100, 0))
+        manifest.checkpoint_apply(shop, second, [delta], covered_lsn=9).result()
+    text = run("manifest", "dump", "slot_leaf").out
+    base = f"base:{first}@5"
+    assert f"256 {base}; 257 {base} + delta-3:{second}@9; 258 {base}; 300 {base}" in text
+    (row,) = run("manifest", "dump", "slot_leaf", "--json").data
+    assert [link["kind"] for link in row["chains"]["257"]] == ["base", "delta"]
+    assert set(row["chains"]) == {"256", "257", "258", "300"}
+    assert row["record"]["entries"], "what was there stays there"
 
 
-def test_doctor_finds_all_well(run: Run, path: Path) -> None:
-    ended = run("doctor", "--json")
-    assert ended.code == 0
-    states = {each["check"]: each["state"] for each in ended.data}
-    assert set(states) == {"quire", "python", "platform", "lmdb", "store", "disk", "owner", "readers", "map", "objects"}
-    assert states["objects"] == "ok"
-    assert not [each for each in (path / "objects").rglob("*") if each.is_file()]
-
-
-def test_doctor_tells_what_is_bad_and_goes_on(run: Run, path: Path, tmp_path: Path) -> None:
-    (path / "objects").write_text("a file in the way")
-    ended = run("doctor")
-    assert ended.code == 1
-    assert [line.split()[1] for line in ended.out.splitlines() if line.startswith("objects")] == ["bad"]
-    assert run("doctor", "--no-objects").code == 0
-    missing = run("doctor", "--json", at=tmp_path / "nothing")
-    assert missing.code == 1
-    assert "disk" in {each["check"] for each in json.loads(missing.out)}
-    (path / "objects").unlink()
+def test_a_leaf_that_makes_no_sense_is_shown_as_it_is(run: Run, damage: Plant) -> None:
+    damage((t.SLOT_LEAF, (1, 0, 1), t.SLOT_LEAF.codec.encode(LeafRecord(b"\x07"))))
+    ended = run("manifest", "dump", "slot_leaf")
+    assert (ended.code, "entries=07" in ended.out) == (0, True)

@@ -6,13 +6,15 @@ import io
 import json
 import re
 import sys
+import time
 
 import pytest
 
-from quire.cli.exits import EXITS, INTERNAL, OK, PROBLEMS, exit_of
-from quire.cli.output import Facts, JsonOutput, Listing, Note, Row, TextOutput, width_of
+from quire.cli.exits import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
+from quire.cli.output import Facts, JsonOutput, Listing, Node, Note, Report, Row, TextOutput, Tree, width_of
 from quire.core import errors
 from quire.core.errors import QuireError, StoreLocked
+from quire.core.ids import ArtifactKey, ArtifactKind
 from tests.house.tree import ROOT
 
 
@@ -75,6 +77,44 @@ def test_what_would_move_the_cursor_is_shown_not_done(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "name  a\\x1b[2Jb\\nc\n"
 
 
+@pytest.mark.parametrize("value", [Note(text="a\u202eb", data={}), Facts(lines=[("n", "a\u202eb")], data={})])
+def test_nothing_turns_the_line_around(capsys: pytest.CaptureFixture[str], value: Note | Facts) -> None:
+    TextOutput().show(value)
+    row = Row(["a\u202eb"], {})
+    TextOutput().show(Listing(columns=["x"], rows=[row], closing="a\u202eb"))
+    TextOutput().show(Listing(columns=["x"], rows=[], empty="a\u202eb"))
+    TextOutput().fail(StoreLocked("a\u202eb", hint="a\u202eb", name="a\u202eb"))
+    told = capsys.readouterr()
+    assert "\u202e" not in told.out + told.err
+    assert (told.out + told.err).count("\\u202e") == 6
+
+
+def test_a_hint_names_only_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rooms below speak of commands that are still to come."""
+    TextOutput().fail(errors.StillReferenced("held", hint="`quire why` shows by whom"))
+    assert "quire why" not in capsys.readouterr().err
+    TextOutput().fail(errors.UnknownDatabase("gone", hint="`quire ls` lists the databases"))
+    assert "`quire ls` lists the databases" in capsys.readouterr().err
+
+
+def test_people_see_times_and_words_where_programs_see_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    artifact = ArtifactKey(1, ArtifactKind.DELTA, 5, 3, 2)
+    error = errors.StillReferenced("held", since_ms=1_700_000_000_000, artifact=artifact, job=None, name="it's")
+    TextOutput().fail(error)
+    told = capsys.readouterr().err
+    assert "since 2023-11-14 23:13:20 (" in told
+    assert " days ago)" in told
+    assert 'artifact=delta 5 of database 1, generation 3, delta 2, name="it\'s")' in told
+    JsonOutput().fail(error)
+    assert json.loads(capsys.readouterr().err)["error"]["where"]["since_ms"] == 1_700_000_000_000
+    monkeypatch.delenv("TZ")
+    time.tzset()
+
+
 def test_errors_wrap_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     TextOutput().fail(StoreLocked("another owner has this open " * 5, hint="wait for it " * 10, path="/a/b"))
@@ -89,9 +129,36 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
         (Listing(columns=["a"], rows=[]), []),
         (Facts(lines=[], data={"a": b"\x01"}), {"a": "01"}),
         (Note(text="done", data={"x": (1, 2)}), {"x": [1, 2]}),
+        (Report(parts=[LISTING], data={"x": 1}), {"x": 1}),
+        (Tree(roots=[Node("a")], data=[{"a": []}]), [{"a": []}]),
     ):
         JsonOutput().show(value)
         assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_a_report_is_its_parts_under_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = (
+        Facts(lines=[("a", "1")], data=None),
+        Listing(columns=["x"], rows=[], empty="none"),
+        Note(text="end", data=None),
+    )
+    TextOutput().show(Report(parts=parts, data={}))
+    assert capsys.readouterr().out == "a  1\n\nnone\n\nend\n"
+
+
+def test_a_tree_is_drawn_with_what_the_stream_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree(roots=[Node("a", "words " * 30, [Node("b\u202e", faded=True)])], data=[], closing="end")
+    terminal = on_terminal(monkeypatch)
+    TextOutput().show(tree)
+    lines = bare(terminal.getvalue()).splitlines()
+    assert max(map(width_of, lines)) <= 80
+    assert lines[-3:] == ["└── b\\u202e", "", "end"]
+    assert "\x1b[1m" in terminal.getvalue()
+    plain = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", plain)
+    TextOutput().show(tree)
+    assert len(plain.getvalue().splitlines()) == 4, "one line for each node"
+    assert "\x1b" not in plain.getvalue()
 
 
 def all_errors() -> list[type[QuireError]]:
@@ -110,6 +177,8 @@ def test_every_error_has_an_exit_code_of_its_group() -> None:
 
 def test_the_documentation_lists_the_exit_codes() -> None:
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert codes == sorted({OK, PROBLEMS, INTERRUPTED, PIPE_CLOSED, *(each.code for each in EXITS)}), "each once"
     for each in EXITS:
         assert re.search(
             rf"^\| {each.code} \| {re.escape(each.meaning)} \| .*`{each.group.__name__}`", page, re.MULTILINE

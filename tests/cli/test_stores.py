@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 import quire
+from quire.core.settings import StoreSettings
+from quire.manifest.ops.snapshots import ForkDb
+from quire.store.info import Glance
 from tests.cli.conftest import Run, quire_program
 
 
@@ -24,8 +28,44 @@ def test_init_remembers_the_object_store_and_refuses_another(run: Run, tmp_path:
     new = tmp_path / "new"
     assert run("init", str(new), "--object-store", "s3://bucket/x", "--json").data["object_store"] == "s3://bucket/x"
     assert run("init", str(new), "--object-store", "s3://bucket/y").code == 8
-    assert run("init", str(tmp_path / "other"), "--object-store", "ftp://x").code == 2
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "S4://bucket/x", "s3:bucket", "file:/x"])
+def test_an_object_store_that_cannot_be_is_refused_at_once(run: Run, path: Path, tmp_path: Path, url: str) -> None:
+    """Not when the first object is put: by init and by every opening, in Python too, naming what is supported."""
+    refused = run("init", str(tmp_path / "other"), "--object-store", url)
+    assert refused.code == 2
+    assert "s3://bucket/prefix" in refused.err
     assert not (tmp_path / "other").exists()
+    with pytest.raises(quire.InvalidConfig, match="s3://bucket/prefix"):
+        quire.open(tmp_path / "other", settings=StoreSettings(object_store=url))
+    assert not (tmp_path / "other" / "quire.toml").exists()
+    (path / "quire.toml").write_text(f'object_store = "{url}"')
+    for command in (["ls"], ["create", "x"], ["manifest", "tables"]):
+        refused = run(*command)
+        assert (refused.code, "s3://bucket/prefix" in refused.err) == (2, True)
+        assert f"path='{path / 'quire.toml'}'" in refused.err
+    states = {each["check"]: each["state"] for each in run("doctor", "--json").data}
+    assert (states["store"], states["manifest"]) == ("fail", "ok"), "the doctor looks at the rest all the same"
+    (path / "quire.toml").write_text("")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x", "gs://b", "az://c/x", "memory://m", "file:///tmp/x", "/tmp/a:b", "c:/x"]
+)
+def test_object_stores_that_can_be(path: Path, url: str) -> None:
+    (path / "quire.toml").write_text(f'object_store = "{url}"')
+    with quire.open(path, "r") as store:
+        assert store.objects_url.endswith(url)
+    (path / "quire.toml").write_text("")
+
+
+def test_a_wrong_configuration_says_which_file_and_how_to_compare(run: Run, path: Path) -> None:
+    (path / "quire.toml").write_text("[manifest]\nops_max = 1")
+    ended = run("ls")
+    assert (ended.code, f"path='{path / 'quire.toml'}'" in ended.err) == (2, True)
+    assert "`quire init DIR` with a new DIR writes one" in ended.err
+    (path / "quire.toml").write_text("")
 
 
 def test_init_leaves_a_directory_with_files_alone(run: Run, tmp_path: Path) -> None:
@@ -71,8 +111,50 @@ def test_info_shows_numbers(run: Run, path: Path) -> None:
 def test_create_rename_drop(run: Run) -> None:
     assert run("create", "kv", "--kind", "lsm", "--json").data["kind"] == "lsm"
     assert run("rename", "kv", "cache").out == "kv is called cache now\n"
-    assert run("drop", "cache", "--yes", "--json").data["dropped"]["name"] == "cache"
+    dropped = run("drop", "cache", "--yes", "--json").data["dropped"]
+    assert (dropped["name"], dropped["status"]) == ("cache", "tombstoned"), "as it is now"
     assert [each["name"] for each in run("ls", "--json").data] == ["clicks", "shop"]
+
+
+@pytest.mark.parametrize(("kind", "text"), [("lsm", "an lsm"), ("pages", "a pages"), ("stream", "a stream")])
+def test_what_was_made_is_said_in_english(run: Run, kind: str, text: str) -> None:
+    assert run("create", "x", "--kind", kind).out == f"made x, {text} database with id 3\n"
+
+
+def test_a_fork_of_what_was_dropped_names_its_id(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.manifest.submit([ForkDb(store.manifest.reserve_db_id(), 1, "copy")]).result()
+    assert run("ls").out.splitlines()[-2].split()[-1] == "shop"
+    assert run("drop", "shop", "--yes").code == 0
+    assert run("ls").out.splitlines()[-1].endswith("  #1, dropped")
+    (fork,) = (each for each in run("ls", "--json").data if each["name"] == "copy")
+    assert (fork["parent_db_id"], fork["parent"]) == (1, "")
+
+
+def test_names_cannot_turn_the_line_around(run: Run) -> None:
+    """Right-to-left overrides and zero-width characters are shown, wherever a name is."""
+    evil = "a\u202eb\u200bc"
+    told = [
+        run("create", evil),
+        run("create", evil),
+        run("ls"),
+        run("rename", evil, evil + "d"),
+        run("drop", evil + "d", answer="n\n"),
+        run("drop", evil + "d", "--yes"),
+        run("drop", evil, "--yes"),
+    ]
+    for ended in told:
+        assert "\u202e" not in ended.out + ended.err
+        assert "\\u202e" in ended.out + ended.err
+    assert run("create", evil, "--json").data["name"] == evil, "a program gets what is there"
+
+
+def test_a_glance_says_what_the_store_says(path: Path) -> None:
+    with quire.open(path, "r") as store:
+        databases, info = store.databases(), store.info()
+    with Glance(str(path)) as glance:
+        assert glance.databases() == databases
+        assert glance.info() == info
 
 
 def test_drop_asks(run: Run) -> None:
@@ -131,5 +213,12 @@ def test_while_an_owner_is_there_reading_works_and_writing_says_who(path: Path) 
             assert ended.returncode == 0, ended.stderr
         refused = quire_program("create", "x", "--store", str(path))
         assert refused.returncode == 5
-        assert f"pid={os.getpid()}" in refused.stderr
+        what, then = refused.stderr.splitlines()
+        assert f"pid={os.getpid()}" in what
+        assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(\d+ s ago\)", what), "a time, not a number"
+        assert "_ms" not in what
+        assert then.startswith(f"next:  wait for process {os.getpid()} to end")
+        assert "mode=" not in then, "a command line has no mode"
+        told = json.loads(quire_program("create", "x", "--json", "--store", str(path)).stderr)["error"]
+        assert isinstance(told["where"]["since_ms"], int)
         assert [each.name for each in store.databases()] == ["clicks", "shop"]

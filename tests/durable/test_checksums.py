@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.durable.checksums import Checksum, crc32, crc64, sha256
+from quire.durable import checksums
+from quire.durable.checksums import ROWS_BY_ONE, ROWS_PER_BLOCK, Checksum, crc32, crc64, crc64_rows, sha256
 
 BOTH = pytest.mark.parametrize("crc", [crc32, crc64], ids=["crc32", "crc64"])
 
@@ -36,6 +39,47 @@ def test_another_seed_always_gives_another_value(crc: Checksum, data: bytes, one
 def test_any_buffer_will_do(crc: Checksum) -> None:
     data = b"some bytes"
     assert crc(data) == crc(bytearray(data)) == crc(memoryview(data)) == crc(memoryview(b"x" + data)[1:])
+
+
+# Around each border: one row at a time or all at once, one block or two, whole words or a rest.
+COUNTS = [0, 1, ROWS_BY_ONE - 1, ROWS_BY_ONE, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1]
+
+
+@given(count=st.sampled_from(COUNTS), width=st.integers(0, 70), gap=st.integers(0, 9), seed=st.integers(0, 99))
+def test_rows_have_the_checksums_of_their_bytes(count: int, width: int, gap: int, seed: int) -> None:
+    numbers = random.Random(seed)
+    data = numbers.randbytes(count * (width + gap))
+    seeds = np.frombuffer(numbers.randbytes(8 * count), "<u8")
+    rows = np.frombuffer(data, np.uint8).reshape(count, width + gap)[:, :width]
+    found = crc64_rows(rows, seeds)
+    assert found.dtype == np.uint64
+    starts = range(0, count * (width + gap), width + gap) if width + gap else [0] * count
+    assert found.tolist() == [crc64(data[start : start + width], int(value)) for start, value in zip(starts, seeds)]
+
+
+@given(rows=st.lists(st.tuples(st.binary(min_size=11, max_size=11), st.integers(0, 2**64 - 1)), max_size=20))
+def test_few_rows_are_the_same_taken_at_once(rows: list[tuple[bytes, int]]) -> None:
+    array = np.frombuffer(b"".join(data for data, _ in rows), np.uint8).reshape(len(rows), 11)
+    seeds = np.array([seed for _, seed in rows], np.uint64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "ROWS_BY_ONE", 0)
+        at_once = crc64_rows(array, seeds)
+    assert at_once.tolist() == crc64_rows(array, seeds).tolist() == [crc64(data, seed) for data, seed in rows]
+
+
+def test_rows_leave_their_input_alone_and_refuse_what_does_not_fit() -> None:
+    rows, seeds = np.ones((300, 10), np.uint8), np.ones(300, np.uint64)
+    crc64_rows(rows, seeds)
+    assert rows.min() == rows.max() == seeds.min() == seeds.max() == 1
+    with pytest.raises(TypeError):
+        crc64_rows(rows, seeds[1:])
+    with pytest.raises(TypeError):
+        crc64_rows(rows.astype(np.int64), seeds)
+
+
+def test_numpy_is_loaded_by_nobody_who_does_not_ask_for_it() -> None:
+    code = "import sys; import quire.durable.checksums; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_nothing_else_of_quire_is_needed() -> None:

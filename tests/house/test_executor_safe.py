@@ -15,7 +15,13 @@ EXECUTOR_SAFE = [
     "quire.durable.checksums",
     "quire.durable.log*",
     "quire.durable.names",
+    "quire.jobs.*.run",
+    "quire.jobs.copies",
+    "quire.jobs.places",
+    "quire.jobs.trouble",
     "quire.objects.*",
+    "quire.pages.chunk*",
+    "quire.pages.segment*",
 ]
 
 # One process for all: between two modules everything of quire is forgotten, so that each is imported afresh.

@@ -19,11 +19,12 @@ import pytest
 from quire.core.ids import ArtifactKind
 from quire.manifest import migrations, records
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
 from quire.manifest.ops import cursors, pageindex
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component, Counter, Op
 from quire.manifest.ops.registry import OPS
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
-from quire.manifest.store import FullChunk, ManifestStore, WalChunkUpdate
+from quire.manifest.store import ManifestStore
 from quire.manifest.tables import META, TABLES, Table
 from quire.testing.clock import ManualClock
 from tests.house.tree import ROOT

@@ -15,6 +15,7 @@ from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
+from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.base import Op
@@ -24,7 +25,7 @@ from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import ChunkRecord, DbKind, DbRecord, DeltaRecord, Residency
-from quire.manifest.store import ChunkMutation, DeltaChunk, FullChunk, ManifestStore
+from quire.manifest.store import ManifestStore
 from quire.testing.manifest import difference, dump, outcome
 
 

@@ -212,19 +212,17 @@ def test_a_read_only_process_opens_what_the_owner_would_refuse(path: str) -> Non
 def test_what_lives_on_in_memory_is_rehydrated(path: str) -> None:
     furnish(path)
     with ManifestStore.open(path) as manifest:
-        does(manifest, EnqueueJob(3, r.JobRecord(r.JobKind.VERIFY, 1, 0)))
-        does(manifest, CompleteJob(3, r.JobState.CANCELLED))
-        does(manifest, EnqueueJob(4, r.JobRecord(r.JobKind.VERIFY, 2, 0)), CompleteJob(4, r.JobState.CANCELLED))
-        does(manifest, ForgetJob(4))
+        ended = [manifest.jobs.enqueue(r.JobKind.VERIFY, db_id) for db_id in (1, 2)]
+        does(manifest, *(CompleteJob(job_id, r.JobState.CANCELLED) for job_id in ended), ForgetJob(ended[1]))
         manifest.drop_db(2).result()
     with ManifestStore.open(path) as manifest:
         found = manifest.recovered
         assert sorted(found.databases) == [1, 3]
         assert sorted(found.wal_states) == [1, 3]
-        assert list(found.pending_jobs) == [2]
+        assert list(found.pending_jobs) == [2, 5], "dropping has enqueued a delete job"
         assert list(found.in_flight_jobs) == [1]
         assert found.next_ids[Counter.DB] == 4
-        assert found.next_ids[Counter.JOB] == 5
+        assert found.next_ids[Counter.JOB] == 6
         assert found.next_ids[Counter.CURSOR] == 2
 
 

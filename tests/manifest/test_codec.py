@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -30,6 +31,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(list(hint))
     if isinstance(hint, type) and issubclass(hint, Record):
         return records(hint)
+    if isinstance(hint, UnionType):
+        return st.one_of([values(each) for each in get_args(hint)])
     return st.from_type(hint)
 
 

@@ -1,4 +1,4 @@
-"""The environment: its map under readers, a full disk, reader slots, fork(), the translation of its errors."""
+"""The environment: its map under readers, a full disk, reader slots, the translation of its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.core.errors import (
 from quire.core.limits import MIB
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
-from quire.manifest.env import Gate, ManifestEnv, translate
+from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean, assert_replays, difference, dump, outcome
@@ -109,41 +109,6 @@ def test_at_its_maximum_a_full_map_is_a_full_disk_and_nothing_is_half_written(pa
     with ManifestStore.open(path, settings=ManifestSettings(map_bytes=4 * MIB)) as manifest:
         manifest.submit([chunk(200_000 + n) for n in range(500)]).result(60)
         assert_replays(manifest)
-
-
-def test_growing_waits_for_readers_and_keeps_new_ones_out() -> None:
-    gate, order = Gate(), []
-    ticket = gate.enter()
-
-    def grow() -> None:
-        with gate.exclusive(10):
-            order.append("grown")
-
-    growing = threading.Thread(target=grow)
-    growing.start()
-    time.sleep(0.02)
-
-    def enter() -> None:
-        gate.enter()
-        order.append("entered")
-
-    entering = threading.Thread(target=enter)
-    entering.start()
-    time.sleep(0.02)
-    assert order == []
-    gate.leave(ticket)
-    growing.join(10)
-    entering.join(10)
-    assert order == ["grown", "entered"]
-
-
-def test_growing_gives_up_on_a_reader_that_stays_and_names_it() -> None:
-    gate = Gate()
-    gate.enter()
-    with pytest.raises(errors.TimedOut) as caught, gate.exclusive(0.01):
-        pass
-    assert caught.value.where["readers"] == [threading.current_thread().name]
-    assert gate.enter(), "readers get in again"
 
 
 def test_a_reader_that_stays_fails_the_batch_that_needs_room_but_not_the_store(path: str) -> None:
@@ -277,31 +242,6 @@ def test_a_read_only_manifest_takes_no_writes(path: str) -> None:
         manifest.submit([register(1)])
 
 
-def test_after_a_fork_the_child_is_refused_and_the_parent_unharmed(path: str) -> None:
-    code = """
-        import os, sys
-        from quire.core.errors import StoreClosed
-        from quire.manifest.store import ManifestStore
-        from tests.manifest.helpers import chunk, finish, python, register
-        manifest = ManifestStore.open(sys.argv[1])
-        manifest.submit([register(1)]).result()
-        child = os.fork()
-        if child == 0:
-            refused = 0
-            for use in (manifest.read, manifest.check, lambda: manifest.submit([chunk(1)]).result(5)):
-                try:
-                    use()
-                except StoreClosed:
-                    refused += 1
-            os._exit(0 if refused == 3 else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        manifest.submit([chunk(2)]).result()
-        assert not [p for p in manifest.check() if not p.leak]
-        manifest.close()
-    """
-    assert finish(python(code, path)) == "0\n"
-
-
 # ── translation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def lmdb_errors() -> list[type[lmdb.Error]]:
     found = [kind for kind in vars(lmdb).values() if isinstance(kind, type) and issubclass(kind, lmdb.Error)]
@@ -341,10 +281,9 @@ def test_a_closed_environment_refuses_and_closes_again(path: str) -> None:
     env = ManifestEnv(path, ManifestSettings(), write=True)
     env.close()
     env.close()
-    with pytest.raises(StoreClosed):
-        env.begin_read()
-    with pytest.raises(StoreClosed):
-        env.begin_write()
+    for use in (lambda: ReadTxn(env), env.begin_write, env.info, lambda: env.copy(path + ".copy")):
+        with pytest.raises(StoreClosed):
+            use()
 
 
 def test_a_copy_is_a_whole_manifest(path: str) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import structlog
 
 from quire.core.errors import (
     AlreadyExists,
     DiskFull,
-    InvalidInput,
     QuireError,
     StorageFault,
     StoreClosed,
@@ -25,12 +26,11 @@ from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import GenerationWait, ManifestGuard, Receipt
-from quire.manifest.ops.base import Component, Op
-from quire.manifest.ops.local import PutReader
+from quire.manifest.ops.base import Component
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean, assert_replays, outcome
-from tests.manifest.helpers import Hold, chunk, held, register
+from tests.manifest.helpers import Hold, chunk, eventually, held, register
 
 Waitable = ManifestGuard | GenerationWait
 
@@ -76,6 +76,44 @@ def test_a_wait_that_ends_as_the_commit_does_harms_nobody(manifest: ManifestStor
                 pass
     assert manifest.writer.failure is None
     assert manifest.submit([chunk(number + 1)]).result(30)
+
+
+def test_a_guard_keeps_no_doorbell_once_nobody_waits(manifest: ManifestStore) -> None:
+    """Hazard: a pipeline's guards kept the descriptors of threads that were long gone."""
+    with held(manifest):
+        guard = manifest.submit([register(1)])
+        with pytest.raises(TimedOut):
+            guard.result(0.005)
+        assert guard.waiter is None
+        waiting = threading.Thread(target=guard.result, args=(30,))
+        waiting.start()
+        assert eventually(lambda: guard.waiter is not None)
+    waiting.join(30)
+    assert guard.waiter is None
+
+
+def test_a_process_without_descriptors_can_still_wait(manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a thread that waits for the first time needs a descriptor; at EMFILE it got an OSError for its commit."""
+
+    def full(*_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "eventfd", full)
+    found: list[object] = []
+
+    def wait() -> None:
+        try:
+            found.append(guard.result(30))
+        except Exception as error:
+            found.append(error)
+
+    with held(manifest):
+        guard = manifest.submit([register(1)])
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not eventually(lambda: bool(found), 0.05)
+    waiting.join(30)
+    assert [type(each) for each in found] == [Receipt]
 
 
 def test_the_error_is_the_batches_own_each_time(manifest: ManifestStore) -> None:
@@ -289,15 +327,40 @@ def test_an_error_of_our_own_in_the_writer_is_heard_by_everyone(path: str) -> No
         assert again.register_db("x", DbKind.PAGES) == 1
 
 
+def test_everyone_hears_of_the_end_even_if_the_log_does_not(path: str) -> None:
+    """Hazard: a log processor raised while the writer was dying, before it had told those who waited."""
+    poisoned = Poisoned(path)
+    structlog.configure(processors=[_broken_processor])
+    try:
+        poisoned.provoke(errno.EIO, "manifest.commit.flushed")
+        poisoned.assert_unusable()
+    finally:
+        structlog.reset_defaults()
+    poisoned.assert_reopens()
+
+
+def _broken_processor(_logger: object, _level: str, _event: object) -> str:
+    raise ZeroDivisionError("a bug of the application")
+
+
 def test_doubt_stops_a_group_that_is_redone_batch_by_batch(path: str) -> None:
     manifest = ManifestStore.open(path)
     manifest.submit([register(1)]).result()
-    broken: list[Op] = [PutReader(1, 1, 2**70, 1)]
-    with held(manifest, "manifest.commit.durable") as hold, armed("manifest.commit.flushed", "1*off->raise:EIO"):
-        guards = [manifest.submit(batch) for batch in ([chunk(1)], broken, [chunk(2)], [chunk(3)], [chunk(4)])]
+    surprises = iter([ValueError("nobody knows whose fault this is")])
+
+    def surprise(_: str) -> None:
+        for error in surprises:
+            raise error
+
+    with (
+        held(manifest, "manifest.commit.durable") as hold,
+        armed("manifest.commit.applied", surprise),
+        armed("manifest.commit.flushed", "1*off->raise:EIO"),
+    ):
+        guards = [manifest.submit([chunk(number)]) for number in (1, 2, 3, 4)]
         hold.release()
         kinds = [type(outcome(guard, 30)) for guard in guards]
-    assert kinds == [Receipt, InvalidInput, StoreUnusable, StoreUnusable, StoreUnusable]
+    assert kinds == [Receipt, StoreUnusable, StoreUnusable, StoreUnusable]
     manifest.close()
     with ManifestStore.open(path) as again, again.read() as txn:
         assert {key[1] for key, _ in txn.scan(t.CHUNK_CATALOG)} <= {1, 2}, "nothing is written after the doubt"

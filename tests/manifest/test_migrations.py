@@ -15,10 +15,11 @@ import pytest
 
 from quire.core.errors import FormatTooNew, StorageFault
 from quire.core.settings import ManifestSettings
-from quire.durable.failpoints import VARIABLE, armed
+from quire.durable.failpoints import VARIABLE, armed, hit
 from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import BASE_SCHEMA, SCHEMA, STORE_ID, Step, migrate
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import MetaRecord, MigrationRecord
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
@@ -49,17 +50,10 @@ def environment(path: str) -> Iterator[ManifestEnv]:
 
 def state(env: ManifestEnv) -> tuple[int, int, list[str]]:
     """(times counted, schema, ledger)."""
-    txn, ticket = env.begin_read()
-    try:
-        numbers = []
-        for key in (COUNT, SCHEMA):
-            raw = txn.get(key, db=env.handles["meta"])
-            numbers.append(t.META.codec.decode(bytes(raw)).number if raw is not None else 0)
-        with txn.cursor(db=env.handles["migrations"]) as cursor:
-            ledger = [bytes(key).decode() for key in cursor.iternext(values=False)]
-        return numbers[0], numbers[1], ledger
-    finally:
-        env.end_read(txn, ticket)
+    with ReadTxn(env) as txn:
+        count, schema = txn.get(t.META, "count"), txn.get(t.META, "schema")
+        ledger = [name for (name,), _ in txn.scan(t.MIGRATIONS)]
+        return count.number if count else 0, schema.number if schema else 0, ledger
 
 
 def test_a_new_store_is_born_with_every_step_done(path: str) -> None:
@@ -115,6 +109,84 @@ def test_killed_in_the_middle_it_is_repaired_by_opening_again(path: str, point: 
         assert state(env) == (3, BASE_SCHEMA + 3, [step.name for step in STEPS])
 
 
+# ── a step of several transactions ────────────────────────────────────────────────────────────────────────────────────
+BETWEEN = ("test.migration.first", "test.migration.second", "manifest.migration.prepared", *POINTS)
+MARKS = {name: t.META.key.pack(name) for name in ("mark-1", "mark-2", "mark-3")}
+
+
+def mark(env: ManifestEnv, txn: lmdb.Transaction, name: str) -> None:
+    txn.put(MARKS[name], t.META.codec.encode(MetaRecord(text=name)), db=env.handles["meta"])
+
+
+def prepare(env: ManifestEnv) -> None:
+    """Two transactions of its own; doing them again changes nothing."""
+    for name, point in (("mark-1", "test.migration.first"), ("mark-2", "test.migration.second")):
+        with env.begin_write() as txn:
+            mark(env, txn, name)
+        hit(point)
+
+
+def last(env: ManifestEnv, txn: lmdb.Transaction) -> None:
+    """The third is that of the ledger."""
+    assert [bytes(txn.get(MARKS[name], db=env.handles["meta"]) or b"") for name in ("mark-1", "mark-2")]
+    mark(env, txn, "mark-3")
+    count_up(env, txn)
+
+
+LONG = [STEPS[0], Step("002-long", last, prepare), STEPS[2]]
+
+
+def marks(env: ManifestEnv) -> list[str]:
+    with ReadTxn(env) as txn:
+        return [name for name in MARKS if txn.get(t.META, name) is not None]
+
+
+def assert_one_step_is_whole_or_resumable(env: ManifestEnv) -> None:
+    counted, schema, ledger = state(env)
+    assert counted == len(ledger) == schema - BASE_SCHEMA, "the last transaction and the ledger row are one"
+    assert ("mark-3" in marks(env)) == ("002-long" in ledger)
+    migrate(env, ManualClock(), LONG)
+    assert marks(env) == list(MARKS)
+    assert state(env) == (3, BASE_SCHEMA + 3, [step.name for step in LONG])
+    assert migrate(env, ManualClock(), LONG) == []
+
+
+def test_a_step_may_use_several_transactions(path: str) -> None:
+    """Hazard: it was called with the write transaction already open, and could not begin any of its own."""
+    with environment(path) as env:
+        migrate(env, ManualClock(), [])
+        assert migrate(env, ManualClock(), LONG) == [step.name for step in LONG]
+        assert marks(env) == list(MARKS)
+        assert_one_step_is_whole_or_resumable(env)
+
+
+@pytest.mark.parametrize("point", BETWEEN)
+def test_a_step_that_fails_between_two_transactions_is_resumed(path: str, point: str) -> None:
+    with environment(path) as env:
+        migrate(env, ManualClock(), [])
+        with (
+            armed(point, "raise:EIO" if point not in POINTS else "1*off->raise:EIO"),
+            pytest.raises(OSError, match=point),
+        ):
+            migrate(env, ManualClock(), LONG)
+        assert state(env)[2][0] == "001-first"
+        assert_one_step_is_whole_or_resumable(env)
+
+
+@pytest.mark.parametrize("point", BETWEEN)
+def test_a_step_that_is_killed_between_two_transactions_is_resumed(path: str, point: str) -> None:
+    with environment(path) as env:
+        migrate(env, ManualClock(), [])
+    script = f"{point}=kill" if point not in POINTS else f"{point}=1*off->kill"
+    variables = {**os.environ, VARIABLE: script, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = CHILD.replace("STEPS", "LONG")
+    child = subprocess.run([sys.executable, "-c", code, path], env=variables, capture_output=True, timeout=60)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    with environment(path) as env:
+        assert_one_step_is_whole_or_resumable(env)
+
+
+# ── what is newer ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("mode", ["rw", "r"])
 @pytest.mark.parametrize("newer", ["schema", "step"])
 def test_a_store_written_by_a_newer_quire_is_refused_and_stays_as_it_was(path: str, mode: str, newer: str) -> None:

@@ -127,7 +127,7 @@ def test_a_database_cannot_be_born_tombstoned(manifest: ManifestStore) -> None:
 
 def test_a_dropped_name_is_free_and_a_dropped_id_is_not(manifest: ManifestStore) -> None:
     first = manifest.register_db("a", DbKind.PAGES)
-    manifest.drop_db(first).result()
+    does(manifest, DropDb(first))
     second = manifest.register_db("a", DbKind.PAGES)
     assert second > first
     does(manifest, RemoveDb(first))

@@ -22,6 +22,7 @@ from quire.core.errors import (
 )
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.checkpoints import WalChunkUpdate
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
@@ -45,7 +46,7 @@ from quire.manifest.records import (
     WalFormat,
     WalState,
 )
-from quire.manifest.store import ManifestStore, WalChunkUpdate
+from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
 from tests.manifest.helpers import checkpoint, counts, does, refuses, register

@@ -397,17 +397,23 @@ def test_each_commit_is_one_structured_event(manifest: ManifestStore) -> None:
 def test_prometheus_sees_what_the_writer_did(manifest: ManifestStore) -> None:
     manifest.submit([register(1), chunk(1)]).result()
     outcome(manifest.submit([register(1)]))
-    registry = CollectorRegistry()
-    registry.register(ManifestCollector(manifest.writer.stats, manifest.env.info))
     assert eventually(lambda: manifest.writer.stats.batches == 2)
+    stats = manifest.writer.stats
+    seen = stats.commits, stats.batches
+    assert seen == (2, 2)
+    manifest.feed.register(name="slow")
+    registry = CollectorRegistry()
+    registry.register(ManifestCollector(stats, manifest.env.info, manifest.feed.lag))
+    assert eventually(lambda: stats.batches == 3)
     text = generate_latest(registry).decode()
     for line in (
-        "quire_manifest_commits_total 2.0",
-        "quire_manifest_batches_total 2.0",
+        "quire_manifest_commits_total 3.0",
+        "quire_manifest_batches_total 3.0",
         "quire_manifest_batches_failed_total 1.0",
-        "quire_manifest_operations_total 2.0",
-        'quire_manifest_commit_seconds_bucket{le="+Inf"} 2.0',
-        "quire_manifest_commit_seconds_count 2.0",
+        "quire_manifest_operations_total 3.0",
+        'quire_manifest_commit_seconds_bucket{le="+Inf"} 3.0',
+        "quire_manifest_commit_seconds_count 3.0",
+        'quire_feed_lag{cursor="slow"} 1.0',
     ):
         assert line in text
     assert "quire_manifest_file_bytes" in text

@@ -1,117 +1,161 @@
-"""What all commands share: the options --store, --json and --debug, finding the store, and telling errors.
+"""What all commands share: where the store is, what they return, how their outcome becomes output and an exit code.
 
 Rules
-  1. A command is a function whose first parameter is a `Cli`; `command` gives it the shared options and its example.
-  2. It returns what it shows (a `Shown`), or raises; `Verdict` also carries an exit code.
-  3. An error is one sentence and the next step, with the exit code of its group; a traceback only with --debug.
-  4. The store is the one of --store, else of QUIRE_STORE, else the current directory.
+  1. A command is a function whose first parameter is a `Cli`. It returns what it shows (a `Shown`), or raises; `Verdict`
+     also carries an exit code.
+  2. An error is one sentence and the next step, with the exit code of its group; a traceback only with --debug.
+  3. The store is the one of --store, else of QUIRE_STORE, else the current directory.
+  4. A reader that closes the pipe (`quire ls | head -1`) has seen enough: the command ends at once, with nothing said and
+     the code a shell gives to what SIGPIPE ended. The signal itself stays ignored: it would also come from sockets.
 
-Importing this module loads typer and nothing of the store: `quire --help` is quick.
+Importing this module loads neither typer nor the store.
 """
 
 from __future__ import annotations
 
-import inspect
+import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
-import typer
+import msgspec
+from msgspec.structs import replace
 
-from quire.cli.exits import OK, exit_of
+from quire.cli.exits import OK, PIPE_CLOSED, exit_of
 from quire.cli.output import JsonOutput, Output, Shown, TextOutput
-from quire.core.errors import InternalError, QuireError
+from quire.cli.plain import visible
+from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault
 
 if TYPE_CHECKING:
+    from quire.core.settings import StoreSettings
+    from quire.manifest.store import ManifestStore
     from quire.store.store import Store
 
-P = ParamSpec("P")
-
-STORE = typer.Option(
-    "--store", "-s", envvar="QUIRE_STORE", help="The store's directory.", show_default="this directory"
-)
-JSON = typer.Option("--json", help="Write JSON (its shape: docs/cli.md).")
-DEBUG = typer.Option("--debug", help="Show the traceback of an error.")
-
-SHARED = (
-    inspect.Parameter("store", inspect.Parameter.KEYWORD_ONLY, default=".", annotation=Annotated[str, STORE]),
-    inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, JSON]),
-    inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, DEBUG]),
-)
+HERE = "."
+STORE_VARIABLE = "QUIRE_STORE"
 
 
-@dataclass(frozen=True, slots=True)
-class Cli:
+class Cli(msgspec.Struct, frozen=True):
     """What a command gets: where the store is, and whether a program reads the output."""
 
     path: str
     as_json: bool = False
 
-    def reader(self) -> Store:
-        """The store, for reading: works while another process owns it."""
+    def reader(self) -> ManifestStore:
+        """The manifest, for reading: works while another process owns the store. Nothing else of it is loaded."""
+        from quire.store.layout import read_manifest
+
+        return read_manifest(self.path)
+
+    def settings(self) -> StoreSettings:
+        """What the store's quire.toml says."""
+        from quire.durable.files import OsDisk
+        from quire.store.layout import Found, look, not_found, read_config
+
+        disk, root = OsDisk(), os.path.abspath(self.path)
+        if look(disk, root) is not Found.STORE:
+            raise not_found(root)
+        return read_config(disk, root, None)
+
+    def owner(self, *, repair: bool = False, upkeep: bool = False, grace_seconds: float | None = None) -> Store:
+        """The store, for changing it; never makes one.
+
+        A command does what it was asked for: `upkeep` in the background is for those that may take minutes.
+        `grace_seconds` replaces the time that bytes stay after their last reference went.
+        """
         from quire.store.store import open as open_quire
 
-        return open_quire(self.path, "r")
+        settings = self.settings()
+        maintenance = replace(settings.maintenance, enabled=upkeep and settings.maintenance.enabled)
+        if upkeep and not maintenance.workers:  # who runs such a command wants the work done here
+            maintenance = replace(maintenance, workers=1)
+        if grace_seconds is not None:
+            maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
+        return open_quire(self.path, create=False, repair=repair, settings=replace(settings, maintenance=maintenance))
 
-    def owner(self, *, repair: bool = False) -> Store:
-        """The store, for changing it; never makes one."""
-        from quire.store.store import open as open_quire
 
-        return open_quire(self.path, create=False, repair=repair)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """A value to show, if any, and the exit code to end with."""
 
     shown: Shown | None
     code: int
 
 
-Body = Callable[Concatenate[Cli, P], Shown | Verdict]
+def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
+    """Run a command, show what it returns or tell what went wrong; its exit code."""
+    output = output_for(cli.as_json)
+    try:
+        outcome = body(cli, **arguments)
+        verdict = outcome if isinstance(outcome, Verdict) else Verdict(outcome, OK)
+        if verdict.shown is not None:
+            _show(output, verdict.shown)
+        return verdict.code
+    except BrokenPipeError:
+        return pipe_closed()
+    except QuireError as error:
+        if debug:
+            raise
+        return tell(output, error)
+    except Exception as error:
+        if debug:
+            raise
+        return tell(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
 
 
-def command(app: typer.Typer, name: str, *, example: str) -> Callable[[Body[P]], Body[P]]:
-    """Register a function as a command of `app`; `example` is shown at the end of its help."""
-
-    def register(body: Body[P]) -> Body[P]:
-        def run(*, store: str, as_json: bool, debug: bool, **arguments: Any) -> None:
-            output: Output = JsonOutput() if as_json else TextOutput()
-            try:
-                outcome = body(Cli(store, as_json), **arguments)  # type: ignore[call-arg]  # typer passes by name
-                verdict = outcome if isinstance(outcome, Verdict) else Verdict(outcome, OK)
-                if verdict.shown is not None:
-                    output.show(verdict.shown)
-            except QuireError as error:
-                if debug:
-                    raise
-                output.fail(error)
-                raise typer.Exit(exit_of(error).code) from None
-            except (typer.Exit, typer.Abort, BrokenPipeError):  # typer ends them quietly
-                raise
-            except Exception as error:
-                if debug:
-                    raise
-                told = InternalError(f"a bug in quire: {type(error).__name__}: {error}")
-                output.fail(told)
-                raise typer.Exit(exit_of(told).code) from None
-            if verdict.code:
-                raise typer.Exit(verdict.code)
-
-        signature = inspect.signature(body, eval_str=True)
-        own = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in list(signature.parameters.values())[1:]
-        ]
-        run.__signature__ = inspect.Signature([*own, *SHARED])  # type: ignore[attr-defined]
-        run.__annotations__ = {}
-        run.__name__ = body.__name__
-        app.command(name, help=body.__doc__, epilog=f"Example: {example}")(run)
-        return body
-
-    return register
+def output_for(as_json: bool) -> Output:
+    """JSON for programs, text for people."""
+    return JsonOutput() if as_json else TextOutput()
 
 
-def new_app(text: str) -> typer.Typer:
-    """An application or a group of commands, plain: typer's rich help costs more than all the rest of a light command."""
-    return typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+def tell(output: Output, error: QuireError) -> int:
+    """Say what went wrong; the exit code."""
+    try:
+        output.fail(error)
+        sys.stderr.flush()
+    except BrokenPipeError:
+        return pipe_closed()
+    return exit_of(error).code
+
+
+def pipe_closed() -> int:
+    """Rule 4: what is still buffered goes nowhere, and nobody is told."""
+    abandon_streams()
+    return PIPE_CLOSED
+
+
+def unwritable(error: OSError) -> StorageFault:
+    """The error of an output that cannot be written, because a disk is full for instance."""
+    abandon_streams()
+    return StorageFault(f"the output cannot be written: {error.strerror}", hint="see where it is going")
+
+
+def abandon_streams() -> None:
+    """Send what cannot be written nowhere: else the interpreter tries again at its end, and complains."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def agreed(question: str, otherwise: str) -> bool:
+    """Ask on stderr: stdout belongs to the command's value. `otherwise` is what did not happen if nobody answers."""
+    sys.stderr.write(f"{visible(question)} [y/N] ")
+    sys.stderr.flush()
+    answer = sys.stdin.readline()
+    if not answer:
+        sys.stderr.write("\n")
+        raise InvalidInput(f"nobody answered, so {otherwise}", hint="say `--yes` where nobody can answer")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _show(output: Output, shown: Shown) -> None:
+    try:
+        output.show(shown)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritable(error) from error

@@ -1,9 +1,11 @@
 """The command `doctor`: is the machine fit, and is anything in the store's way?
 
 Rules
-  1. Every finding is `ok`, `note` (worth knowing) or `bad` (needs doing something); exit code 1 if one is bad.
-  2. A check that fails is a finding, not an end: the others still run.
-  3. Only the object store is written to: one small object, put, read back and deleted. `--no-objects` leaves it out.
+  1. Every probe gives a row: `ok`, `warn` (worth knowing) or `fail` (needs doing something, and what); exit code 1 if one
+     fails.
+  2. A probe that raises, whatever it raises, is a failed row: the others still run.
+  3. Nothing is made, and nothing is written but one small object into an object store that is there: put, read back,
+     deleted. `--no-objects` leaves it out.
 """
 
 from __future__ import annotations
@@ -17,28 +19,34 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.command import Cli, Verdict, command
+from quire.cli.check import RESTORE, unreadable
+from quire.cli.command import Cli, Verdict
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
-from quire.cli.plain import count_of, moment, size
+from quire.cli.plain import count_of, here, size
+from quire.cli.telling import for_people, next_step
+from quire.cli.typed import command
+from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
 
 if TYPE_CHECKING:
-    from quire.store.store import Store
+    from quire.manifest.store import ManifestStore
 
 FREE_BYTES_MIN = GIB
-"""Less free space than this is worth a note."""
+"""Less free space than this is worth a warning."""
 READERS_FILL_MAX = 0.8
+CLOCK = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was looked at; `next` is what to do about it."""
 
     check: str
     state: str
     detail: str
+    next: str = ""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -51,98 +59,185 @@ def doctor(
 ) -> Verdict:
     """See whether machine, store and object store are well.
 
-    Looks at versions, disk, the lock's holder, readers and map of the manifest, and does a round trip to the object store.
+    Looks at versions, disk, configuration, the lock's holder, and at the manifest: its rules, readers and map. Puts one
+    small object into the object store, reads it back and deletes it. Makes nothing.
     """
-    findings = [*_machine(), *_store(cli, with_objects=not no_objects)]
-    bad = sum(each.state == "bad" for each in findings)
+    findings = list(_findings(os.path.abspath(cli.path), with_objects=not no_objects))
+    failed = sum(each.state == "fail" for each in findings)
+    warned = sum(each.state == "warn" for each in findings)
+    notes = f"; {count_of(warned, 'warning')}" if warned else ""
     shown = Listing(
         columns=["check", "state", "detail"],
-        rows=[Row([each.check, each.state, each.detail], each) for each in findings],
-        closing=f"{count_of(bad, 'thing')} to look after" if bad else "all is well",
+        rows=[
+            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], each) for each in findings
+        ],
+        closing=(f"{count_of(failed, 'thing')} to look after" if failed else "all is well") + notes,
     )
-    return Verdict(shown, PROBLEMS if bad else OK)
+    return Verdict(shown, PROBLEMS if failed else OK)
 
 
-def _machine() -> Iterator[Finding]:
-    import platform
-    from importlib.metadata import version
+def _findings(root: str, *, with_objects: bool) -> Iterator[Finding]:
+    from quire.durable import names
+    from quire.durable.files import OsDisk
+    from quire.store.layout import Found, look
 
-    yield Finding("quire", "ok", version("quire"))
-    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
-    yield Finding("lmdb", "ok", version("lmdb"))
-
-
-def _store(cli: Cli, *, with_objects: bool) -> Iterator[Finding]:
+    yield from _machine()
+    yield _probed("disk", lambda: _disk(root))
+    store = _probed("store", lambda: _store(root))
+    yield store
     try:
-        store = cli.reader()
-    except QuireError as error:
-        yield Finding("store", "bad", str(error))
-        yield from _guarded("disk", lambda: _disk(cli.path))
+        is_store = look(OsDisk(), root) is Found.STORE
+    except QuireError:
+        is_store = False  # the row above says why
+    if not is_store:
         return
-    with store:
-        yield Finding("store", "ok", store.path)
-        yield from _guarded("disk", lambda: _disk(store.path))
-        yield from _guarded("owner", lambda: _owner(store))
-        yield from _guarded("readers", lambda: _readers(store))
-        yield from _guarded("map", lambda: _map(store))
-        if with_objects:
-            yield from _guarded("objects", lambda: _objects(store))
+    yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
+    yield from _manifest(os.path.join(root, names.MANIFEST))
+    if with_objects and store.state == "ok":
+        yield _probed("objects", lambda: _objects(root))
 
 
-def _guarded(check: str, look: Callable[[], Finding]) -> Iterator[Finding]:
+def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
     """Rule 2."""
     try:
-        yield look()
-    except (QuireError, OSError) as error:
-        yield Finding(check, "bad", str(error))
+        return probe()
+    except QuireError as error:
+        return Finding(check, "fail", for_people(error), next_step(error))
+    except Exception as error:
+        return Finding(check, "fail", f"{type(error).__name__}: {error}", "report it if it stays")
+
+
+# ── the machine ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _machine() -> Iterator[Finding]:
+    import platform
+
+    yield _probed("quire", lambda: Finding("quire", "ok", _version("quire")))
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
+    yield _probed("lmdb", lambda: Finding("lmdb", "ok", _version("lmdb")))
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
 
 
 def _disk(path: str) -> Finding:
     while not os.path.exists(path):
-        path = os.path.dirname(os.path.abspath(path))
+        path = os.path.dirname(path)
     usage = shutil.disk_usage(path)
-    state = "note" if usage.free < FREE_BYTES_MIN else "ok"
-    return Finding("disk", state, f"{size(usage.free)} free of {size(usage.total)}")
+    detail = f"{size(usage.free)} free of {size(usage.total)}"
+    return (
+        Finding("disk", "warn", detail, "free some") if usage.free < FREE_BYTES_MIN else Finding("disk", "ok", detail)
+    )
 
 
-def _owner(store: Store) -> Finding:
-    from quire.durable import names
+# ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _store(root: str) -> Finding:
+    """A directory with the right files and a configuration that makes sense; what is in the manifest is another row."""
+    from quire.durable.files import OsDisk
+    from quire.store.layout import Found, look, not_found, read_config
+
+    if look(OsDisk(), root) is not Found.STORE:
+        raise not_found(root)
+    read_config(OsDisk(), root, None)
+    return Finding("store", "ok", root)
+
+
+def _owner(lock: str) -> Finding:
     from quire.durable.locks import holder, is_held
 
-    path = os.path.join(store.path, names.LOCK)
-    if not is_held(path):
+    if not is_held(lock):
         return Finding("owner", "ok", "nobody owns the store now")
-    found = holder(path)
+    found = holder(lock)
     if found is None:
-        return Finding("owner", "note", "some process owns the store; it did not say which")
-    return Finding("owner", "ok", f"process {found.pid} on {found.host} since {moment(found.since_ms)}")
+        return Finding("owner", "warn", "some process owns the store; it did not say which")
+    since = here(found.since_ms, CLOCK.now_ms())
+    return Finding("owner", "ok", f"process {found.pid} on {found.host} since {since}")
 
 
-def _readers(store: Store) -> Finding:
-    figures = store.manifest.env.info()
+def _manifest(path: str) -> Iterator[Finding]:
+    """The manifest's rows. A child process reads it first, because some damage kills.
+
+    Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
+    """
+    from quire.manifest.store import ManifestStore
+
+    opened: list[ManifestStore] = []
+
+    def open_and_check() -> Finding:
+        if (why := unreadable(os.path.dirname(path))) is not None:
+            return Finding("manifest", "fail", why, RESTORE)
+        opened.append(ManifestStore.open(path, mode="r"))
+        return _rules(opened[0])
+
+    yield _probed("manifest", open_and_check)
+    if not opened:
+        return
+    with opened[0] as manifest:
+        yield _probed("readers", lambda: _readers(manifest))
+        yield _probed("map", lambda: _map(manifest))
+
+
+def _rules(manifest: ManifestStore) -> Finding:
+    began = CLOCK.monotonic()
+    problems = manifest.check()
+    damage = [each for each in problems if not each.leak]
+    if damage:
+        rules = ", ".join(sorted({each.rule for each in damage}))
+        detail = f"{count_of(len(damage), 'problem')}, by rule {rules}"
+        return Finding("manifest", "fail", detail, "`quire manifest check` shows more and says what to do")
+    if problems:
+        detail = f"{count_of(len(problems), 'leak')}: space that nobody will free"
+        return Finding("manifest", "warn", detail, "`quire manifest check` lists them; nothing is in danger")
+    return Finding("manifest", "ok", f"keeps all its rules (checked in {CLOCK.monotonic() - began:.1f} s)")
+
+
+def _readers(manifest: ManifestStore) -> Finding:
+    figures = manifest.env.info()
     used, slots = figures["num_readers"], figures["max_readers"]
-    state = "note" if used > slots * READERS_FILL_MAX else "ok"
-    return Finding("readers", state, f"{used:,} of {slots:,} slots of the manifest were in use at once")
+    detail = f"{used:,} of {slots:,} slots of the manifest were in use at once"
+    if used > slots * READERS_FILL_MAX:
+        return Finding("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
+    return Finding("readers", "ok", detail)
 
 
-def _map(store: Store) -> Finding:
-    env = store.manifest.env
-    figures = env.info()
-    state = "note" if env.is_nearly_full() else "ok"
-    return Finding("map", state, f"{size(figures['file_bytes'])} used of {size(figures['map_size'])} reserved")
+def _map(manifest: ManifestStore) -> Finding:
+    figures = manifest.env.info()
+    detail = f"{size(figures['file_bytes'])} used of {size(figures['map_size'])} reserved"
+    if manifest.env.is_nearly_full():
+        return Finding("map", "warn", detail, "raise manifest.map_bytes in quire.toml")
+    return Finding("map", "ok", detail)
 
 
-def _objects(store: Store) -> Finding:
-    from quire.core.clock import SystemClock
+# ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _objects(root: str) -> Finding:
+    from quire.durable.files import OsDisk
+    from quire.objects.local import LocalStore
+    from quire.objects.open import open_store
+    from quire.store.layout import objects_url, read_config
 
-    clock = SystemClock()
-    key, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
-    began = clock.monotonic()
-    store.objects.put(key, body, create_only=True)
-    same = store.objects.get(key) == body
-    store.objects.delete(key)
-    milliseconds = (clock.monotonic() - began) * 1000
+    settings = read_config(OsDisk(), root, None)
+    url = objects_url(root, settings)
+    objects = open_store(url)
+    try:
+        if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
+            if settings.object_store:
+                return Finding(
+                    "objects", "warn", f"{url} is not there", "make the directory, or mount what belongs there"
+                )
+            return Finding("objects", "ok", f"{url} is not there yet: the first object makes it")
+        key, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
+        began = CLOCK.monotonic()
+        objects.put(key, body, create_only=True)
+        try:
+            same = objects.get(key) == body
+        finally:
+            objects.delete(key)
+        milliseconds = (CLOCK.monotonic() - began) * 1000
+    finally:
+        objects.close()
     if not same:
-        return Finding("objects", "bad", f"{store.objects_url} gave back other bytes than it was given")
-    return Finding("objects", "ok", f"put, get, delete in {milliseconds:.1f} ms: {store.objects_url}")
+        return Finding("objects", "fail", f"{url} gave back other bytes than it was given", "do not trust it with data")
+    return Finding("objects", "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

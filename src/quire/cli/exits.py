@@ -10,7 +10,7 @@ Constants and pure functions. docs/cli.md shows this table; a test holds the two
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from quire.core import errors as e
 
@@ -19,10 +19,11 @@ PROBLEMS = 1
 USAGE = 2
 INTERNAL = 70
 INTERRUPTED = 130
+PIPE_CLOSED = 141
+"""Whoever read our output has seen enough; what a shell shows for a program that SIGPIPE ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(msgspec.Struct, frozen=True):
     """A group of errors, its code, and the next step when the error itself names none."""
 
     group: type[e.QuireError]

@@ -1,46 +1,80 @@
-"""Commands about the change feed: tail. They read; nothing is acknowledged."""
+"""Commands about the change feed: tail, cursors, drop.
+
+Rules
+  1. `tail` and `cursors` only read; nothing is acknowledged.
+  2. `tail` holds no read transaction while it writes (M4): it reads `STEP_RECORDS` at a time.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.command import Cli, command, new_app
-from quire.cli.output import Listing, Row
-from quire.cli.plain import moment, pairs, plain, telling
+from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.exits import PROBLEMS
+from quire.cli.output import Listing, Note, Row
+from quire.cli.plain import count_of, moment, pairs, span, telling
+from quire.cli.typed import command, new_app
+from quire.core.clock import SystemClock
+from quire.core.errors import UnknownCursor
+from quire.core.plain import plain
 
 if TYPE_CHECKING:
-    from quire.manifest.change import ChangeRecord
+    from quire.manifest.change import ChangeRecord, CursorInfo
+    from quire.manifest.feed import ChangeFeed
+
+STEP_RECORDS = 64
+"""Change records read together: one may hold thousands of operations."""
 
 
 def add_to(app: typer.Typer) -> None:
     """Register these commands, as a group."""
-    group = new_app("Read the change feed: every batch that was committed, in order.")
+    group = new_app("Every batch that was committed, in order, and who follows it.")
     command(group, "tail", example="quire feed tail --limit 5")(tail)
+    command(group, "cursors", example="quire feed cursors --json")(cursors)
+    command(group, "drop", example="quire feed drop my-app --yes")(drop)
     app.add_typer(group, name="feed")
 
 
+# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tail(
     cli: Cli,
-    start: Annotated[int, typer.Option("--from", min=0, help="First sequence; 0: so that the newest are shown.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Records at most.")] = 10,
+    start: Annotated[
+        int, typer.Option("--from", min=0, metavar="N", help="First sequence; 0: so that the newest are shown.")
+    ] = 0,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 10,
 ) -> Listing:
     """Show change records: their sequence, time and operations."""
-    with cli.reader() as store:
-        if not start:
-            start = max(1, store.info().newest_change - limit + 1)
-        with store.manifest.read() as txn:
-            records = list(islice(txn.changes(start), limit))
+    from quire.manifest.change import change_json
+
     return Listing(
         columns=[">sequence", "committed", "operations"],
-        rows=[
-            Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], as_json(each)) for each in records
-        ],
-        empty=f"the feed has nothing from sequence {start:,} on",
+        rows=(
+            Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], change_json(each))
+            for each in _records(cli, start, limit)
+        ),
+        empty=f"the feed has nothing from sequence {start:,} on" if start else "the feed is empty",
     )
+
+
+def _records(cli: Cli, start: int, limit: int) -> Iterator[ChangeRecord]:
+    with cli.reader() as manifest:
+        given = 0
+        while not limit or given < limit:
+            with manifest.read() as txn:
+                oldest, head = txn.feed_bounds()
+                if not start:
+                    start = max(oldest, head - limit + 1) if limit else oldest
+                step = list(islice(txn.changes(start), min(limit - given, STEP_RECORDS) if limit else STEP_RECORDS))
+            if not step:
+                return
+            yield from step
+            given += len(step)
+            start = step[-1].sequence + 1
 
 
 def summary(record: ChangeRecord) -> str:
@@ -56,14 +90,73 @@ def summary(record: ChangeRecord) -> str:
     return ", ".join(f"{count:,} × {name}" if count > 1 else name for name, count in counts.items())
 
 
-def as_json(record: ChangeRecord) -> dict[str, Any]:
-    """A change record with every operation in full."""
-    from quire.manifest.ops.base import Component
+# ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def cursors(cli: Cli) -> Listing:
+    """List the subscribers: how far each is, and what it allows itself.
 
-    return {
-        "sequence": record.sequence,
-        "committed_at_ms": record.committed_at_ms,
-        "operations": plain(record.operations),
-        "generations": {Component(number).name.lower(): reached for number, reached in record.generation_updates},
-        "trace_id": record.trace_id,
-    }
+    A live cursor keeps every change that it has not acknowledged; one without a ttl and a max lag keeps them for ever.
+    Being registered counts as the first acknowledgement.
+    """
+    from quire.manifest.records import CursorState
+
+    with cli.reader() as manifest:
+        found = manifest.feed.cursors()
+    lost = [each for each in found if each.state is CursorState.LOST]
+    return Listing(
+        columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
+        rows=[Row(_cells(each), cursor_json(each)) for each in found],
+        empty="nobody follows the feed (docs/feed.md shows how)",
+        closing="\n".join(f"{_called(each)} is lost: {each.lost_reason}" for each in lost),
+    )
+
+
+def _cells(each: CursorInfo) -> list[str]:
+    from quire.manifest.records import CursorState
+
+    lost = each.state is CursorState.LOST
+    return [
+        str(each.cursor_id),
+        each.name,
+        f"{each.acked_sequence:,}",
+        f"{each.lag:,}",
+        each.state.name.lower(),
+        "-" if lost else f"{span(SystemClock().now_ms() - each.updated_at_ms)} ago",
+        span(each.ttl_ms) if each.ttl_ms else "-",
+        f"{each.max_lag:,}" if each.max_lag else "-",
+    ]
+
+
+def cursor_json(each: CursorInfo) -> dict[str, Any]:
+    """A cursor, with what follows from its numbers."""
+    return {**plain(each), "lag": each.lag, "next_sequence": each.next_sequence}
+
+
+def drop(
+    cli: Cli,
+    cursor: Annotated[str, typer.Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> Note | Verdict:
+    """Drop a subscriber for good. What only it has kept of the change log may then be trimmed."""
+    with cli.owner() as store:
+        feed = store.manifest.feed
+        found = _find(feed, cursor)
+        if not yes and not agreed(
+            f"drop {_called(found)}, {count_of(found.lag, 'change')} behind?", "nothing was dropped"
+        ):
+            return Verdict(Note(text="nothing was dropped", data={"dropped": None}), PROBLEMS)
+        feed.drop(found.cursor_id)
+    return Note(text=f"dropped {_called(found)}", data={"dropped": cursor_json(found)})
+
+
+def _find(feed: ChangeFeed, text: str) -> CursorInfo:
+    """By name first: a name may be a number."""
+    try:
+        return feed.cursor(text)
+    except UnknownCursor:
+        if not text.isdecimal() or not text.isascii():
+            raise
+    return feed.cursor(int(text))
+
+
+def _called(each: CursorInfo) -> str:
+    return f"cursor {each.name} (id {each.cursor_id})" if each.name else f"cursor {each.cursor_id}"

@@ -1,38 +1,49 @@
-"""The program `quire`: puts the command groups together.
+"""The program `quire`: from a command line to an exit code.
 
-Importing it loads typer and the command modules; these load the store, LMDB or rich only when a command runs.
+Threads: the main one.
 """
 
 from __future__ import annotations
 
-import typer
+import os
+import sys
+from collections.abc import Sequence
 
-from quire.cli import doctor, feed, manifest, stores, tour
-from quire.cli.command import new_app
-
-app = new_app("quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`.")
-stores.add_to(app)
-manifest.add_to(app)
-feed.add_to(app)
-doctor.add_to(app)
-tour.add_to(app)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"quire {version('quire')}")
-        raise typer.Exit
-
-
-@app.callback(epilog="Example: quire tour --store ./quire-data")
-def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
-) -> None:
-    """quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."""
+from quire.cli import lane
+from quire.cli.command import output_for, pipe_closed, tell, unwritable
+from quire.cli.exits import INTERRUPTED
 
 
 def main() -> None:
     """What the console script and `python -m quire` run."""
-    app(prog_name="quire")
+    _see_to_streams()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; its exit code."""
+    try:
+        code = lane.run(arguments)
+        if code is None:
+            from quire.cli.app import app
+            from quire.cli.typed import run_app
+
+            code = run_app(app, arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return pipe_closed()
+    except OSError as error:  # typer was writing its help; commands tell such errors themselves
+        return tell(output_for("--json" in arguments), unwritable(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _see_to_streams() -> None:
+    """A stream the caller closed is one nobody reads: else the next file opened would get its number, and our words."""
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it lives as long as we do
+        elif number:
+            stream.reconfigure(errors="backslashreplace")  # a path need not be text

@@ -1,111 +1,45 @@
-"""Commands that look into the manifest: check, tables, dump. Only `check --repair` writes.
+"""Commands that look into the manifest: tables and dump; and, registered here, `check`.
 
 Rules
-  1. `check` shows every broken rule and ends with 1 if there is one; what keeps the checker itself from going on is
-     shown as one more problem, not as a failure of the command.
-  2. `dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
+  1. `dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
+  2. Packed bodies are shown unpacked: a slot leaf as its chains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.command import Cli, Verdict, command, new_app
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli import check
+from quire.cli.command import Cli
 from quire.cli.output import STEP_ROWS, Listing, Row
-from quire.cli.plain import count_of, pairs, plain, telling
-from quire.core.errors import ManifestDamaged, QuireError
+from quire.cli.plain import pairs, telling
+from quire.cli.typed import command, new_app
+from quire.core.errors import ManifestDamaged
+from quire.core.plain import plain
 
 if TYPE_CHECKING:
-    from quire.manifest.check import Problem
+    from quire.manifest.slots import Chain, Leaf
     from quire.manifest.tables import Table
-    from quire.store.store import Store
 
 
 def add_to(app: typer.Typer) -> None:
     """Register these commands, as a group."""
     group = new_app("Look into the manifest: the catalog of everything in a store.")
-    command(group, "check", example="quire manifest check --repair")(check)
+    check.add_to(group)
     command(group, "tables", example="quire manifest tables")(tables)
     command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
     app.add_typer(group, name="manifest")
-
-
-def check(
-    cli: Cli,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what can be recomputed. Needs to own the store.")
-    ] = False,
-) -> Verdict:
-    """Hold the manifest to its rules; exit code 1 if one is broken."""
-    mended = 0
-    if repair:
-        before = _problems_now(cli)
-        try:
-            with cli.owner(repair=True) as store:
-                problems = _problems(store)
-        except ManifestDamaged:
-            if not before:
-                raise
-            problems = _problems_now(cli)
-        mended = max(0, len(before) - len(problems))
-    else:
-        problems = _problems_now(cli)
-    return Verdict(_verdict(problems, mended), PROBLEMS if problems else OK)
-
-
-def _problems_now(cli: Cli) -> list[Problem]:
-    with cli.reader() as store:
-        return _problems(store)
-
-
-def _problems(store: Store) -> list[Problem]:
-    from quire.manifest.check import Problem, check
-
-    found: list[Problem] = []
-    try:
-        with store.manifest.read() as txn:
-            found.extend(check(txn))
-    except QuireError as error:  # rule 1
-        found.append(Problem("K1", f"the check could not go on: {error}"))
-    return found
-
-
-def _verdict(problems: list[Problem], mended: int) -> Listing:
-    rows = [
-        Row(
-            [each.rule, "leak" if each.leak else "damage", "yes" if each.fix else "no", str(each).partition(": ")[2]],
-            {
-                "rule": each.rule,
-                "what": each.what,
-                "where": plain(each.where),
-                "leak": each.leak,
-                "mendable": each.fix is not None,
-            },
-        )
-        for each in problems
-    ]
-    after = f" after {count_of(mended, 'repair')}" if mended else ""
-    mendable = sum(each.fix is not None and not each.leak for each in problems)
-    closing = count_of(len(problems), "problem") + after
-    if mendable:
-        closing += f"; `quire manifest check --repair` mends {mendable:,} of them"
-    return Listing(
-        columns=["rule", "kind", "mendable", "what"],
-        rows=rows,
-        empty=f"the manifest keeps all its rules{after}",
-        closing=closing,
-    )
 
 
 def tables(cli: Cli) -> Listing:
     """List the tables of the manifest."""
     from quire.manifest.tables import TABLES
 
-    with cli.reader() as store, store.manifest.read() as txn:
+    with cli.reader() as manifest, manifest.read() as txn:
         rows = [(each, txn.count(each)) for each in TABLES.values()]
     return Listing(
         columns=["table", ">rows", "policy", "purpose"],
@@ -127,12 +61,13 @@ def tables(cli: Cli) -> Listing:
 
 def dump(
     cli: Cli,
-    table: Annotated[str, typer.Argument(help="A table's name, as `quire manifest tables` lists them.")],
-    limit: Annotated[int, typer.Option(min=0, help="Rows at most; 0: all.")] = 20,
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="A name that `quire manifest tables` lists.")],
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Rows at most; 0: no limit.")] = 20,
 ) -> Listing:
     """Show the rows of a table, decoded.
 
-    As text only the fields that differ from their defaults, as JSON all of them.
+    As text only the fields that differ from their defaults, as JSON all of them. A chain of slot_leaf reads
+    SLOTS base:GENERATION@LSN + delta-ID:GENERATION@LSN.
     """
     from quire.manifest.reads import table_named
 
@@ -144,27 +79,67 @@ def _rows(cli: Cli, table: Table[Any], limit: int) -> Iterator[Row]:
     names = [name for name, _ in table.key.fields]
     given = 0
     after: tuple[Any, ...] | None = None
-    with cli.reader() as store:
+    with cli.reader() as manifest:
         while True:
             step: list[tuple[tuple[Any, ...], Any]] = []
-            with store.manifest.read() as txn:
+            with manifest.read() as txn:
                 for key, record in txn.scan(table, start=after):
                     if key != after:
                         step.append((key, record))
                     if len(step) == STEP_ROWS or (limit and given + len(step) == limit):
                         break
-            for key, record in step:
-                cells = [pairs(dict(zip(names, plain(key)))), pairs(_summary(record))]
-                yield Row(cells, {**dict(zip(names, plain(key))), "record": plain(record)})
+            yield from (_row(dict(zip(names, plain(key))), record) for key, record in step)
             given += len(step)
             if not step or given == limit:
                 return
             after = step[-1][0]
 
 
-def _summary(record: Any) -> dict[str, Any]:
+def _row(key: dict[str, Any], record: Any) -> Row:
     from quire.manifest.change import ChangeRecord
+    from quire.manifest.records import LeafRecord
 
+    data = {**key, "record": plain(record)}
     if isinstance(record, ChangeRecord):
-        return {"operations": len(record.operations), "first": type(record.operations[0]).__name__}
-    return telling(record)
+        summary = {"operations": len(record.operations), "first": type(record.operations[0]).__name__}
+        return Row([pairs(key), pairs(summary)], data)
+    if isinstance(record, LeafRecord) and (chains := _chains(key["leaf"], record.entries)) is not None:
+        data["chains"] = {str(slot): plain(chain) for slot, chain in chains.items()}
+        return Row([pairs(key), _in_runs(chains, key["origin_db_id"])], data)
+    return Row([pairs(key), pairs(telling(record))], data)
+
+
+def _chains(number: int, entries: bytes) -> Leaf | None:
+    """The chains of a leaf by slot; `None` if its bytes make no sense, which is for `check` to say."""
+    from quire.core.limits import SLOTS_PER_LEAF
+    from quire.manifest.slots import unpack_leaf
+
+    try:
+        return {number * SLOTS_PER_LEAF + offset: chain for offset, chain in unpack_leaf(entries).items()}
+    except ManifestDamaged:
+        return None
+
+
+def _in_runs(chains: Leaf, origin_db_id: int) -> str:
+    """Neighbouring slots with equal chains as one: `0-255 base:1@60`."""
+
+    def key(place: tuple[int, tuple[int, Chain]]) -> tuple[int, Chain]:
+        index, (slot, chain) = place
+        return slot - index, chain
+
+    runs = []
+    for (_, chain), places in groupby(enumerate(sorted(chains.items())), key):
+        slots = [slot for _, (slot, _) in places]
+        numbers = str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
+        runs.append(f"{numbers} {chain_text(chain, origin_db_id)}")
+    return "; ".join(runs) or "no slots"
+
+
+def chain_text(chain: Chain, origin_db_id: int) -> str:
+    """`base:1@60 + delta-1:2@100`: kind, generation and covered lsn of each artifact; another origin is named."""
+    links = []
+    for link in chain:
+        name = link.kind.name.lower() + (f"-{link.delta_id}" if link.delta_id else "")
+        whose = "" if link.origin_db_id == origin_db_id else f" of db {link.origin_db_id}"
+        links.append(f"{name}:{link.generation}@{link.covered_lsn}{whose}")
+    return " + ".join(links)

@@ -4,6 +4,8 @@ Terms
   Listing   rows under columns           JSON: an array of objects, one row per line
   Facts     names and values             JSON: one object
   Note      one sentence about a deed    JSON: one object
+  Report    facts and listings together  JSON: one object
+  Tree      nodes below nodes            JSON: an array of the roots
 
 Rules
   1. A command shows exactly one value; so stdout holds one JSON document, or nothing when an error is told on stderr.
@@ -11,26 +13,25 @@ Rules
      terminal nothing is wrapped or cut, so that `grep` and `awk` see whole lines.
   3. Colours only on a terminal, and not if NO_COLOR is set or TERM is dumb.
   4. Rows may be an iterator: they are written as they come, JSON in bounded memory, text in steps of `STEP_ROWS`.
+  5. Text shows what would move the cursor or turn the line around instead of doing it (`plain.visible`), wherever it
+     comes from; JSON has every character as it is.
 
-Not thread-safe: one command, one output.
+Not thread-safe: one command, one output. Structs, not dataclasses: making nine of those costs as much as listing a store.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import sys
-import textwrap
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, TextIO
 
-from quire.cli.exits import exit_of
-from quire.cli.plain import plain
+import msgspec
+
+from quire.cli.plain import visible
 from quire.core.errors import QuireError
+from quire.core.plain import plain
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
@@ -38,16 +39,14 @@ COLUMN_WIDTH_MIN = 16
 """A last column narrower than this is not worth wrapping into."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One row: its cells as text, and the object it is in JSON."""
 
     cells: Sequence[str]
     data: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """Rows under columns. `columns` that begin with `>` are aligned to the right."""
 
     columns: Sequence[str]
@@ -55,26 +54,50 @@ class Listing:
     empty: str = ""
     """What to say instead of an empty table."""
     closing: str = ""
-    """A last line, for people only."""
+    """Last lines, for people only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Names and values."""
 
     lines: Sequence[tuple[str, str]]
     data: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, kw_only=True):
     """What was done."""
 
     text: str
-    data: Any = field(default_factory=dict)
+    data: Any
 
 
-Shown = Listing | Facts | Note
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts, listings and notes under each other. A part's own data is not written: `data` is all of it."""
+
+    parts: Sequence[Facts | Listing | Note]
+    data: Any
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node of a tree: its name, what is said of it, and the nodes below."""
+
+    name: str
+    text: str = ""
+    below: Sequence[Node] = ()
+    faded: bool = False
+    """It is there only for what is below it."""
+
+
+class Tree(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes below nodes."""
+
+    roots: Sequence[Node]
+    data: Any
+    empty: str = ""
+    closing: str = ""
+
+
+Shown = Listing | Facts | Note | Report | Tree
 
 
 class Output(Protocol):
@@ -102,48 +125,29 @@ class JsonOutput:
         out.write("[]\n" if before == "[" else "\n]\n")
 
     def fail(self, error: QuireError) -> None:
-        way_out = exit_of(error)
-        told = {
-            "kind": type(error).__name__,
-            "what": error.what,
-            "next": error.hint or way_out.next_step,
-            "where": plain(error.where),
-            "exit_code": way_out.code,
-        }
-        sys.stderr.write(_json({"error": told}) + "\n")
+        from quire.cli.telling import for_programs
+
+        sys.stderr.write(_json({"error": for_programs(error)}) + "\n")
 
 
 class TextOutput:
     """Text for people."""
 
     def show(self, value: Shown) -> None:
-        look = Look.of(sys.stdout)
-        if isinstance(value, Listing):
-            lines = _listing(value, look)
-        elif isinstance(value, Facts):
-            lines = _facts(value, look)
-        else:
-            lines = iter((value.text,))
-        for line in lines:
+        for line in _lines(value, Look.of(sys.stdout)):
             sys.stdout.write(line + "\n")
 
     def fail(self, error: QuireError) -> None:
+        from quire.cli.telling import for_people, next_step
+
         look = Look.of(sys.stderr)
-        place = ", ".join(f"{name}={value!r}" for name, value in error.where.items())
-        told = f"{error.what} ({place})" if place else error.what
-        for name, style, text in (
-            ("error", "1;31", told),
-            ("next", "1", error.hint or exit_of(error).next_step),
-        ):
-            first, *others = _wrapped(text, look.width - 7 if look.width else 0)
-            sys.stderr.write(
-                "\n".join([look.styled(f"{name}:".ljust(7), style) + first, *(" " * 7 + o for o in others)])
-            )
-            sys.stderr.write("\n")
+        for name, style, text in (("error", "1;31", for_people(error)), ("next", "1", visible(next_step(error)))):
+            first, *others = wrapped(text, look.width - 7 if look.width else 0)
+            lines = [look.styled(f"{name}:".ljust(7), style) + first, *(" " * 7 + other for other in others)]
+            sys.stderr.write("\n".join(lines) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What the stream can show: its width (0: no limit) and whether it has colours."""
 
     width: int
@@ -153,8 +157,10 @@ class Look:
     def of(cls, stream: TextIO) -> Look:
         if not stream.isatty():
             return cls(0, False)
+        from shutil import get_terminal_size
+
         plain_terminal = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-        return cls(shutil.get_terminal_size().columns, not plain_terminal)
+        return cls(get_terminal_size().columns, not plain_terminal)
 
     def styled(self, text: str, style: str) -> str:
         return f"\x1b[{style}m{text}\x1b[0m" if self.colours else text
@@ -168,20 +174,43 @@ def width_of(text: str) -> int:
     """
     if text.isascii():
         return len(text)
-    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(each) else 1 + (east_asian_width(each) in "WF") for each in text)
+
+
+def _lines(value: Shown, look: Look) -> Iterator[str]:
+    if isinstance(value, Listing):
+        return _listing(value, look)
+    if isinstance(value, Facts):
+        return _facts(value, look)
+    if isinstance(value, Report):
+        return _report(value, look)
+    if isinstance(value, Tree):
+        from quire.cli.drawing import tree_lines  # loads rich
+
+        return tree_lines(value, look)
+    return iter(wrapped(visible(value.text), look.width))
+
+
+def _report(report: Report, look: Look) -> Iterator[str]:
+    for number, part in enumerate(report.parts):
+        if number:
+            yield ""
+        yield from _lines(part, look)
 
 
 def _listing(listing: Listing, look: Look) -> Iterator[str]:
     rows = iter(listing.rows)
     step = list(islice(rows, STEP_ROWS))
     if not step and listing.empty:
-        yield listing.empty
+        yield visible(listing.empty)
         return
     titles = [title.removeprefix(">") for title in listing.columns]
     right = [title.startswith(">") for title in listing.columns]
     header: list[Sequence[str]] = [titles]
     while step:
-        cells = [[_one_line(cell) for cell in row.cells] for row in step]
+        cells = [[visible(cell) for cell in row.cells] for row in step]
         widths = [max(map(width_of, column)) for column in zip(*header, *cells)]
         if header:
             yield look.styled(_line(titles, widths, right), "1")
@@ -191,7 +220,8 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
         step = list(islice(rows, STEP_ROWS))
     if listing.closing:
         yield ""
-        yield listing.closing
+        for line in listing.closing.splitlines():
+            yield from wrapped(visible(line), look.width)
 
 
 def _row(cells: list[str], widths: list[int], right: list[bool], look: Look) -> Iterator[str]:
@@ -203,9 +233,9 @@ def _row(cells: list[str], widths: list[int], right: list[bool], look: Look) -> 
     if room < COLUMN_WIDTH_MIN:  # no room beside the other columns: continue below them
         indent, room = 4, look.width - 4
         yield _line(cells[:-1], widths, right)
-        yield from (" " * indent + part for part in _wrapped(cells[-1], room))
+        yield from (" " * indent + part for part in wrapped(cells[-1], room))
         return
-    first, *others = _wrapped(cells[-1], room)
+    first, *others = wrapped(cells[-1], room)
     yield _line([*cells[:-1], first], widths, right)
     yield from (" " * indent + part for part in others)
 
@@ -221,22 +251,22 @@ def _line(cells: Sequence[str], widths: list[int], right: list[bool]) -> str:
 def _facts(facts: Facts, look: Look) -> Iterator[str]:
     indent = max(width_of(name) for name, _ in facts.lines) + 2
     for name, text in facts.lines:
-        first, *others = _wrapped(_one_line(text), look.width - indent if look.width else 0)
+        first, *others = wrapped(visible(text), look.width - indent if look.width else 0)
         yield look.styled(name + " " * (indent - width_of(name)), "1") + first
         yield from (" " * indent + each for each in others)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
     """The text in lines of at most `width` columns; paths and other long words stay whole."""
     if width <= 0:
         return [text]
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    from textwrap import wrap
 
-
-def _one_line(text: str) -> str:
-    """Names come from people: what would move the cursor is shown, not done."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+    import json
+
+    any_character = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    return json.dumps(value, ensure_ascii=not any_character, separators=(", ", ": "))

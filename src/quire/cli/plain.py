@@ -1,42 +1,21 @@
-"""Values as people and JSON want them: records with field names, sizes, times.
+"""Values as people want them: records by their telling fields, sizes, times, names that stay on their line.
 
-Pure functions. JSON shapes are part of docs/cli.md: bytes are hex, enumerations their lower-case names, times stay
-milliseconds, operations of the feed are objects whose `op` is their type.
+Pure functions, but for the local time zone. What programs get is `quire.core.plain`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime
-from enum import Enum
+import time
 from typing import Any
 
 import msgspec
 
+from quire.core.ids import ArtifactKey
 from quire.core.limits import GIB, KIB, MIB
+from quire.core.plain import plain
 
-
-def plain(value: Any) -> Any:
-    """`value` as JSON has it.
-
-    >>> from quire.manifest.records import LeafRef, WalState
-    >>> plain((LeafRef(1, 2), WalState.OPEN, b"\\x01"))
-    [{'origin_db_id': 1, 'generation': 2}, 'open', '01']
-    """
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if isinstance(value, msgspec.Struct):
-        told = {"op": type(value).__name__} if value.__struct_config__.tag is not None else {}
-        return told | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+SHORT_CHARACTERS = 48
+"""Longer values are cut in text; JSON has them whole."""
 
 
 def telling(record: msgspec.Struct) -> dict[str, Any]:
@@ -56,8 +35,42 @@ def pairs(values: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text if len(text) <= 48 else f"{text[:45]}…"
+    return short(value if isinstance(value, str) else msgspec.json.encode(value).decode())
+
+
+def short(text: str) -> str:
+    """
+    >>> short("a" * 49)
+    'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…'
+    """
+    return text if len(text) <= SHORT_CHARACTERS else f"{text[: SHORT_CHARACTERS - 3]}…"
+
+
+def in_words(value: Any) -> str:
+    """A coordinate of an error or a problem, for people: no Python in it.
+
+    >>> from quire.core.ids import ArtifactKind
+    >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
+    ('base 5 of database 1, generation 3', 'ghost', '1/2', 'nothing')
+    """
+    if value is None:
+        return "nothing"
+    if isinstance(value, ArtifactKey):
+        delta = f", delta {value.delta_id}" if value.delta_id else ""
+        return f"{value.kind.name.lower()} {value.id} of database {value.origin_db_id}, generation {value.generation}{delta}"
+    if isinstance(value, tuple | list):
+        return ("/" if isinstance(value, tuple) else ", ").join(map(in_words, value))
+    told = plain(value)
+    return pairs(told) if isinstance(told, dict) else short(str(told))
+
+
+def visible(text: str) -> str:
+    """Names come from people: what would move the cursor or turn the line around is shown, not done.
+
+    >>> print(visible("a\\x1b[2Jb\\u202ec größe 数据"))
+    a\\x1b[2Jb\\u202ec größe 数据
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def size(count: int) -> str:
@@ -76,7 +89,24 @@ def moment(at_ms: int) -> str:
     >>> moment(0), moment(1_700_000_000_000)
     ('never', '2023-11-14 22:13:20Z')
     """
-    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if at_ms else "never"
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "never"
+
+
+def here(at_ms: int, now_ms: int) -> str:
+    """A moment as a clock on the wall showed it, and how long ago that is."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_ms / 1000))} ({span(now_ms - at_ms)} ago)"
+
+
+def span(milliseconds: int) -> str:
+    """
+    >>> span(400), span(90_000), span(150_000), span(7_200_000), span(200_000_000)
+    ('0 s', '90 s', '2 min', '2 h', '2 days')
+    """
+    seconds = max(milliseconds, 0) // 1000
+    for unit, seconds_of in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * seconds_of:
+            return f"{seconds // seconds_of:,} {unit}"
+    return f"{seconds} s"
 
 
 def count_of(number: int, one: str, many: str = "") -> str:
@@ -85,3 +115,11 @@ def count_of(number: int, one: str, many: str = "") -> str:
     ('1 database', '2,000 batches')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def article(word: str) -> str:
+    """
+    >>> article("pages"), article("lsm")
+    ('a pages', 'an lsm')
+    """
+    return f"an {word}" if word == "lsm" or word[0] in "aeio" else f"a {word}"

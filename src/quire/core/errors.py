@@ -104,6 +104,14 @@ class UnknownJob(NotFound):
     """No job has this id."""
 
 
+class UnknownReader(NotFound):
+    """No reader has this id."""
+
+
+class SnapshotGone(NotFound):
+    """The version that was asked for is no longer kept: a checkpoint has gone beyond it."""
+
+
 class UnknownCursor(NotFound):
     """No change cursor has this id or name."""
 
@@ -149,8 +157,16 @@ class JobAlreadyPending(Conflict):
     """An exclusive job of this kind is already outstanding for the database."""
 
 
+class LeaseExpired(Conflict):
+    """The reader was silent for too long; what it read may be gone."""
+
+
 class CursorLost(Conflict):
     """The cursor was given up, or what it asks for is no longer retained: never a silent gap."""
+
+
+class WouldDropEverything(Conflict):
+    """A retention policy would leave no snapshot, and nobody said that this is meant."""
 
 
 class StalePlan(Conflict):
@@ -172,6 +188,10 @@ class TimedOut(Unavailable):
 
 class Overloaded(Unavailable):
     """A bounded queue stayed full for as long as the caller was willing to wait."""
+
+
+class QuotaExceeded(Unavailable):
+    """A byte budget stayed used up for as long as the caller was willing to wait; the error names what holds it."""
 
 
 class ObjectStoreUnavailable(Unavailable):

@@ -69,6 +69,69 @@ class FeedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retain_bytes: int = GIB
 
 
+class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the owner does by itself: schedules, retention, leases, jobs, trimming."""
+
+    enabled: bool = True
+    """Whether an owner runs it in the background; `store.maintain()` does one round in any case."""
+    interval_seconds: float = 5.0
+    """Between two rounds."""
+    workers: int = 1
+    """Threads that run jobs."""
+    checkpoint_bytes: int = 64 * MIB
+    checkpoint_seconds: float = 300.0
+    """A page database is checkpointed when it has this much sealed WAL, or when some of it is this old."""
+    delete_grace_seconds: float = 60.0
+    """Bytes stay this long after their last reference went (M8)."""
+    jobs_keep_seconds: float = 7 * 86_400.0
+    """How long jobs that ended are remembered."""
+    audit_seconds: float = 400 * 86_400.0
+    """How long the audit reaches back."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval_seconds > 0, "maintenance.interval_seconds must be positive")
+        _require(0 <= self.workers <= 64, "maintenance.workers lies in [0, 64]")
+        _require(self.delete_grace_seconds >= 0, "maintenance.delete_grace_seconds must not be negative")
+        _require(self.jobs_keep_seconds >= 0, "maintenance.jobs_keep_seconds must not be negative")
+        _require(self.audit_seconds >= 0, "maintenance.audit_seconds must not be negative")
+
+
+class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How page databases behave."""
+
+    page_size: int = 4096
+    """Of databases that do not say otherwise when they are first opened."""
+    cache_bytes: int = 64 * MIB
+    """Pages kept in memory, over all databases."""
+    wal_bytes_max: int = GIB
+    """WAL of one database that no checkpoint has absorbed: beyond it, writers wait."""
+    store_wal_bytes_max: int = 16 * GIB
+    """The same for all databases together."""
+    publish_seconds: float = 1.0
+    publish_bytes: int = 4 * MIB
+    """The page index is at most so far behind what is durable (P6)."""
+    seal_seconds: float = 60.0
+    """An open segment is ended after this long, so that it can be checkpointed."""
+    spill_bytes: int = 64 * MIB
+    """Pages of one transaction kept in memory; more go to a scratch file until it commits (P6)."""
+    cold_bytes_per_second: int = 128 * MIB
+    """What cold scans may read, over all of them; 0 for no limit."""
+    long_reader_seconds: float = 300.0
+    """A snapshot that is open for longer is reported once: it keeps WAL from being given back."""
+
+    def __post_init__(self) -> None:
+        _require(self.cache_bytes >= 0, "pages.cache_bytes must not be negative")
+        _require(self.wal_bytes_max >= 16 * MIB, "pages.wal_bytes_max must be at least one segment, 16 MiB")
+        _require(
+            self.store_wal_bytes_max >= self.wal_bytes_max, "pages.store_wal_bytes_max must not be below wal_bytes_max"
+        )
+        _require(self.publish_seconds > 0 and self.seal_seconds > 0, "pages: intervals must be positive")
+        _require(
+            self.publish_bytes > 0 and self.spill_bytes > 0, "pages: publish_bytes and spill_bytes must be positive"
+        )
+        _require(self.cold_bytes_per_second >= 0, "pages.cold_bytes_per_second must not be negative")
+
+
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything in quire.toml."""
 
@@ -76,6 +139,8 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """URL of the object store; empty means `objects/` inside the store."""
     manifest: ManifestSettings = ManifestSettings()
     feed: FeedSettings = FeedSettings()
+    maintenance: MaintenanceSettings = MaintenanceSettings()
+    pages: PagesSettings = PagesSettings()
 
 
 def load(text: bytes) -> StoreSettings:
@@ -101,4 +166,10 @@ object_store = "{object_store}"
 [feed]
 # retain_seconds = 604800.0    # change records kept when no cursor needs them: 7 days …
 # retain_bytes = 1073741824    # … or 1 GiB, whichever is less
+
+[maintenance]
+# enabled = true               # schedules, retention, leases and jobs, in the background of the owner
+# interval_seconds = 5.0
+# workers = 1                  # threads that run jobs
+# delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
 """

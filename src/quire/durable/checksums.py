@@ -9,6 +9,7 @@ Rules
   1. Running: `crc(a + b) == crc(b, crc(a))`, so a value may seed the next part, be a salt, or chain frames.
   2. A changed seed always changes the result: for equal bytes the map from seed to crc is one to one.
   3. Any C-contiguous buffer will do: `bytes`, `bytearray`, `memoryview`, `mmap`, an array. Nothing is copied.
+  4. `crc64_rows` is `crc64` of each row, for many short rows at once; it alone loads numpy, when it is called.
 
 Pure functions, any thread; importable on executors (no lmdb). The formats that use them are in `docs/formats/`.
 Raises only what Python raises for a wrong argument (`TypeError`, `BufferError`).
@@ -23,11 +24,23 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 from awscrt.checksums import crc64nvme
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 Bytes = bytes | bytearray | memoryview
+
+CRC64_POLYNOMIAL = 0x9A6C9329AC4BC9B5
+"""CRC-64/NVME, reflected: the lowest bit is the highest power."""
+ROWS_PER_BLOCK = 8192
+"""`crc64_rows` takes this many rows at a time: its scratch space then stays in the processor's cache."""
+ROWS_BY_ONE = 256
+"""Below this many rows one call for each is quicker than the numpy calls for all."""
 
 
 class Checksum(Protocol):
@@ -44,3 +57,61 @@ crc64: Checksum = crc64nvme
 def sha256(data: Bytes) -> bytes:
     """The 32-byte SHA-256 digest of `data`."""
     return hashlib.sha256(data).digest()
+
+
+def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The crc64 of each row of an (n, k) array, row `i` starting from `seeds[i]`.
+
+    `rows` may be a view with gaps (the first 40 bytes of each 48). Costs about 0.1 µs per row of 40 bytes, a third of
+    calling `crc64` for each; rows of more than a few hundred bytes are better off with that.
+
+    >>> import numpy as np
+    >>> rows = np.frombuffer(b"123456789" * 2, np.uint8).reshape(2, 9)
+    >>> [hex(value) for value in crc64_rows(rows, np.zeros(2, np.uint64)).tolist()]
+    ['0xae8b14860a799888', '0xae8b14860a799888']
+    """
+    import numpy as np
+
+    count, width = rows.shape
+    if seeds.shape != (count,) or rows.dtype != np.uint8:
+        raise TypeError(f"one seed for each row of bytes, not {seeds.shape} for {rows.shape} of {rows.dtype}")
+    if count < ROWS_BY_ONE:
+        each = zip(np.ascontiguousarray(rows), seeds.tolist(), strict=True)
+        return np.array([crc64(row.data, seed) for row, seed in each], np.uint64)
+    tables = _crc64_tables()
+    result = ~seeds.astype("<u8")
+    places = np.empty((8, ROWS_PER_BLOCK), np.intp)
+    looked_up = np.empty(ROWS_PER_BLOCK, "<u8")
+    for start in range(0, count, ROWS_PER_BLOCK):
+        block, state = rows[start : start + ROWS_PER_BLOCK], result[start : start + ROWS_PER_BLOCK]
+        size = len(state)
+        for column in range(0, width, 8):
+            word = np.ascontiguousarray(block[:, column : column + 8])
+            taken = word.shape[1]  # the last word may be short: its bytes go in, and the state moves by as many
+            state.view(np.uint8).reshape(size, 8)[:, :taken] ^= word
+            places[:, :size] = state.view(np.uint8).reshape(size, 8).T
+            if taken < 8:
+                state >>= np.uint64(8 * taken)
+            else:
+                state[:] = 0
+            for byte in range(taken):
+                # `clip` never clips (a byte is below 256), but lets numpy write straight into `out`.
+                np.take(tables[taken - 1 - byte], places[byte, :size], out=looked_up[:size], mode="clip")
+                state ^= looked_up[:size]
+    return ~result
+
+
+@cache
+def _crc64_tables() -> NDArray[np.uint64]:
+    """Row `n`: what a byte contributes to the state once `n` more bytes have followed it."""
+    import numpy as np
+
+    one, eight = np.uint64(1), np.uint64(8)
+    table = np.arange(256, dtype=np.uint64)
+    for _ in range(8):
+        table = (table >> one) ^ (np.uint64(CRC64_POLYNOMIAL) * (table & one))
+    tables = [table]
+    for _ in range(7):
+        last = tables[-1]
+        tables.append((last >> eight) ^ table[last & np.uint64(0xFF)])
+    return np.stack(tables)

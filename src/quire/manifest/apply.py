@@ -2,14 +2,15 @@
 
 Terms
   group     the batches of one transaction, as guards
-  alike     a group whose batches all consist of one kind of logged operation: what pipelines send
+  run       consecutive batches of a group that consist of one kind of logged operation, or of local ones: what pipelines send,
+            with an acknowledgement now and then in between
 
 Rules
   1. Batches are applied in order; each sees those before it. A batch that raises fails alone, with its own error.
   2. Every batch with logged operations gets the next sequence, one change record, and the next generation of every component
      it touched; batches with only local ones get neither.
   3. A batch whose idempotency key has been used is not applied: it gets the first answer (M11).
-  4. A group alike takes a short way; if anything in it fails it is done again the long way, which finds the culprit.
+  4. A group of few runs takes a short way; if anything in it fails it is done again the long way, which finds the culprit.
 
 Pure but for the overlay and the guards it is given; called by the writer thread alone.
 """
@@ -28,6 +29,9 @@ from quire.manifest.guard import Generations, ManifestGuard
 from quire.manifest.ops.base import Op
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import IdempotencyRecord
+
+RUN = 8
+"""Batches that a run must have on average for the short way to be worth it."""
 
 SLICE = 64
 """Batches between two looks at the clock."""
@@ -58,28 +62,47 @@ class Applier:
     def apply(self, group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]) -> None:
         """Apply the batches, until `in_time` says that the rest must wait for another group."""
         self._overlay.head = state.head
-        kinds = {type(op) for guard in group for op in guard.ops} if len(group) > 1 else ()
-        if len(kinds) == 1 and not self._overlay.strict and {guard.key for guard in group} == {None}:
-            (kind,) = kinds
-            if kind.logged:
-                try:
-                    self._apply_alike(kind, group, state, in_time)
-                    return
-                except Exception:  # whatever it is, the long way finds whose it is
-                    self._overlay.discard()
+        runs = _runs(group) if len(group) > 1 and not self._overlay.strict else []
+        if runs and (len(runs) == 1 or len(runs) <= len(group) // RUN):
+            start = state.head, dict(state.generations)
+            try:
+                for kind, run in runs:
+                    if kind is not None:
+                        before = state.batches
+                        self._apply_alike(kind, run, state, in_time)
+                        if state.batches - before < len(run):
+                            return  # the rest came too late for this group
+                    else:
+                        self._apply_local(run, state)
+                return
+            except Exception:  # whatever it is, the long way finds whose it is
+                self._overlay.discard()
+                state.head, state.generations = start
+                state.changes, state.operations, state.batches = [], 0, 0
+                self._overlay.head = state.head
         self._apply_one_by_one(group, state, in_time)
+
+    def _apply_local(self, run: list[ManifestGuard], state: Applied) -> None:
+        """Batches of local operations between others: no sequence, no change record."""
+        for guard in run:
+            for op in guard.ops:
+                op.apply(self._overlay, state.at_ms)
+            _sound(guard.ops)
+            state.operations += len(guard.ops)
+            state.batches += 1
+            guard.sequence, guard.generations, guard.committed_at_ms = 0, (), state.at_ms
 
     def _apply_alike(
         self, kind: type[Op], group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]
     ) -> None:
         operations = batches = 0
-        while batches < len(group) and (not batches or in_time()):
+        while batches < len(group) and (not (batches or state.batches) or in_time()):
             ops = [op for guard in group[batches : batches + SLICE] for op in guard.ops]
             kind.apply_all(ops, self._overlay, state.at_ms)
             operations += len(ops)
             batches = min(batches + SLICE, len(group))
         encode, version, pack = CHANGE_LOG.codec.body, CHANGE_LOG.codec.head, CHANGE_LOG.key.fast
-        component, touched, at_ms, changes = kind.component, (kind.component,), state.at_ms, []
+        component, touched, at_ms, changes = kind.component, (kind.component,), state.at_ms, state.changes
         ahead = state.generations.get(component, 0) - state.head
         sequence = state.head
         for guard in group[:batches]:
@@ -90,7 +113,9 @@ class Applier:
             changes.append((pack(sequence), version + encode(record)))
             guard.sequence, guard.reached, guard.touched, guard.committed_at_ms = sequence, reached, touched, at_ms
         state.generations[component] = sequence + ahead
-        state.head, state.changes, state.operations, state.batches = sequence, changes, operations, batches
+        state.head = self._overlay.head = sequence
+        state.operations += operations
+        state.batches += batches
 
     def _apply_one_by_one(self, group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]) -> None:
         overlay, at_ms, head = self._overlay, state.at_ms, state.head
@@ -107,9 +132,12 @@ class Applier:
                 touched = sorted({op.component for op in logged})
                 updates = tuple([(component, state.generations.get(component, 0) + 1) for component in touched])
                 sequence = state.head + 1 if logged else 0
-                row = _sound(ChangeRecord(sequence, at_ms, logged, updates)) if logged else b""
+                row = CHANGE_LOG.codec.encode(ChangeRecord(sequence, at_ms, logged, updates)) if logged else b""
+                _sound(guard.ops, row if len(logged) == len(guard.ops) else None)
+                if overlay.notes:
+                    overlay.write_notes(sequence, updates, at_ms)
                 if guard.key is not None:
-                    self._remember(guard.key, sequence, updates, at_ms)
+                    self._remember(guard.key, sequence, updates, at_ms, guard.result_bytes)
             except Exception as error:
                 guard.error = error if isinstance(error, QuireError) else as_input_error(error)
                 self._undo(group[:index], at_ms, head)
@@ -137,9 +165,10 @@ class Applier:
             if guard.error is None and not guard.repeated:
                 for op in guard.ops:
                     op.apply(overlay, at_ms)
+                overlay.write_notes(guard.sequence, guard.generations, at_ms)
                 overlay.head = guard.sequence or overlay.head
                 if guard.key is not None:
-                    self._remember(guard.key, guard.sequence, guard.generations, at_ms)
+                    self._remember(guard.key, guard.sequence, guard.generations, at_ms, guard.result_bytes)
         overlay.undo.clear()
 
     def _answered(self, guard: ManifestGuard, at_ms: int) -> bool:
@@ -153,23 +182,44 @@ class Applier:
         guard.repeated = True
         return True
 
-    def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int) -> None:
-        answer = IdempotencyRecord(sequence, at_ms + self._idempotency_ms, updates)
+    def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int, result: bytes) -> None:
+        answer = IdempotencyRecord(sequence, at_ms + self._idempotency_ms, updates, result)
         self._overlay.idempotency.put(t.IDEMPOTENCY.key.pack(key), answer)
 
 
-def _sound(record: ChangeRecord) -> bytes:
-    """The bytes of a change record, if they can be read again: a field of another type would shut the store for good.
+def _runs(group: list[ManifestGuard]) -> list[tuple[type[Op] | None, list[ManifestGuard]]]:
+    """Consecutive batches of one kind of logged operation, or of local ones (`None`); empty if any is neither."""
+    if {guard.key for guard in group} != {None}:
+        return []
+    kinds = {type(op) for guard in group for op in guard.ops}
+    if not all(kind.quick or not kind.logged for kind in kinds):
+        return []
+    if len(kinds) == 1:  # what pipelines send; looking at the batches one by one would cost a tenth of their rate
+        (kind,) = kinds
+        return [(kind if kind.logged else None, group)]
+    runs: list[tuple[type[Op] | None, list[ManifestGuard]]] = []
+    for guard in group:
+        kind = type(guard.ops[0])
+        if len(guard.ops) > 1 and {type(op) for op in guard.ops} != {kind}:
+            return []
+        told = kind if kind.logged else None
+        if runs and runs[-1][0] is told:
+            runs[-1][1].append(guard)
+        else:
+            runs.append((told, [guard]))
+    return runs
 
-    The short way leaves this to `apply_all`, which looks at the fields that callers fill in: reading everything back was
-    measured to cost it a quarter of its speed.
+
+def _sound(ops: Any, row: bytes | None = None) -> None:
+    """Refuse operations that cannot be read again: a field of another type would shut the store for good.
+
+    `row` is their change record, if there is one with all of them in it. Quick operations have looked at their fields
+    themselves in `apply_all`: reading everything back was measured to cost a pipeline a quarter of its rate.
     """
-    row = CHANGE_LOG.codec.encode(record)
     try:
-        CHANGE_LOG.codec.decode(row)
+        CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(ChangeRecord(0, 0, ops, ())) if row is None else row)
     except ManifestDamaged as error:
         raise InvalidInput(f"an operation has a field of the wrong type or range: {error.__cause__}") from error
-    return row
 
 
 def as_input_error(error: Exception) -> QuireError:

@@ -1,15 +1,32 @@
-"""One record of the change feed: what one batch did.
+"""The values of the change feed: one record (what one batch did), its form in JSON, a page of them, a cursor.
 
 The bytes are those of every msgpack table (u16 version + array); the operations are the very values that were applied,
 each as an array that begins with its tag, so a subscriber replays them without special adapters (seed 000).
-Layout: docs/formats/manifest.md.
+Layout: docs/formats/manifest.md. The form in JSON is described in docs/feed.md.
+
+Rules
+  1. `change_from_json(change_json(record)) == record`, and the same through text: nothing is lost on the way.
+  2. The form is stable as the bytes are: operations and fields keep their names, new ones are added at the end. Readers ignore
+     fields they do not know; `change_from_json` does, and gives missing ones their defaults.
+
+Pure functions, any thread. `change_from_json` raises `InvalidInput` that says where.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import InvalidInput, ManifestDamaged
+from quire.core.plain import plain, restored
 from quire.manifest import tables as t
+from quire.manifest.ops.base import Component
 from quire.manifest.ops.registry import AnyOp
-from quire.manifest.records import Record, UInt
+from quire.manifest.records import CursorRecord, CursorState, Record, UInt
 
 
 class ChangeRecord(Record, frozen=True):
@@ -23,3 +40,140 @@ class ChangeRecord(Record, frozen=True):
 
 
 CHANGE_LOG = t.Table("change_log", (("sequence", "u64"),), ChangeRecord, t.Policy.LOCAL, "committed batches, in order")
+
+
+def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
+    """The records of rows of the log: what its codec does for one, without a call in between."""
+    head, body, decode = CHANGE_LOG.codec.head, CHANGE_LOG.codec.decode_body, CHANGE_LOG.codec.decode
+    assert body is not None, "the change log is not packed"
+    try:
+        return [body(raw[2:]) if raw[:2] == head else decode(raw) for raw in raws]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return [decode(raw) for raw in raws]  # which says what is wrong, and with which row
+
+
+# ── cursors and pages ─────────────────────────────────────────────────────────────────────────────────────────────────
+class Start(Enum):
+    """Where a new cursor begins; a number means: after this sequence."""
+
+    OLDEST = "oldest"
+    LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class CursorInfo:
+    """A cursor and the bounds of the feed, in one snapshot (the seed's `ChangeCursorSnapshot`)."""
+
+    cursor_id: int
+    name: str
+    state: CursorState
+    acked_sequence: int
+    oldest_sequence: int
+    head_sequence: int
+    created_at_ms: int
+    updated_at_ms: int
+    ttl_ms: int
+    max_lag: int
+    lost_reason: str
+
+    @classmethod
+    def of(cls, cursor_id: int, row: CursorRecord, bounds: tuple[int, int]) -> CursorInfo:
+        """What the row of a cursor says, within these bounds."""
+        return cls(
+            cursor_id,
+            row.name,
+            row.state,
+            row.acked_sequence,
+            *bounds,
+            row.created_at_ms,
+            row.updated_at_ms,
+            row.ttl_ms,
+            row.max_lag,
+            row.lost_reason,
+        )
+
+    @property
+    def next_sequence(self) -> int:
+        """The first sequence a fetch returns."""
+        return max(self.acked_sequence + 1, self.oldest_sequence)
+
+    @property
+    def lag(self) -> int:
+        """Changes that wait for this cursor."""
+        return max(self.head_sequence - self.acked_sequence, 0)
+
+    def why_given_up(self, now_ms: int) -> str:
+        """Why its policy, or the log, gives this cursor up; empty if it does not."""
+        if self.acked_sequence < self.oldest_sequence - 1:
+            return f"the log begins with {self.oldest_sequence:,}, it had read up to {self.acked_sequence:,}"
+        silent_ms = now_ms - self.updated_at_ms
+        if self.ttl_ms and self.lag and silent_ms > self.ttl_ms:
+            return f"no acknowledgement for {silent_ms / 1000:.0f} s, allowed are {self.ttl_ms / 1000:g} s"
+        if self.max_lag and self.lag > self.max_lag:
+            return f"{self.lag:,} changes behind, allowed are {self.max_lag:,}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePage:
+    """Changes in order, and where the feed stood when they were read."""
+
+    changes: tuple[ChangeRecord, ...]
+    next_sequence: int
+    """What the next page begins with: behind the last change that was looked at, whether it passed a filter or not."""
+    oldest_sequence: int
+    head_sequence: int
+
+    @property
+    def at_head(self) -> bool:
+        """Whether nothing follows, as of this snapshot."""
+        return self.next_sequence > self.head_sequence
+
+
+# ── in JSON ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def change_json(record: ChangeRecord) -> dict[str, Any]:
+    """A change as JSON has it: every operation in full, generations by the names of their components."""
+    return {
+        "sequence": record.sequence,
+        "committed_at_ms": record.committed_at_ms,
+        "operations": plain(record.operations),
+        "generations": {_component_name(number): reached for number, reached in record.generation_updates},
+        "trace_id": record.trace_id,
+    }
+
+
+def change_text(record: ChangeRecord) -> str:
+    """The same as one line of text."""
+    return msgspec.json.encode(change_json(record)).decode()
+
+
+def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
+    """The change that was told as JSON, as a mapping or as text."""
+    told: Any = form
+    if isinstance(form, str | bytes):
+        try:
+            told = msgspec.json.decode(form)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"not JSON: {error}", text=form[:60]) from error
+    if not isinstance(told, Mapping) or not isinstance(told.get("generations"), Mapping):
+        raise InvalidInput("not a change: that is an object with `generations`", found=str(told)[:60])
+    reached = [[_component_number(name), generation] for name, generation in told["generations"].items()]
+    record = restored(ChangeRecord, {**told, "generation_updates": reached})
+    try:  # the limits of numbers are those of the bytes
+        return CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(record))
+    except (ManifestDamaged, OverflowError) as error:
+        raise InvalidInput(f"not a change: {error.__cause__ or error}", sequence=record.sequence) from error
+
+
+def _component_name(number: int) -> str:
+    """A component of a newer quire has no name here: its number stands for it."""
+    return Component(number).name.lower() if number in Component.__members__.values() else str(number)
+
+
+def _component_number(name: str) -> int:
+    found = Component.__members__.get(name.upper())
+    if found is not None:
+        return int(found)
+    if not name.isdecimal():
+        raise InvalidInput("no component has this name", at="generations", name=name)
+    return int(name)

@@ -41,6 +41,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.corrections import CorrectIndex
+from quire.manifest.ops.cursors import LoseCursor
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
@@ -312,7 +313,10 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
         if cursor.name:
             names[t.CURSOR_NAMES.key.pack(cursor.name)] = cursor_id
         if cursor.state is CursorState.LIVE and not oldest - 1 <= cursor.acked_sequence <= head:
-            yield Problem(
-                "F2", "a cursor stands outside the log", {"cursor_id": cursor_id, "acked": cursor.acked_sequence}
+            where = {"cursor_id": cursor_id, "acked": cursor.acked_sequence}
+            # What it has not read is gone: giving it up says so. One beyond the head cannot be explained, nor mended.
+            fix = (
+                LoseCursor(cursor_id, "its changes are no longer retained") if cursor.acked_sequence < oldest else None
             )
+            yield Problem("F2", "a cursor stands outside the log", where, fix)
     yield from _compare_index(txn, t.CURSOR_NAMES, names, "F2")

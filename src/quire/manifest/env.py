@@ -1,17 +1,21 @@
-"""The LMDB environment: opening it, its map, its gate, and the translation of its errors.
+"""The LMDB environment: opening it, its map, its end, and the translation of its errors.
 
 Terms
   map    the address range LMDB may use; reserved large at open, so growing is the emergency path (M4)
-  gate   what keeps `set_mapsize` and read transactions of this process apart: resizing under a live reader kills it
+  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (see `gate.py`)
   slot   a place in LMDB's table of readers, shared by all processes
 
 Rules
   1. One environment per process and file; only the owner opens it for writing, only the owner grows the map.
-  2. A read transaction passes the gate when it begins and again when it ends; growing waits until none is inside.
+  2. A read transaction passes the gate when it begins and again when it ends, and so does whatever else touches LMDB outside
+     the writer thread. The map is replaced, and the environment closed, when nobody is inside.
   3. Every LMDB error leaves this module as one of ours, with what to do (completeness is tested).
   4. A file that is too short for the pages its meta page names is refused before LMDB touches them: reading beyond the end
      of a mapped file is SIGBUS, not an error.
-  5. After fork() the child's environment is dead: LMDB's locks and slots belong to the parent (M12).
+  5. After fork() the child's environment is dead: LMDB's locks and slots belong to the parent (M12). The child neither ends
+     transactions nor closes the environment, nor lets Python do so: the table of slots is shared memory, so it would end
+     those of the parent, and it would wait for ever for calls that were under way in threads it does not have.
+  6. Closing waits a moment for readers. Those that stay hear `StoreClosed` from then on.
 
 Threads: any thread may read; write transactions are begun by the writer thread alone.
 Raises `ManifestDamaged`, `StoreNotFound`, `NotWritable`, `TooManyReaders`, `DiskFull`, `StorageFault`, `StoreClosed`.
@@ -22,14 +26,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lmdb
+import msgspec
 
 from quire.core.errors import (
     DiskFull,
@@ -45,21 +48,27 @@ from quire.core.errors import (
     TimedOut,
     TooManyReaders,
 )
-from quire.core.events import emit
 from quire.core.limits import GIB, MIB
 from quire.core.settings import ManifestSettings
 from quire.durable.files import FULL_ERRNOS
+from quire.manifest.access import denied
 from quire.manifest.change import CHANGE_LOG
+from quire.manifest.gate import Gate, Ticket, Visitor
+from quire.manifest.report import report
 from quire.manifest.tables import TABLES
 
 TABLES_MAX = 96
 """Named databases LMDB makes room for: three times today's, because the number is fixed at open."""
+
+CLOSE_WAIT_SECONDS = 1.0
+"""How long closing waits for read transactions of other threads to end."""
 
 assert CHANGE_LOG.name in TABLES
 assert len(TABLES) <= TABLES_MAX
 
 _ALREADY_OPEN = "already open in this process"
 _RESTORE = "restore the manifest from a backup, or follow docs/operations.md"
+_NO_FORK = "open the store after the fork, or start the process in another way (spawn, forkserver)"
 
 
 def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
@@ -79,7 +88,8 @@ def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
     if isinstance(error, (lmdb.ReadonlyError, lmdb.LockError)) or _mentions(
         error, errno.EACCES, errno.EROFS, errno.EPERM
     ):
-        return NotWritable("the manifest cannot be opened for writing", hint="check owner and mode", path=path)
+        hint = "check owner and mode of the file, of its lock file (…-lock) and of their directory"
+        return NotWritable(f"access to the manifest was denied: {error}", hint=hint, path=path)
     if isinstance(error, _DAMAGE):
         return ManifestDamaged(f"the manifest is damaged: {error}", hint=_RESTORE, path=path)
     if isinstance(error, lmdb.VersionMismatchError):
@@ -127,52 +137,6 @@ def _is_full(error: Exception) -> bool:
     return _mentions(error, *FULL_ERRNOS)
 
 
-class Gate:
-    """Counts read transactions of this process; `exclusive` waits until there are none and keeps new ones out."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._inside: dict[int, tuple[float, str]] = {}
-        self._closed = False
-        self._next = 0
-
-    def enter(self) -> int:
-        with self._changed:
-            while self._closed:
-                self._changed.wait()
-            self._next += 1
-            self._inside[self._next] = (time.monotonic(), threading.current_thread().name)
-            return self._next
-
-    def leave(self, ticket: int) -> None:
-        with self._changed:
-            self._inside.pop(ticket, None)
-            if self._closed:
-                self._changed.notify_all()
-
-    @contextmanager
-    def exclusive(self, timeout: float) -> Iterator[None]:
-        with self._changed:
-            self._closed = True
-            try:
-                if not self._changed.wait_for(lambda: not self._inside, timeout):
-                    raise TimedOut(
-                        "open read transactions keep the manifest's map from growing",
-                        hint="end them; `quire doctor` lists readers",
-                        readers=sorted({name for _, name in self._inside.values()}),
-                    )
-                yield
-            finally:
-                self._closed = False
-                self._changed.notify_all()
-
-    def older_than(self, seconds: float) -> list[tuple[int, float, str]]:
-        """(ticket, age, thread) of read transactions open for longer than `seconds`."""
-        now = time.monotonic()
-        with self._changed:
-            return [(n, now - since, who) for n, (since, who) in self._inside.items() if now - since > seconds]
-
-
 class ManifestEnv:
     """The opened environment with a handle per table."""
 
@@ -181,8 +145,10 @@ class ManifestEnv:
         self.settings = settings
         self.write = write
         self.gate = Gate()
-        self._reported: set[int] = set()
-        self._closed: str | None = None
+        self._closed: tuple[str, str] | None = None
+        """Why nothing is begun any more, and what to do."""
+        self._is_over = False
+        """Whether there is nothing left to close."""
         self.fork_hooks: list[Callable[[], None]] = []
         """Called in the child of a fork(), after which nothing here may be used."""
         if not (write and create):
@@ -223,13 +189,26 @@ class ManifestEnv:
                     raise translate(error, self.path) from error
                 size //= 4
             except (lmdb.Error, OSError) as error:
-                raise translate(error, self.path) from error
+                raise self._why_not_opened(error) from error
+
+    def _why_not_opened(self, error: lmdb.Error | OSError) -> QuireError:
+        failure = translate(error, self.path)
+        if isinstance(failure, NotWritable):
+            return denied(self.path, write=self.write) or failure
+        if isinstance(failure, StoreLocked) and os.path.realpath(self.path) in _inherited:
+            return StoreLocked("the manifest was open when this process was forked", hint=_NO_FORK, path=self.path)
+        return failure
 
     def _require_file(self) -> None:
         """LMDB takes an empty file for a new environment: fatal where there must be one already."""
-        if not os.path.exists(self.path):
-            raise StoreNotFound("there is no manifest here", hint="`quire init` makes a store", path=self.path)
-        if os.path.getsize(self.path) == 0:
+        try:
+            size = os.stat(self.path).st_size
+        except (FileNotFoundError, NotADirectoryError) as error:
+            hint = "`quire init` makes a store"
+            raise StoreNotFound("there is no manifest here", hint=hint, path=self.path) from error
+        except OSError as error:
+            raise self._why_not_opened(error) from error
+        if size == 0:
             raise ManifestDamaged("the manifest is empty", hint=_RESTORE, path=self.path)
 
     def _refuse_truncated(self) -> None:
@@ -268,39 +247,63 @@ class ManifestEnv:
         try:
             return self._env.begin(write=True)
         except lmdb.Error as error:
-            raise translate(error, self.path) from error
+            raise self.explain(error) from error
 
-    def begin_read(self) -> tuple[lmdb.Transaction, int]:
-        """A snapshot and the ticket to give back to `end_read`."""
-        self._check()
-        ticket = self.gate.enter()
-        try:
-            return self._begin_read(), ticket
-        except lmdb.MapResizedError:
-            self.gate.leave(ticket)
-        except BaseException as error:
-            self.gate.leave(ticket)
-            if isinstance(error, lmdb.Error):
-                raise translate(error, self.path) from error
-            raise
-        with self.gate.exclusive(self.settings.grow_wait_seconds):
-            self._env.set_mapsize(0)
-        return self.begin_read()
-
-    def _begin_read(self) -> lmdb.Transaction:
-        try:
-            return self._env.begin()
-        except lmdb.ReadersFullError:
-            if not self._env.reader_check():
+    def begin_read(self, owner: Visitor) -> tuple[lmdb.Transaction, Ticket]:
+        """A snapshot, and the ticket to give back to `end_read`. Its place at the gate is free once `owner` is gone."""
+        while True:
+            if self._closed is not None:
+                self._check()
+            ticket = self.gate.enter(owner)
+            try:
+                return self._env.begin(), ticket
+            except lmdb.Error as error:
+                self.gate.leave(ticket)
+                if not self._has_made_way(error):
+                    raise self.explain(error) from error
+            except BaseException:
+                self.gate.leave(ticket)
                 raise
-            return self._env.begin()
 
-    def end_read(self, txn: lmdb.Transaction, ticket: int) -> None:
-        """End a snapshot."""
+    def _has_made_way(self, error: lmdb.Error) -> bool:
+        """Whether a read transaction that could not begin should be tried again."""
         try:
-            txn.abort()
+            if isinstance(error, lmdb.MapResizedError):
+                self.gate.exclusive(self.settings.grow_wait_seconds, lambda: self._env.set_mapsize(0))
+                return True
+            return isinstance(error, lmdb.ReadersFullError) and self._env.reader_check() > 0
+        except lmdb.Error as another:
+            raise self.explain(another) from another
+
+    def end_read(self, txn: lmdb.Transaction, ticket: Ticket) -> None:
+        """End a snapshot; again does no harm."""
+        try:
+            if not self._is_over:  # else it has ended with the environment, or it is the parent's (rule 5)
+                txn.abort()
         finally:
             self.gate.leave(ticket)
+
+    @contextmanager
+    def _inside(self) -> Iterator[lmdb.Environment]:
+        """LMDB's environment for calls that have no transaction of ours (rule 2)."""
+        self._check()
+        guest = _Guest()
+        ticket = self.gate.enter(guest)
+        try:
+            yield self._env
+        finally:
+            self.gate.leave(ticket)
+
+    def explain(self, error: lmdb.Error | OSError) -> QuireError:
+        """What an error of LMDB means here: whatever goes wrong once the manifest is closed, goes wrong because it is."""
+        return self._refusal(self._closed) if self._closed is not None else translate(error, self.path)
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._refusal(self._closed)
+
+    def _refusal(self, closed: tuple[str, str]) -> StoreClosed:
+        return StoreClosed(closed[0], hint=closed[1], path=self.path)
 
     # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def last_txn_id(self) -> int:
@@ -316,56 +319,78 @@ class ManifestEnv:
         used, size = (info["last_pgno"] + 1) * self.page_bytes, info["map_size"]
         return used > size * self.settings.map_watermark and size < self.settings.map_bytes_max
 
-    def grow(self) -> None:
-        """Double the map, behind the gate. Writer thread only, with no transaction open."""
+    def grow(self, wait_seconds: float | None = None) -> None:
+        """Double the map, once no read transaction of this process is open. Writer thread only, with no transaction open.
+
+        `TimedOut` if one stays for longer than `wait_seconds`, normally `grow_wait_seconds`.
+        """
         old = int(self._env.info()["map_size"])
         new = min(old * 2, self.settings.map_bytes_max)
         if new <= old:
             raise DiskFull("the manifest's map is full", hint="raise manifest.map_bytes_max in quire.toml", bytes=old)
-        with self.gate.exclusive(self.settings.grow_wait_seconds):
-            self._env.set_mapsize(new)
-        emit("warning", "manifest.map_grown", path=self.path, old_bytes=old, new_bytes=new)
+        wait_seconds = self.settings.grow_wait_seconds if wait_seconds is None else wait_seconds
+        self.gate.exclusive(wait_seconds, lambda: self._env.set_mapsize(new))
+        report("warning", "manifest.map_grown", path=self.path, old_bytes=old, new_bytes=new)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> dict[str, int]:
         """LMDB's own figures, for `doctor` and metrics."""
-        figures: dict[str, Any] = {**self._env.info()}
-        figures.update(page_size=self._env.stat()["psize"], file_bytes=os.stat(self.path).st_size)
-        return figures
+        try:
+            with self._inside() as env:
+                figures: dict[str, Any] = {**env.info()}
+                figures.update(page_size=env.stat()["psize"], file_bytes=os.stat(self.path).st_size)
+                return figures
+        except (lmdb.Error, OSError) as error:
+            raise self.explain(error) from error
 
     def report_long_reads(self) -> None:
         """Warn once about each read transaction that has been open for too long."""
-        for ticket, age, who in self.gate.older_than(self.settings.long_read_seconds):
-            if ticket not in self._reported:
-                self._reported.add(ticket)
-                emit(
-                    "warning",
-                    "manifest.long_read",
-                    seconds=round(age, 1),
-                    thread=who,
-                    hint="LMDB cannot reuse pages while a read transaction is open; end it",
-                )
+        for age, thread in self.gate.unreported(self.settings.long_read_seconds):
+            hint = "LMDB cannot reuse pages while a read transaction is open; end it"
+            report("warning", "manifest.long_read", seconds=round(age, 1), thread=thread, hint=hint)
 
     def copy(self, path: str) -> None:
-        """A consistent copy of the environment while it is in use (a hot backup)."""
-        self._check()
+        """A consistent copy of the environment while it is in use (a hot backup). The map does not grow meanwhile."""
         try:
-            self._env.copy(path, compact=True)
+            with self._inside() as env:
+                env.copy(path, compact=True)
         except (lmdb.Error, OSError) as error:
-            raise translate(error, path) from error
+            raise (translate(error, path) if self._closed is None else self.explain(error)) from error
 
-    def _check(self) -> None:
-        if self._closed is not None:
-            raise StoreClosed(self._closed, hint="open the store again", path=self.path)
-
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close the environment; further use raises `StoreClosed`."""
-        if self._closed is None:
-            self._closed = "the manifest is closed"
-            self._env.close()
+        """Close the environment; further use raises `StoreClosed`. If it is interrupted, call it again."""
+        if self._is_over:
+            return
+        self._closed = ("the manifest is closed", "open the store again")
+        try:
+            self.gate.exclusive(CLOSE_WAIT_SECONDS, self._env.close)
+        except TimedOut:
+            self._cut_off()
+        self._is_over = True
+
+    def _cut_off(self) -> None:
+        """Close under transactions that stay (rule 6).
+
+        py-lmdb's `close` marks them, then waits for calls under way, but only once: a thread between two steps of one call
+        goes on to read memory that is no longer mapped, and the process dies. Its `set_mapsize` waits until there is none,
+        and ends all transactions: what comes later is refused.
+        """
+        with suppress(lmdb.Error):  # a write transaction is open: `close` waits for that
+            self._env.set_mapsize(0)
+        self._env.close()
 
     def _forked(self) -> None:
-        self._closed = "the manifest belongs to the parent of this fork()"
+        """Rule 5."""
+        visitors = self.gate.visitors()
+        _keep_for_ever((self._env, *visitors))
+        if not self._is_over:
+            _inherited.add(os.path.realpath(self.path))
+        self._closed = ("the manifest belongs to the parent of this fork()", _NO_FORK)
+        self._is_over = True
+        self.gate = Gate()
+        for visitor in visitors:
+            visitor.abandon()
         for hook in self.fork_hooks:
             hook()
 
@@ -377,7 +402,28 @@ class ManifestEnv:
         return disk.f_bavail * disk.f_frsize < MIB or (limit != resource.RLIM_INFINITY and used + MIB > limit)
 
 
+class _Guest:
+    """A visitor that has no transaction: a copy, a look at LMDB's figures."""
+
+    def abandon(self) -> None:
+        """Its thread is not in the child."""
+
+
 _LIVE: weakref.WeakSet[ManifestEnv] = weakref.WeakSet()
+_inherited: set[str] = set()
+"""The manifests that were open when this process was forked."""
+
+
+class _Knot(msgspec.Struct, gc=False):
+    """Holds on to itself, out of the garbage collector's sight: never freed, not even when Python ends (rule 5)."""
+
+    held: object
+    itself: _Knot | None = None
+
+
+def _keep_for_ever(held: object) -> None:
+    knot = _Knot(held)
+    knot.itself = knot
 
 
 def _after_fork_in_child() -> None:

@@ -7,9 +7,11 @@ Terms
 Rules
   1. A guard resolves only after the transaction that holds its batch is durable.
   2. Light by design (M3): a guard nobody waits for has no lock and no event. The first thread that waits for one leaves its
-     own doorbell with it, and the writer rings that. Everyone else (further threads, asyncio, waiters for a generation)
-     shares one bell, rung once per commit.
+     own doorbell with it, and the writer rings that. Everyone else (further threads, threads that get no doorbell, asyncio,
+     waiters for a generation) shares one bell, rung once per commit.
   3. Nothing of a caller runs on the writer thread; waiting on it raises `WrongThread`.
+  4. A wait may end with an exception at any point (a timeout, a signal handler's): it leaves no trace in bell and guard.
+     Whoever waits first leaves its mark and then looks, the writer first acts and then looks for marks: no lock is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
-from quire.manifest.doorbell import SLEEP_SECONDS_MAX, Doorbell, mine
+from quire.manifest.doorbell import SLEEP_SECONDS_MAX, Doorbell, Waiters, mine
 from quire.manifest.ops.base import Component, Op
 
 if TYPE_CHECKING:
@@ -56,11 +58,12 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Bell:
-    """One condition for all waiters of a writer, for threads and event loops alike."""
+    """One bell for all waiters of a writer, for threads and event loops alike."""
 
     def __init__(self) -> None:
-        self._rung = threading.Condition(threading.Lock())
-        self._loops: list[tuple[Callable[[], bool], asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._joining = threading.Lock()
+        self._threads = Waiters()
+        self._loops: dict[asyncio.Future[None], tuple[Callable[[], bool], asyncio.AbstractEventLoop]] = {}
         self.thread: threading.Thread | None = None
         """The thread that rings: it must not wait."""
         self.failure: QuireError | None = None
@@ -68,18 +71,17 @@ class Bell:
 
     def ring(self) -> None:
         """Something happened: let everyone look."""
-        with self._rung:
-            self._rung.notify_all()
-            if not self._loops:
-                return
-            ready: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-            waiting = []
-            for item in self._loops:
-                if item[0]():
-                    ready.setdefault(item[1], []).append(item[2])
-                else:
-                    waiting.append(item)
-            self._loops = waiting
+        if self._threads:
+            self._threads.wake()
+        if self._loops:
+            self._ring_loops()
+
+    def _ring_loops(self) -> None:
+        ready: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for future, (happened, loop) in self._loops.copy().items():
+            if happened():
+                self._loops.pop(future, None)
+                ready.setdefault(loop, []).append(future)
         for loop, futures in ready.items():
             try:
                 loop.call_soon_threadsafe(_set_all, futures)
@@ -88,29 +90,24 @@ class Bell:
 
     def abandon(self, failure: QuireError) -> None:
         """Nothing will ever ring again, and whoever held the lock may be gone: in the child of a fork()."""
-        self._rung = threading.Condition(threading.Lock())
-        self._loops = []
+        self._joining = threading.Lock()
+        self._threads = Waiters()
+        self._loops = {}
         self.failure = failure
 
     def join(self, guard: ManifestGuard, doorbell: Doorbell) -> bool:
         """Have the writer ring this doorbell when the guard is done; False if another thread was first."""
-        with self._rung:
+        with self._joining:
             if guard.waiter is not None:
                 return False
             guard.waiter = doorbell
             return True
 
-    def leave(self, guard: ManifestGuard) -> None:
-        """The thread that joined has stopped waiting."""
-        with self._rung:
-            guard.waiter = None
-
     def wait(self, happened: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Block until `happened()`; `TimedOut` names `what`."""
         self.refuse_writer()
-        with self._rung:
-            if not self._rung.wait_for(happened, timeout):
-                raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
+        if not self._threads.sleep_until(happened, timeout):
+            raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
 
     def refuse_writer(self) -> None:
         """Rule 3."""
@@ -123,15 +120,12 @@ class Bell:
 
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        with self._rung:
-            if happened():
-                return
-            self._loops.append((happened, loop, future))
         try:
-            await future
+            self._loops[future] = (happened, loop)
+            if not happened():
+                await future
         finally:
-            with self._rung:
-                self._loops = [item for item in self._loops if item[2] is not future]
+            self._loops.pop(future, None)
 
 
 def _set_all(futures: list[asyncio.Future[None]]) -> None:
@@ -179,22 +173,29 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     @generations.setter
     def generations(self, updates: Generations) -> None:
         self.touched = tuple([component for component, _ in updates])
-        self.reached = tuple([generation for _, generation in updates])
+        self.reached = updates[0][1] if len(updates) == 1 else tuple([generation for _, generation in updates])
 
     def _wait(self, timeout: float | None) -> None:
         bell = self.bell
         bell.refuse_writer()
         if bell.failure is not None and not self.done:
             raise bell.failure.with_traceback(None)
-        doorbell = mine()
-        if not bell.join(self, doorbell):
-            bell.wait(self.is_done, timeout, "a manifest commit")
-            return
+        doorbell, before = _doorbell(), self.waiter
+        try:
+            if doorbell is not None and bell.join(self, doorbell):
+                self._sleep(doorbell, timeout)
+            else:
+                bell.wait(self.is_done, timeout, "a manifest commit")
+        finally:
+            # Not if it was ours before: then we are in a signal handler that has interrupted our own wait.
+            if before is None and self.waiter is doorbell:
+                self.waiter = None
+
+    def _sleep(self, doorbell: Doorbell, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             rest = None if deadline is None else deadline - time.monotonic()
             if not doorbell.sleep(rest) and not self.done and rest is not None and rest <= SLEEP_SECONDS_MAX:
-                bell.leave(self)
                 raise TimedOut("timed out waiting for a manifest commit", hint="it may still happen", seconds=timeout)
 
     def is_done(self) -> bool:
@@ -205,6 +206,14 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         if not self.done:
             yield from self.bell.wait_async(self.is_done).__await__()
         return self.result(0)
+
+
+def _doorbell() -> Doorbell | None:
+    """The calling thread's, if the process has a descriptor left for it."""
+    try:
+        return mine()
+    except OSError:
+        return None
 
 
 class GenerationWait:

@@ -6,8 +6,9 @@ Terms
   schema   a number in `meta`; it rises with every step, so that older code refuses newer stores
 
 Rules
-  1. A step and its ledger row are committed together in the step's last transaction; a step may use several transactions
-     only if repeating it from the start is harmless (idempotent). So a crash in the middle is repaired by opening again.
+  1. A step and its ledger row are committed together in the step's last transaction. What is too much for one transaction is
+     done before, by the step's `prepare`, in as many of its own as it likes; repeating that from the start must be harmless
+     (idempotent). So a crash in the middle is repaired by opening again.
   2. Steps are never removed, reordered or changed once released; a new store is born with all of them done.
   3. A store whose schema is above ours, or that has done a step we do not know, is refused with `FormatTooNew`.
 
@@ -29,6 +30,7 @@ from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import MetaRecord, MigrationRecord
 
 SCHEMA = t.META.key.pack("schema")
@@ -38,10 +40,12 @@ BASE_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One migration. `run` gets the environment and a transaction; it may commit others of its own before."""
+    """One migration: what its last transaction does and, if that is not all, what is done in others before it (rule 1)."""
 
     name: str
     run: Callable[[ManifestEnv, lmdb.Transaction], None]
+    prepare: Callable[[ManifestEnv], None] | None = None
+    """Called with no transaction open. It begins its own (`env.begin_write`) and commits them, in this thread."""
 
 
 STEPS: Sequence[Step] = ()
@@ -99,16 +103,18 @@ def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: S
 
 
 def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
+    with ReadTxn(env) as ledger:
+        if ledger.get(t.MIGRATIONS, step.name) is not None:
+            return False
+    emit("info", "manifest.migrating", step=step.name)
+    if step.prepare is not None:
+        step.prepare(env)
+        hit("manifest.migration.prepared")
     txn = env.begin_write()
     try:
-        key, ledger = t.MIGRATIONS.key.pack(step.name), env.handles[t.MIGRATIONS.name]
-        if txn.get(key, db=ledger) is not None:
-            txn.abort()
-            return False
-        emit("info", "manifest.migrating", step=step.name)
         step.run(env, txn)
         hit("manifest.migration.ran")
-        txn.put(key, _ledger_row(clock), db=ledger)
+        txn.put(t.MIGRATIONS.key.pack(step.name), _ledger_row(clock), db=env.handles[t.MIGRATIONS.name])
         txn.put(SCHEMA, t.META.codec.encode(MetaRecord(number=schema)), db=env.handles[t.META.name])
         hit("manifest.migration.recorded")
         txn.commit()

@@ -30,12 +30,15 @@ from quire.core.errors import DatabaseTombstoned, ReadOnly, UnknownDatabase
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.keys import prefix_end
-from quire.manifest.records import DbRecord, DbStatus
+from quire.manifest.records import AuditAction, AuditRecord, DbRecord, DbStatus
 
 KEPT_ROWS_MAX = 65_536
 """Kept rows per table; a fuller table starts over. Bounds the writer's memory at a few tens of MB."""
 
 _ABSENT: Final = object()
+
+Note = tuple[int, int, AuditAction, str, int, int]
+"""(component, db_id, action, subject, number, size in bytes): an audit record before its generation is known."""
 
 
 class KeysTaken(Exception):  # never leaves the manifest: the writer answers it with a strict pass
@@ -250,6 +253,8 @@ class Overlay:
         """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
         self.trimmed = 0
         """Rows of the change log's tail removed in this transaction."""
+        self.notes: list[Note] = []
+        """What the current batch wants to be remembered for; it becomes rows of `audit` once the batch has applied."""
         self.tracking = False
         self.strict = False
         """Inserts look into LMDB before they believe that a key is new (rule 3)."""
@@ -268,13 +273,16 @@ class Overlay:
         self.wal_manifest = view(t.WAL_MANIFEST)
         self.chunk_catalog = view(t.CHUNK_CATALOG)
         self.chunk_delta_index = view(t.CHUNK_DELTA_INDEX)
+        self.checkpoint_plan = view(t.CHECKPOINT_PLAN)
         self.slot_leaf = view(t.SLOT_LEAF)
         self.live_leaf = view(t.LIVE_LEAF)
         self.remote_namespace = view(t.REMOTE_NAMESPACE, keep=True)
         self.snapshot_index = view(t.SNAPSHOT_INDEX)
+        self.retention = view(t.RETENTION)
+        self.audit = view(t.AUDIT)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)
-        self.gc_refcounts = view(t.GC_REFCOUNTS)
+        self.gc_refcounts = view(t.GC_REFCOUNTS, keep=True)  # a snapshot raises 64 counts, and the next one the same
         self.page_version_index = view(t.PAGE_VERSION_INDEX)
         self.page_version_head = view(t.PAGE_VERSION_HEAD)
         self.generation_watermarks = view(t.GENERATION_WATERMARKS, keep=True)
@@ -312,6 +320,7 @@ class Overlay:
             else:
                 pending[key] = before
         self.undo.clear()
+        self.notes.clear()
         self.active_ids.clear()
 
     def flush(self) -> int:
@@ -334,8 +343,17 @@ class Overlay:
 
     def _restart(self) -> None:
         self.undo.clear()
+        self.notes.clear()
         self.trimmed = 0
         self.switch()
+
+    def write_notes(self, sequence: int, generations: tuple[tuple[int, int], ...], at_ms: int) -> None:
+        """The batch that left the notes has applied, and this is its place in the feed: enter them in `audit`."""
+        reached = dict(generations)
+        for ordinal, (component, db_id, action, subject, number, size_bytes) in enumerate(self.notes):
+            record = AuditRecord(action, component, reached[component], subject, number, size_bytes)
+            self.audit.put(t.AUDIT.key.pack(db_id, at_ms, sequence, ordinal), record)
+        self.notes.clear()
 
     # ── lookups that many ops share ───────────────────────────────────────────────────────────────────────────────────
     def put_db(self, db_id: int, record: DbRecord) -> None:

@@ -10,6 +10,9 @@ Rules
   4. After `refuse` every `put` raises the refusal.
   5. Those who wait for room are let in by `admit`, which the writer calls when it is about to sync: they fill the queue while
      the disk works, and stay out of the way of the GIL while the writer does. A taker that goes to sleep lets them in too.
+  6. A signal handler may raise anywhere in `put`. What it can leave behind is a batch that was queued though its caller did
+     not hear so, and a taker that wakes for nothing: `lock` is a plain lock (only C takes and releases it), and the order of
+     the lines under it counts.
 
 Threads: `put` from any thread, `take` from the writer alone. Fields are guarded by `lock`.
 """
@@ -17,8 +20,10 @@ Threads: `put` from any thread, `take` from the writer alone. Fields are guarded
 from __future__ import annotations
 
 import threading
+import time
 
 from quire.core.errors import InternalError, Overloaded, QuireError
+from quire.manifest.doorbell import Waiters
 from quire.manifest.guard import ManifestGuard
 
 
@@ -33,8 +38,7 @@ class BatchQueue:
         self._operations_max = operations_max
         self._batches: list[ManifestGuard] = []
         self._operations = 0
-        self._room = threading.Condition(self.lock)
-        self._waiting_for_room = 0
+        self._waiting_for_room = Waiters()
         self._wake = threading.Lock()
         self._wake.acquire()
         self._wake_at = 0
@@ -42,32 +46,36 @@ class BatchQueue:
 
     def put(self, guard: ManifestGuard, operations: int, timeout: float | None) -> None:
         """Append a batch; blocks while the queue is full (rule 2)."""
-        with self.lock:
-            if self.refusal is not None or self._operations >= self._operations_max:
-                self._wait_for_room(timeout)
-            self._batches.append(guard)
-            self._operations += operations
-            if self._wake_at and len(self._batches) >= self._wake_at:
-                self._wake_at = 0
-                self._wake.release()
+        deadline: float | None = None
+        while True:
+            with self.lock:
+                if self.refusal is None and self._operations < self._operations_max:
+                    if self._wake_at and len(self._batches) + 1 >= self._wake_at:
+                        self._wake_at = 0
+                        self._wake.release()  # it waits for `lock`, and finds the batch
+                    self._batches.append(guard)
+                    self._operations += operations
+                    return
+            deadline = self._wait_for_room(timeout, deadline)
 
-    def _wait_for_room(self, timeout: float | None) -> None:
-        """REQUIRES `lock`."""
+    def _wait_for_room(self, timeout: float | None, deadline: float | None) -> float | None:
+        """Until there may be room; the end of the caller's patience, for the next time if somebody else was quicker."""
         if threading.current_thread() is self.taker:
             raise InternalError("the writer thread may not submit")
-        self._waiting_for_room += 1
-        try:
-            free = self._room.wait_for(
-                lambda: self.refusal is not None or self._operations < self._operations_max, timeout
-            )
-        finally:
-            self._waiting_for_room -= 1
+        if deadline is None and timeout is not None:
+            deadline = time.monotonic() + timeout
+        rest = None if deadline is None else deadline - time.monotonic()
+        is_there_room = self._waiting_for_room.sleep_until(self._may_enter, rest)
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)  # one instance for many callers: it must not collect their frames
-        if not free:
+        if not is_there_room:
             raise Overloaded(
                 "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout
             )
+        return deadline
+
+    def _may_enter(self) -> bool:
+        return self.refusal is not None or self._operations < self._operations_max
 
     def take(self, answered: int, patience_seconds: float) -> list[ManifestGuard] | None:
         """Everything that is queued; waits if there is nothing (rule 3). `None` when refusing and drained."""
@@ -86,8 +94,7 @@ class BatchQueue:
     def admit(self) -> None:
         """Let those in who wait for room (rule 5)."""
         if self._waiting_for_room:
-            with self.lock:
-                self._room.notify_all()
+            self._waiting_for_room.wake()
 
     def _sleep(self, until: int, timeout: float | None) -> None:
         """Sleep until that many batches are queued, a refusal, or the timeout."""
@@ -95,7 +102,7 @@ class BatchQueue:
             if len(self._batches) >= until or self.refusal is not None:
                 return
             self._wake_at = until
-            self._room.notify_all()  # whoever still waits for room (a group failed before its sync) must not wait for us
+        self.admit()  # whoever still waits for room (a group failed before its sync) must not wait for us
         if not self._wake.acquire(timeout=-1 if timeout is None else timeout):
             with self.lock:
                 if self._wake_at:
@@ -114,5 +121,5 @@ class BatchQueue:
             if self._wake_at:
                 self._wake_at = 0
                 self._wake.release()
-            self._room.notify_all()
-            return left
+        self._waiting_for_room.wake()
+        return left

@@ -7,6 +7,8 @@ Rules
   1. A transaction is for a moment: as long as it is open LMDB cannot reuse the pages it may see. Long ones are reported.
   2. Records are immutable and outlive the transaction; iterators do not.
   3. A table that an older store does not have reads as empty.
+  4. Every error of LMDB becomes one of ours, in the middle of an iteration too. After the end of the transaction, or of the
+     environment under it, that is `StoreClosed`.
 
 Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process.
 Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
@@ -15,18 +17,19 @@ Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgspec
 
-from quire.core.errors import InvalidInput, StoreClosed, UnknownDatabase
-from quire.core.ids import ArtifactKey
+from quire.core.errors import InvalidInput, QuireError, StoreClosed, UnknownDatabase
+from quire.core.ids import U32_MAX, ArtifactKey
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.codec import R
-from quire.manifest.env import ManifestEnv, translate
+from quire.manifest.env import ManifestEnv
+from quire.manifest.gate import Ticket
 from quire.manifest.keys import prefix_end
 from quire.manifest.ops.base import LOCAL_COUNTERS, Counter
 from quire.manifest.ops.refs import artifact_key
@@ -47,12 +50,13 @@ if TYPE_CHECKING:
 class ReadTxn:
     """One snapshot of the manifest. Use it as a context manager."""
 
-    __slots__ = ("_env", "_get", "_handles", "_ticket", "_txn")
+    __slots__ = ("__weakref__", "_env", "_get", "_handles", "_ticket", "_txn")
 
     def __init__(self, env: ManifestEnv) -> None:
         self._env = env
-        txn, self._ticket = env.begin_read()
-        self._txn: Any = txn  # its stubs allow for memoryviews, which we never ask for
+        self._ticket: Ticket | None = None
+        self._txn: Any  # its stubs allow for memoryviews, which we never ask for
+        self._txn, self._ticket = env.begin_read(self)
         self._handles = env.handles
         self._get: Any = self._txn.get
 
@@ -63,11 +67,19 @@ class ReadTxn:
         self.close()
 
     def close(self) -> None:
-        """End the snapshot; further reads raise `StoreClosed`."""
-        if self._ticket:
-            ticket, self._ticket = self._ticket, 0
+        """End the snapshot; further reads raise `StoreClosed`. If it is interrupted, call it again."""
+        if self._ticket is not None:
             self._get = _closed
-            self._env.end_read(self._txn, ticket)
+            self._env.end_read(self._txn, self._ticket)
+            self._ticket = None
+
+    def abandon(self) -> None:
+        """In the child of a fork(): be over, and leave the parent's transaction alone."""
+        self._get = _closed
+        self._ticket = None
+
+    def _explain(self, error: lmdb.Error) -> QuireError:
+        return _ended() if self._ticket is None else self._env.explain(error)
 
     # ── any table ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, table: t.Table[R], *key: Any) -> R | None:
@@ -78,7 +90,7 @@ class ReadTxn:
         try:
             raw = self._get(table.key.pack(*key), db=handle)
         except lmdb.Error as error:
-            raise translate(error, self._env.path) from error
+            raise self._explain(error) from error
         return None if raw is None else table.codec.decode(raw)
 
     def scan(
@@ -101,59 +113,67 @@ class ReadTxn:
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
         """The same rows as bytes: for exports, which decode many at once."""
-        if not self._ticket:
-            _closed()
-        handle = self._handles[table.name]
-        if handle is None:
-            return iter(())
         first = table.key.prefix(*prefix)
         try:
-            cursor = self._txn.cursor(db=handle)
-            if not cursor.set_range(table.key.pack(*start) if start is not None else first):
+            cursor = self._cursor(table)
+            if cursor is None or not cursor.set_range(table.key.pack(*start) if start is not None else first):
                 return iter(())
+            return self._rows(cursor.iternext(), prefix_end(first) if prefix else None)
         except lmdb.Error as error:
-            raise translate(error, self._env.path) from error
-        end = prefix_end(first) if prefix else None
-        rows: Iterator[tuple[bytes, bytes]] = cursor.iternext()
-        return rows if end is None else takewhile(lambda item: item[0] < end, rows)
+            raise self._explain(error) from error
 
     def raw_scan_back(self, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
         """All rows as bytes, from the last to the first."""
-        if not self._ticket:
+        try:
+            cursor = self._cursor(table)
+            return self._rows(cursor.iterprev(), None) if cursor is not None and cursor.last() else iter(())
+        except lmdb.Error as error:
+            raise self._explain(error) from error
+
+    def _cursor(self, table: t.Table[Any]) -> Any:
+        """A cursor, or `None` where there is no such table."""
+        if self._ticket is None:
             _closed()
         handle = self._handles[table.name]
-        if handle is None:
-            return iter(())
-        cursor = self._txn.cursor(db=handle)
-        rows: Iterator[tuple[bytes, bytes]] = cursor.iterprev() if cursor.last() else iter(())
-        return rows
+        return None if handle is None else self._txn.cursor(db=handle)
+
+    def _rows(self, rows: Iterator[tuple[bytes, bytes]], end: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+        """The rows up to the key `end`: rule 4 for a walk that is still under way when its transaction ends."""
+        try:
+            if end is None:
+                yield from rows
+            else:
+                for row in rows:
+                    if row[0] >= end:
+                        return
+                    yield row
+        except lmdb.Error as error:
+            raise self._explain(error) from error
 
     def steps(self, table: t.Table[Any], rows: int, *, start: bytes = b"") -> Iterator[tuple[list[bytes], list[bytes]]]:
         """All rows from the key `start` on as bytes, so many at a time: a list of keys and one of values.
 
         Two cursors side by side are twice as fast as one that makes a pair per row, which the garbage collector then visits.
         """
-        if not self._ticket:
-            _closed()
-        handle = self._handles[table.name]
-        if handle is None:
-            return
         try:
-            first, second = self._txn.cursor(db=handle), self._txn.cursor(db=handle)
-            if not (first.set_range(start) and second.set_range(start)):
+            first, second = self._cursor(table), self._cursor(table)
+            if first is None or not (first.set_range(start) and second.set_range(start)):
                 return
             keys, values = first.iternext(keys=True, values=False), second.iternext(keys=False, values=True)
             while step := list(islice(keys, rows)):
                 yield step, list(islice(values, rows))
         except lmdb.Error as error:
-            raise translate(error, self._env.path) from error
+            raise self._explain(error) from error
 
     def count(self, table: t.Table[Any]) -> int:
         """How many rows a table has; a look at one page."""
-        if not self._ticket:
+        if self._ticket is None:
             _closed()
         handle = self._handles[table.name]
-        return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
+        try:
+            return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
+        except lmdb.Error as error:
+            raise self._explain(error) from error
 
     def to_arrow(self, table: str | t.Table[Any]) -> pa.Table:
         """A whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 8 Ki rows."""
@@ -184,7 +204,10 @@ class ReadTxn:
 
     def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
         """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
-        raw = self._get(artifact_key(artifact), db=self._handles[t.GC_REFCOUNTS.name])
+        try:
+            raw = self._get(artifact_key(artifact), db=self._handles[t.GC_REFCOUNTS.name])
+        except lmdb.Error as error:
+            raise self._explain(error) from error
         return None if raw is None else t.GC_REFCOUNTS.codec.decode(raw)
 
     def namespace(self, namespace_id: int) -> NamespaceRecord | None:
@@ -208,6 +231,36 @@ class ReadTxn:
         row = self.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
         return EMPTY if row is None else unpack_leaf(row.entries).get(offset, EMPTY)
 
+    def at_or_below(self, table: t.Table[R], *key: Any) -> tuple[tuple[Any, ...], R] | None:
+        """The last row whose key is at most `key` and differs from it in the last field only: the newest version of a thing."""
+        if not self._ticket:
+            _closed()
+        handle = self._handles[table.name]
+        if handle is None:
+            return None
+        raw = table.key.pack(*key)
+        try:
+            with self._txn.cursor(db=handle) as cursor:
+                if not (cursor.set_range(raw) and cursor.key() == raw) and not cursor.prev():
+                    return None
+                found, value = cursor.item()
+        except lmdb.Error as error:
+            raise self._explain(error) from error
+        if not found.startswith(table.key.prefix(*key[:-1])):
+            return None
+        return table.key.unpack(found), table.codec.decode(value)
+
+    def owners(self, table: t.Table[Any]) -> Iterator[int]:
+        """The databases that have rows in a table whose key begins with one; one look per database."""
+        rest = (0,) * (len(table.key.fields) - 1)
+        owner = -1
+        while owner < U32_MAX:
+            first = next(iter(self.raw_scan(table, start=(owner + 1, *rest))), None)
+            if first is None:
+                return
+            owner = table.key.unpack(first[0])[0]
+            yield owner
+
     def next_id(self, counter: Counter) -> int:
         """The next id a counter will hand out."""
         if (name := LOCAL_COUNTERS.get(counter)) is not None:
@@ -224,11 +277,11 @@ class ReadTxn:
         """
         row = self.get(t.META, "oldest_sequence")
         oldest = row.number if row else 1
-        handle = self._handles[CHANGE_LOG.name]
-        if handle is None:
-            return oldest, oldest - 1
-        with self._txn.cursor(db=handle) as cursor:
-            last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
+        try:
+            cursor = self._cursor(CHANGE_LOG)
+            last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor is not None and cursor.last() else 0
+        except lmdb.Error as error:
+            raise self._explain(error) from error
         return oldest, max(last, oldest - 1)
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
@@ -246,4 +299,8 @@ def table_named(name: str) -> t.Table[Any]:
 
 
 def _closed(*_: object, **__: object) -> Any:
-    raise StoreClosed("this read transaction has ended", hint="open another one")
+    raise _ended()
+
+
+def _ended() -> StoreClosed:
+    return StoreClosed("this read transaction has ended", hint="open another one")

@@ -219,6 +219,21 @@ class WalRecord(Record, frozen=True):
     salt: bytes = b""
 
 
+class PlanRecord(Record, frozen=True):
+    """A checkpoint's or merge's plan, stored before it runs (P10)."""
+
+    job_id: UInt
+    attempt: UInt
+    covered_lsn: UInt
+    size_pages: UInt
+    digest: bytes
+    segments: list[int] = []
+    """Segments it absorbs; none for a merge."""
+    artifacts: list[tuple[int, int, bool]] = []
+    """(slot, delta_id, whether it is a delta) of everything it writes."""
+    created_at_ms: UInt = 0
+
+
 class WalChunkPointer(Record, frozen=True):
     """The place of one sealed WAL artifact in its generation's order."""
 
@@ -284,6 +299,49 @@ class SnapshotRecord(Record, frozen=True):
     tags: dict[str, str] = {}
 
 
+class RetentionRecord(Record, frozen=True):
+    """Which snapshots of a database are kept, and which are made by themselves. A rule that is 0 keeps nothing; no rule at
+    all keeps everything."""
+
+    keep_last: UInt = 0
+    keep_generations: UInt = 0
+    hourly: UInt = 0
+    daily: UInt = 0
+    weekly: UInt = 0
+    keep_seconds: UInt = 0
+    keep_named: bool = True
+    """Snapshots that a person named are kept, whatever the other rules say."""
+    schedules: list[str] = []
+    """Of "hourly", "daily", "weekly": what the owner creates."""
+
+
+# ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class AuditAction(IntEnum):
+    SNAPSHOT_CREATED = 1
+    SNAPSHOT_DROPPED = 2
+    FORKED = 3
+    FORKED_FROM = 4
+    UPLOADED = 5
+    EVICTED = 6
+    HYDRATED = 7
+    DELETED = 8
+    DATABASE_DROPPED = 9
+    FOUND_DAMAGED = 10
+
+
+class AuditRecord(Record, frozen=True):
+    """One thing that happened to a database, with the generation its component had reached by it."""
+
+    action: AuditAction
+    component: UInt
+    generation: UInt
+    subject: str = ""
+    """The snapshot's or other database's name, or the object's."""
+    number: UInt = 0
+    """The snapshot's or other database's id."""
+    size_bytes: UInt = 0
+
+
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class JobKind(IntEnum):
     CHECKPOINT = 1
@@ -334,7 +392,9 @@ class JobRecord(Record, frozen=True):
     result: bytes = b""
     token: bytes = b""
     artifact: tuple[int, int, int, int, int] | None = None
-    """The artifact (origin, kind, id, generation, delta) whose `pending_upload` this job holds, if it is an upload."""
+    """The artifact (origin, kind, id, generation, delta) whose bytes this job needs: it holds its `pending_upload`."""
+    failures: UInt = 0
+    """Attempts that failed; `max_attempts` limits these. An attempt that was put off is none."""
 
 
 class JobLeaseRecord(Record, frozen=True):

@@ -9,8 +9,11 @@ Rules
      included, and the change log itself: what was replayed can be replayed from.
   2. Records at or below the position are skipped, so a feed may be delivered twice; a gap is refused.
   3. A record that does not apply means that these tables did not come from this feed: nothing of its step is kept.
+  4. A step is one transaction: rows, generations and change records together, so a position never lies. Each step looks
+     whether the environment still stands where the last one left it.
 
-Thread: the caller's; it must be the only writer of the environment. Raises `InvalidInput`, `ManifestDamaged`, `DiskFull`.
+Thread: the caller's; it must be the only writer of the environment. Raises `InvalidInput`, `ManifestDamaged`, `DiskFull`, and
+`StalePlan` if somebody else writes here.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from itertools import islice
 
 import lmdb
 
-from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
+from quire.core.errors import InvalidInput, ManifestDamaged, QuireError, StalePlan
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.env import ManifestEnv, translate
+from quire.manifest.ops.cursors import sequence_bounds
 from quire.manifest.overlay import Overlay
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
@@ -35,7 +39,7 @@ STEP_RECORDS = 1024
 def replay(changes: Iterable[ChangeRecord], env: ManifestEnv, *, step: int = STEP_RECORDS) -> int:
     """Apply a feed to `env`; the position afterwards."""
     overlay, feed = Overlay(env.handles), iter(changes)
-    position = overlay.head = _position(env)
+    position = overlay.head = position_of(env)
     while records := list(islice(feed, step)):
         fresh = list(_continuing(records, position))
         if fresh:
@@ -44,7 +48,8 @@ def replay(changes: Iterable[ChangeRecord], env: ManifestEnv, *, step: int = STE
     return position
 
 
-def _position(env: ManifestEnv) -> int:
+def position_of(env: ManifestEnv) -> int:
+    """The last sequence an environment has applied."""
     with ReadTxn(env) as txn:
         return txn.feed_bounds()[1]
 
@@ -69,6 +74,7 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
     try:
         overlay.begin(txn)
         overlay.switch(strict=True)
+        _refuse_moved(overlay, env)
         for record in records:
             _apply_one(overlay, record)
         txn = _flush(overlay, env, txn, records)
@@ -82,10 +88,25 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
     overlay.settle()
 
 
+def _refuse_moved(overlay: Overlay, env: ManifestEnv) -> None:
+    """Rule 4: what `position_of` says of a snapshot, asked of the transaction."""
+    with overlay.txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
+        last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
+    found = max(last, sequence_bounds(overlay)[0] - 1)
+    if found != overlay.head:
+        raise StalePlan(
+            "somebody else writes to this environment",
+            hint="let one process replay",
+            expected=overlay.head,
+            found=found,
+        )
+
+
 def _apply_one(overlay: Overlay, record: ChangeRecord) -> None:
     try:
         for op in record.operations:
             op.apply(overlay, record.committed_at_ms)
+        overlay.write_notes(record.sequence, record.generation_updates, record.committed_at_ms)
     except QuireError as error:
         raise ManifestDamaged(
             f"a change does not apply: {error}",

@@ -9,7 +9,7 @@ Thread: `add` by the writer alone; readers may see the counts of a commit half a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,11 +47,20 @@ class WriterStats:
 
 
 class ManifestCollector:
-    """A Prometheus collector over a manifest: `REGISTRY.register(ManifestCollector(stats, info))`."""
+    """A Prometheus collector over a manifest: `REGISTRY.register(ManifestCollector(stats, info, lag))`.
 
-    def __init__(self, stats: WriterStats, info: Callable[[], dict[str, int]]) -> None:
+    `lag` is `manifest.feed.lag`: changes that wait for each subscriber.
+    """
+
+    def __init__(
+        self,
+        stats: WriterStats,
+        info: Callable[[], dict[str, int]],
+        lag: Callable[[], Mapping[str | int, int]] | None = None,
+    ) -> None:
         self._stats = stats
         self._info = info
+        self._lag = lag
 
     def describe(self) -> Iterable[Any]:
         """Nothing ahead of time: registering must not read the environment."""
@@ -81,3 +90,8 @@ class ManifestCollector:
         info = self._info()
         yield GaugeMetricFamily("quire_manifest_file_bytes", "size of the manifest file", value=info["file_bytes"])
         yield GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
+        if self._lag is not None:
+            lag = GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
+            for cursor, waiting in self._lag().items():
+                lag.add_metric([str(cursor)], waiting)
+            yield lag

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
@@ -32,79 +31,42 @@ from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings, ManifestSettings
 from quire.durable.names import check_name
 from quire.manifest import tables as t
+from quire.manifest.audit import AuditEntry, audit_of
+from quire.manifest.change import ChangePage, CursorInfo
 from quire.manifest.check import Problem, check
+from quire.manifest.checkpoints import ChunkMutation, WalChunkUpdate, checkpoint_ops
 from quire.manifest.codec import R
 from quire.manifest.env import ManifestEnv
-from quire.manifest.feed import ChangeFeed
+from quire.manifest.feed import PAGE_RECORDS, ChangeFeed, Start
 from quire.manifest.guard import GenerationWait, ManifestGuard
+from quire.manifest.jobqueue import JobQueue
 from quire.manifest.migrations import migrate, refuse_newer
-from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace
+from quire.manifest.ops.artifacts import PutNamespace
 from quire.manifest.ops.base import Component, Counter, Op, ReserveIds
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
-from quire.manifest.ops.jobs import EnqueueJob
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.ops.slots import SetSlots
-from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk, MoveWalState
+from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
-    ChunkRecord,
     Compression,
     DbKind,
     DbRecord,
     DbStatus,
-    DeltaRecord,
     JobKind,
     JobRecord,
-    LeafRef,
+    JobState,
     NamespaceRecord,
-    Residency,
-    WalFormat,
     WalState,
 )
 from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
-from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
+from quire.manifest.retention import Retention
+from quire.manifest.snapshots import SnapshotInfo, Snapshots
 from quire.manifest.writer import ManifestWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WalChunkUpdate:
-    """A sealed WAL artifact, as `append_wal_chunk` takes it."""
-
-    segment_id: int
-    first_lsn: int
-    last_lsn: int
-    used_bytes: int
-    generation: int = 0
-    frame_count: int = 0
-    size_pages: int = 0
-    format: WalFormat = WalFormat.PAGER
-    residency: Residency = Residency.LOCAL
-    crc64: int = 0
-    upload: bool = False
-    """Also enqueue an upload job for it, in the same batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullChunk:
-    """A checkpoint rewrote a slot: this base chunk replaces its chain."""
-
-    slot: int
-    record: ChunkRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaChunk:
-    """A checkpoint overlays a slot: this delta is added to its chain."""
-
-    slot: int
-    delta_id: int
-    record: DeltaRecord
-
-
-ChunkMutation = FullChunk | DeltaChunk
 
 
 class ManifestStore:
@@ -117,12 +79,18 @@ class ManifestStore:
         """What was in the manifest when it was opened."""
         self._writer = writer
         self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
-        """`submit(ops, *, key=None, timeout=None)` queues a batch: `ManifestWriter.submit` itself, not a call to it."""
+        """`submit(ops, *, key=None, result=b"", timeout=None)` queues a batch: `ManifestWriter.submit` itself."""
         self._ids_lock = threading.Lock()
         self._next_ids = dict(recovered.next_ids)
         self._next_generations: dict[int, int] = {}
         self.feed_settings = FeedSettings()
         self._feed: ChangeFeed | None = None
+        self.snapshots = Snapshots(self)
+        """Snapshots, forks, lineage."""
+        self.jobs = JobQueue(self)
+        """Work that survives crashes."""
+        self.retention = Retention(self)
+        """Which snapshots are kept, which are made by themselves."""
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -240,6 +208,55 @@ class ManifestStore:
             self._feed = ChangeFeed(self, self.feed_settings)
         return self._feed
 
+    # The seeds' names for what `feed`, `snapshots` and `jobs` do.
+    def register_change_cursor(self, start: Start | int = Start.OLDEST, *, name: str = "") -> CursorInfo:
+        """A new subscriber of the feed."""
+        return self.feed.register(start, name=name)
+
+    def fetch_change_page(self, cursor: int | str, limit: int = PAGE_RECORDS) -> ChangePage:
+        """The changes after a cursor's position."""
+        return self.feed.fetch(cursor, limit)
+
+    def acknowledge_changes(self, cursor: int | str, upto: int) -> None:
+        """A subscriber has processed everything up to `upto`."""
+        self.feed.acknowledge(cursor, upto)
+
+    def wait_for_change(self, after: int, timeout: float | None = None) -> int:
+        """Block until a change above `after` is committed; the head by then."""
+        return self.feed.wait(after, timeout)
+
+    def drop_cursor(self, cursor: int | str) -> None:
+        """A subscriber leaves for good."""
+        self.feed.drop(cursor)
+
+    def publish_snapshot(self, db: int | str, name: str = "") -> SnapshotInfo:
+        """Keep a database as it is, under a name or without one."""
+        return self.snapshots.publish(db, name)
+
+    def drop_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
+        """Let a snapshot go, and have what only it held deleted."""
+        return self.snapshots.drop(db, snapshot)
+
+    def fork_db(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+        """A new database that begins as another one is now, or was at a snapshot; its id."""
+        return self.snapshots.fork(db, new_name, at=at)
+
+    def enqueue_job(self, kind: JobKind, db_id: int = 0, payload: Any = None) -> int:
+        """Work to be done; the job's id."""
+        return self.jobs.enqueue(kind, db_id, payload)
+
+    def complete_job(self, job_id: int, state: JobState, *, error: str = "") -> ManifestGuard:
+        """The running attempt of a job has ended."""
+        return self.submit([CompleteJob(job_id, state, self.jobs.get(job_id).record.attempt, error)])
+
+    # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
+        """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
+        with self.read() as txn:
+            wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
+            entries = [each for db_id in wanted for each in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)]
+        return sorted(entries, key=lambda each: each.sequence)
+
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allocate(self, counter: Counter) -> int:
         """The next id of a sequence. It must reach the manifest with the batch that uses it, or be reserved (M5)."""
@@ -308,16 +325,21 @@ class ManifestStore:
         """Open or close a database for writing, or (TOMBSTONED) drop it."""
         if not isinstance(status, DbStatus):
             raise InvalidInput("not a database status", hint=f"one of {', '.join(DbStatus.__members__)}", status=status)
-        op: Op = DropDb(db_id) if status is DbStatus.TOMBSTONED else UpdateDbStatus(db_id, status)
-        return self.submit([op])
+        return self.drop_db(db_id) if status is DbStatus.TOMBSTONED else self.submit([UpdateDbStatus(db_id, status)])
 
     def rename_db(self, db_id: int, name: str) -> ManifestGuard:
         """Give a database another name."""
         return self.submit([RenameDb(db_id, name)])
 
-    def drop_db(self, db_id: int) -> ManifestGuard:
-        """Tombstone a database that has no snapshots."""
-        return self.submit([DropDb(db_id)])
+    def drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
+        """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
+        with self.read() as txn:
+            held = [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)] if snapshots else []
+            origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
+            origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
+        origins |= self.snapshots.origins(db_id, held)
+        drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
+        return self.submit([*drops, DropDb(db_id), *self.jobs.deletions(origins)])
 
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
         """Register a bucket and prefix; its id."""
@@ -329,22 +351,7 @@ class ManifestStore:
     # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
     def append_wal_chunk(self, db_id: int, shard: int, update: WalChunkUpdate) -> ManifestGuard:
         """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
-        ops: list[Op] = [
-            AppendWalChunk(
-                db_id,
-                shard,
-                update.segment_id,
-                update.generation,
-                update.first_lsn,
-                update.last_lsn,
-                update.used_bytes,
-                update.frame_count,
-                update.size_pages,
-                update.format,
-                update.residency,
-                update.crc64,
-            )
-        ]
+        ops: list[Op] = [update.op(db_id, shard)]
         if update.upload:
             job = JobRecord(
                 JobKind.UPLOAD, db_id, self.clock.now_ms(), artifact=(db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
@@ -365,7 +372,9 @@ class ManifestStore:
         """
         with self.read() as txn:
             ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
-        return self.submit(ops)
+            replaced = {link.origin_db_id for each in mutations for link in txn.chain(db_id, each.slot)}
+            replaced |= {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
+        return self.submit([*ops, *self.jobs.deletions(replaced)])
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def record_metric(self, scope: int, metric_kind: int, observation: float | Sequence[float]) -> ManifestGuard:
@@ -380,31 +389,6 @@ def _sound(table: t.Table[R], record: R) -> R:
         return table.codec.decode(table.codec.encode(record))
     except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error
-
-
-def checkpoint_ops(
-    txn: ReadTxn, db_id: int, generation: int, mutations: Sequence[ChunkMutation], covered_lsn: int
-) -> list[Op]:
-    """The batch of a checkpoint, planned on what `txn` shows."""
-    ops: list[Op] = []
-    leaves: dict[int, Leaf] = {}
-    for mutation in mutations:
-        leaf, offset = place(mutation.slot)
-        chain: Chain
-        if isinstance(mutation, FullChunk):
-            ops.append(PutChunk(db_id, mutation.slot, generation, mutation.record))
-            chain = (Link(ArtifactKind.BASE, db_id, generation, covered_lsn),)
-        else:
-            before = txn.chain(db_id, mutation.slot)
-            base = before[0].origin_db_id if before else db_id
-            ops.append(PutDelta(db_id, mutation.slot, generation, mutation.delta_id, base, mutation.record))
-            chain = (*before, Link(ArtifactKind.DELTA, db_id, generation, covered_lsn, mutation.delta_id))
-        leaves.setdefault(leaf, {})[offset] = chain
-    for leaf, changes in leaves.items():
-        held = txn.get(t.LIVE_LEAF, db_id, leaf) or LeafRef(0, 0)
-        ops.append(SetSlots(db_id, leaf, generation, held.origin_db_id, held.generation, pack_leaf(changes)))
-    ops.append(AdvanceCheckpoint(db_id, generation, covered_lsn))
-    return ops
 
 
 def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:

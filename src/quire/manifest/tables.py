@@ -96,6 +96,13 @@ CHUNK_DELTA_INDEX = Table(
     _LOGGED,
     "deltas over base chunks",
 )
+CHECKPOINT_PLAN = Table(
+    "checkpoint_plan",
+    (("db_id", "u32"), ("generation", "u32")),
+    r.PlanRecord,
+    _LOGGED,
+    "plans of checkpoints and merges that are running",
+)
 SLOT_LEAF = Table(
     "slot_leaf",
     (("origin_db_id", "u32"), ("leaf", "u32"), ("generation", "u32")),
@@ -115,6 +122,16 @@ SNAPSHOT_INDEX = Table(
     r.SnapshotRecord,
     _LOGGED,
     "snapshots: leaf keys, pinned segments, anchor",
+)
+RETENTION = Table(
+    "retention", (("db_id", "u32"),), r.RetentionRecord, _LOGGED, "which snapshots are kept, which are made"
+)
+AUDIT = Table(
+    "audit",
+    (("db_id", "u32"), ("at_ms", "u64"), ("sequence", "u64"), ("ordinal", "u32")),
+    r.AuditRecord,
+    _LOGGED,
+    "what happened to a database: snapshots, forks, uploads, deletions",
 )
 JOB_QUEUE = Table("job_queue", (("job_id", "u64"),), r.JobRecord, _LOGGED, "durable work items")
 JOB_PENDING_INDEX = Table(

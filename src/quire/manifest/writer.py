@@ -11,7 +11,8 @@ Rules
   3. Rows, change record, generations and idempotency answer of a batch are in one transaction.
   4. A guard resolves after the transaction is durable, never before.
   5. A full map is grown and the group done again; a full disk fails the group, and the writer goes on if the environment
-     says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes).
+     says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes). At the watermark
+     the group still fits: growing is tried there, and if readers stay it is put off.
   6. The queue is bounded in operations: `submit` blocks while it is full, and raises `Overloaded` after its timeout. The
      writer takes the whole queue at once and works it off group by group, so memory is bounded by two queues.
 
@@ -41,9 +42,10 @@ from quire.core.errors import (
     StorageFault,
     StoreClosed,
     StoreUnusable,
+    TimedOut,
     Unavailable,
 )
-from quire.core.events import emit, listening
+from quire.core.events import listening
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
@@ -57,10 +59,17 @@ from quire.manifest.overlay import KeysTaken, Overlay
 from quire.manifest.queue import BatchQueue
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
+from quire.manifest.report import report
 from quire.manifest.stats import WriterStats
 
 LOOK_SECONDS = 1.0
 """How often the writer looks for read transactions that have been open for too long."""
+
+EARLY_GROWTH_WAIT_SECONDS = 0.05
+"""How long growing at the watermark waits for read transactions to end; meanwhile no other begins."""
+
+EARLY_GROWTH_PAUSE_SECONDS = 5.0
+"""How long growing at the watermark is put off when they did not."""
 
 _BLOCK_BYTES = 512
 """The unit of `ru_oublock`."""
@@ -83,6 +92,8 @@ class ManifestWriter:
         self._carry: list[ManifestGuard] = []
         self._answered = 0
         self._next_look = 0.0
+        self._next_growth = 0.0
+        self._is_growth_overdue = False
         self._last_ms = 0
         self.generations: dict[int, int] = {}
         self.head = 0
@@ -101,14 +112,22 @@ class ManifestWriter:
         self._thread.start()
 
     # ── any thread ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def submit(self, ops: Iterable[Op], *, key: bytes | None = None, timeout: float | None = None) -> ManifestGuard:
-        """Queue a batch. Blocks while the queue is full; `Overloaded` if that takes longer than `timeout`."""
+    def submit(
+        self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None
+    ) -> ManifestGuard:
+        """Queue a batch. Blocks while the queue is full; `Overloaded` if that takes longer than `timeout`.
+
+        With a `key` the batch is applied once, however often it is submitted (M11); `result` is the answer that is kept with
+        the key and given to those who repeat it.
+        """
         guard = ManifestGuard(ops if type(ops) is tuple else tuple(ops), key, self.bell)
         count = len(guard.ops)
         if not 0 < count <= BATCH_OPS_MAX:
             raise InvalidInput("a batch has at least one and at most 65,536 operations", operations=count)
         if key is not None and len(key) != IDEMPOTENCY_KEY_BYTES:
             raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
+        if result:
+            guard.result_bytes = result
         self._queue.put(guard, count, timeout)
         return guard
 
@@ -160,15 +179,16 @@ class ManifestWriter:
         taken = self._carry or self._queue.take(self._answered, self._settings.group_wait_seconds)
         if taken is None:
             return None
-        self._carry = []
-        budget = self._settings.group_ops_max
-        if len(taken) > 1 and sum([len(guard.ops) for guard in taken[: budget + 1]]) > budget:
+        self._carry = taken  # until it is cut: whatever happens here, `_die` finds everyone
+        budget, count = self._settings.group_ops_max, len(taken)
+        if count > 1 and sum([len(guard.ops) for guard in taken[: budget + 1]]) > budget:
             for index, guard in enumerate(taken):
                 budget -= len(guard.ops)
                 if budget < 0 and index:
-                    taken, self._carry = taken[:index], taken[index:]
+                    count = index
                     break
-        return taken
+        group, self._carry = taken[:count], taken[count:]
+        return group
 
     def _commit(self, group: list[ManifestGuard]) -> None:
         started = self._clock.monotonic()
@@ -201,7 +221,7 @@ class ManifestWriter:
         strict = False
         while True:
             if self._env.is_nearly_full():
-                self._env.grow()
+                self._grow_early(started)
             try:
                 return self._transact(group, started)
             except KeysTaken:
@@ -212,6 +232,19 @@ class ManifestWriter:
             self._overlay.switch(strict=strict)
             for guard in group:
                 guard.error, guard.repeated = None, False
+
+    def _grow_early(self, now: float) -> None:
+        """Rule 5: a reader that stays must not fail a group that has room; only a full map waits for it in earnest."""
+        if now < self._next_growth:
+            return
+        try:
+            self._env.grow(EARLY_GROWTH_WAIT_SECONDS)
+            self._is_growth_overdue = False
+        except TimedOut as error:
+            self._next_growth = now + EARLY_GROWTH_PAUSE_SECONDS
+            if not self._is_growth_overdue:
+                self._is_growth_overdue = True
+                report("warning", "manifest.map_nearly_full", error=str(error))
 
     def _transact(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
         """One transaction, durable on return; what was applied, and the rows and pages written."""
@@ -286,7 +319,7 @@ class ManifestWriter:
         if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.out_of_room():
             failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)
         if isinstance(failure, (DiskFull, Unavailable)) and self._env.last_txn_id() == committed:
-            emit("error", "manifest.commit_failed", error=str(failure), batches=len(group))
+            report("error", "manifest.commit_failed", error=str(failure), batches=len(group))
             self._fail(group, failure)
             return
         group.extend(self._carry)
@@ -304,8 +337,8 @@ class ManifestWriter:
         waiting = list({id(guard): guard for guard in unsettled}.values())
         self._carry = []
         self.bell.failure = refusal
-        emit("error", "manifest.writer_stopped", error=str(cause))
-        self._fail(waiting, refusal)
+        self._fail(waiting, refusal)  # before anything else: they wait
+        report("error", "manifest.writer_stopped", error=str(cause))
 
     def _report(self, group: list[ManifestGuard], ops: int, rows: int, pages: int, started: float) -> None:
         seconds = self._clock.monotonic() - started
@@ -315,7 +348,7 @@ class ManifestWriter:
             self._next_look = started + LOOK_SECONDS
             self._env.report_long_reads()
         if listening():
-            emit(
+            report(
                 "debug",
                 "manifest.commit",
                 batches=len(group),

@@ -29,9 +29,11 @@ Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from contextlib import suppress
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -39,8 +41,10 @@ from quire.core.clock import Clock
 from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
-from quire.durable.files import Disk, read_all, write_atomic
-from quire.manifest.store import ManifestStore
+from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY
 """The manifest before it gets its name."""
@@ -64,6 +68,11 @@ class Found(Enum):
 
 def look(disk: Disk, root: str) -> Found:
     """What is at `root`; raises for what must not become a store (rule 3)."""
+    try:
+        root.encode()
+    except UnicodeEncodeError:  # LMDB takes no other
+        hint = "give the path of another directory"
+        raise InvalidInput("a store's path must be valid UTF-8", hint=hint, path=root) from None
     try:
         present = set(disk.names(root))
     except FileNotFoundError:
@@ -111,8 +120,30 @@ def make_directory(disk: Disk, root: str) -> None:
         raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from error
 
 
+def objects_url(root: str, settings: StoreSettings) -> str:
+    """Where the objects are; a relative path in quire.toml is relative to the store."""
+    url = settings.object_store or names.OBJECTS
+    return url if "://" in url else os.path.join(root, url)
+
+
+def check_objects_url(url: str) -> None:
+    """Refuse an object store of a kind that we do not have when the store is opened, not when the first object is put."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?", url)
+    if scheme is None:
+        return
+    from quire.objects.open import ALLOWED, REMOTE_SCHEMES  # paths, the default, need no more than the above
+
+    known = scheme[1].lower() in (*REMOTE_SCHEMES, "file")
+    where = {} if "@" in url else {"url": url}  # what is before an '@' is probably a secret
+    if known and not scheme[2]:
+        raise InvalidConfig("the object store's URL lacks its //", hint=f"use {ALLOWED}", **where)
+    if scheme[2] and not known:
+        raise InvalidConfig(f"no object store has the scheme {scheme[1]!r}", hint=f"use {ALLOWED}", **where)
+
+
 def write_config(disk: Disk, root: str, object_store: str) -> None:
     """A commented quire.toml that says where the objects are."""
+    check_objects_url(object_store)
     quoted = object_store.replace("\\", "\\\\").replace('"', '\\"')
     text = EXAMPLE.format(object_store=quoted).encode()
     if load(text).object_store != object_store:
@@ -129,20 +160,40 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
         raise not_found(root) from None
     except UnicodeDecodeError as error:
         raise InvalidConfig("quire.toml is not UTF-8", hint="write it again", path=path, offset=error.start) from error
+    except InvalidConfig as error:
+        hint = "correct it; `quire init DIR` with a new DIR writes one with the settings explained, to compare"
+        raise InvalidConfig(error.what, hint=hint, path=path) from error
+    try:
+        check_objects_url(written.object_store)
+    except InvalidConfig as error:
+        raise InvalidConfig(error.what, hint=error.hint, path=path, **error.where) from error
     if given is None:
         return written
     if given.object_store not in ("", written.object_store):
         raise ConfigMismatch(
             "the store keeps its objects elsewhere",
-            hint=f"leave object_store out; to move the objects, copy them and edit {path}",
+            hint=f"name no other; to move the objects, copy them and edit {path}",
             asked=given.object_store,
             configured=written.object_store,
         )
     return msgspec.structs.replace(given, object_store=written.object_store)
 
 
+def read_manifest(path: str) -> ManifestStore:
+    """The manifest of the store at `path`, opened for reading: for who needs nothing else of a store."""
+    from quire.manifest.store import ManifestStore
+
+    disk, root = OsDisk(), os.path.abspath(path)
+    if look(disk, root) is not Found.STORE:
+        raise not_found(root)
+    settings = read_config(disk, root, None)
+    return ManifestStore.open(os.path.join(root, names.MANIFEST), mode="r", settings=settings.manifest)
+
+
 def make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
     """The manifest of a new store, under its name when it is whole (rule 2)."""
+    from quire.manifest.store import ManifestStore  # whoever only lists needs no writer
+
     sweep_debris(disk, root)
     unfinished = os.path.join(root, UNFINISHED)
     ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()

@@ -26,26 +26,31 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, Self
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ReadOnly, StorageFault, StoreClosed
+from quire.core.errors import InvalidInput, JobAlreadyPending, ReadOnly, StorageFault, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Op
-from quire.manifest.ops.databases import DropDb
-from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.records import DbKind
+from quire.manifest.feed import ChangeFeed
+from quire.manifest.records import DbKind, JobKind, WalState
 from quire.manifest.store import ManifestStore
 from quire.store import layout
 from quire.store.info import DatabaseInfo, StoreInfo, database_info, live_databases, store_info
 
 if TYPE_CHECKING:
+    from quire.jobs.upkeep import Round, Upkeep
+    from quire.jobs.worker import Worker
+    from quire.manifest.jobqueue import Job
+    from quire.manifest.snapshots import SnapshotInfo
     from quire.objects.api import ObjectStore
+    from quire.pages.engine import PageEngine
+    from quire.store.rooms import Rooms
 
 Mode = Literal["rw", "r"]
 
@@ -111,6 +116,9 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
     manifest.feed_settings = settings.feed
     store = Store(root, settings, manifest, lock, disk)
     try:
+        manifest.jobs.recover()
+        if settings.maintenance.enabled:
+            store._start_upkeep()
         layout.sweep_debris(disk, root)
         layout.sweep_scratch(disk, root)
     except StorageFault as fault:
@@ -137,7 +145,8 @@ class Store:
         self._pid = os.getpid()
         # protected by _opening
         self._opening = threading.Lock()
-        self._objects: ObjectStore | None = None
+        self._rooms: Rooms | None = None
+        self._upkeep_timer: threading.Timer | None = None
         self._closed = False
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,15 +155,15 @@ class Store:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        try:
-            if self._objects is not None:
-                self._objects.close()
-        finally:
-            try:
-                self._manifest.close()
-            finally:
-                if self._lock is not None:
-                    self._lock.close()
+        if self._upkeep_timer is not None:
+            self._upkeep_timer.cancel()
+        with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
+            if self._lock is not None:
+                closing.callback(self._lock.close)
+            closing.callback(self._manifest.close)
+            with self._opening:  # the timer may be making them just now
+                if self._rooms is not None:
+                    closing.callback(self._rooms.close)
 
     def __enter__(self) -> Self:
         self._check()
@@ -186,19 +195,66 @@ class Store:
     @property
     def objects_url(self) -> str:
         """Where the objects are; a relative path in quire.toml is relative to the store."""
-        url = self.settings.object_store or names.OBJECTS
-        return url if "://" in url else os.path.join(self.path, url)
+        return layout.objects_url(self.path, self.settings)
 
     @property
     def objects(self) -> ObjectStore:
         """The object store, opened now if it was not."""
-        from quire.objects.open import open_store  # rule 4
+        return self._need_rooms().stores(self.objects_url)
+
+    @property
+    def feed(self) -> ChangeFeed:
+        """Everything that was committed, in order, for subscribers."""
+        return self.manifest.feed
+
+    @property
+    def pages(self) -> PageEngine:
+        """The page databases."""
+        return self._need_rooms().pages
+
+    @property
+    def worker(self) -> Worker:
+        """Runs jobs, in its own threads or in the caller's."""
+        return self._need_rooms().worker
+
+    def _need_rooms(self) -> Rooms:
+        from quire.store.rooms import Rooms  # rule 4
 
         self._check()
         with self._opening:
-            if self._objects is None:
-                self._objects = open_store(self.objects_url, disk=self._disk)
-            return self._objects
+            if self._rooms is None:
+                self._check()
+                self._rooms = Rooms(
+                    path=self.path,
+                    settings=self.settings,
+                    manifest=self._manifest,
+                    disk=self._disk,
+                    objects_url=self.objects_url,
+                )
+            return self._rooms
+
+    # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _start_upkeep(self) -> None:
+        """In the background, from one interval on: a command that is over in a second needs none of it."""
+
+        def begin() -> None:
+            try:
+                self.upkeep.start()
+            except StoreClosed:
+                pass  # it was closed while the timer ran out
+
+        self._upkeep_timer = threading.Timer(self.settings.maintenance.interval_seconds, begin)
+        self._upkeep_timer.daemon = True
+        self._upkeep_timer.start()
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """The owner's maintenance: schedules, retention, leases, jobs."""
+        return self._need_rooms().upkeep
+
+    def maintain(self) -> Round:
+        """One round of maintenance now, and the jobs that are due, in this thread; what was done."""
+        return self.upkeep.run_once()
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def create(self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None) -> DatabaseInfo:
@@ -213,9 +269,7 @@ class Store:
         with manifest.read() as txn:
             db_id = txn.database_id(name)
             info = database_info(txn, db_id)
-            held = [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)] if snapshots else []
-        ops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
-        manifest.submit([*ops, DropDb(db_id)]).result()
+        manifest.drop_db(db_id, snapshots=snapshots).result()
         return info
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
@@ -225,6 +279,52 @@ class Store:
             db_id = txn.database_id(old)
         manifest.rename_db(db_id, new).result()
         return self._info_of(db_id)
+
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
+        """Keep a database as it is now, under a name or without one."""
+        return self.manifest.snapshots.publish(self._settled(name), snapshot, tags=tags)
+
+    def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
+        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
+        source = self._settled(name) if at is None else self._id_of(name)
+        return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at))
+
+    def checkpoint(self, name: str) -> Job:
+        """Bring what is in a database's WAL into chunks; the job, as it ended."""
+        return self._run_now(JobKind.CHECKPOINT, self._settled(name))
+
+    def merge(self, name: str) -> Job:
+        """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
+        return self._run_now(JobKind.MERGE, self._id_of(name))
+
+    def _run_now(self, kind: JobKind, db_id: int) -> Job:
+        """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
+        jobs = self.manifest.jobs
+        try:
+            job_id = jobs.enqueue(kind, db_id)
+        except JobAlreadyPending:
+            job_id = jobs.outstanding(db_id, kind)
+        self.worker.run(job_id)
+        return jobs.get(job_id)
+
+    def _settled(self, name: str) -> int:
+        """The id of a database whose last commit is in the manifest: what a snapshot of now must see.
+
+        A crashed owner may have left an open segment: opening the database recovers it.
+        """
+        with self.manifest.read() as txn:
+            db_id = txn.database_id(name)
+            record = txn.database(db_id)
+            in_segment = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, db_id))
+        if record is not None and record.kind is DbKind.PAGES and in_segment:
+            self.pages.open(db_id)
+            self.pages.flush(db_id)
+        return db_id
+
+    def _id_of(self, name: str) -> int:
+        with self.manifest.read() as txn:
+            return txn.database_id(name)
 
     def databases(self) -> list[DatabaseInfo]:
         """The live databases, by name."""

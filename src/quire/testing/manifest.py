@@ -34,12 +34,15 @@ from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKind
 from quire.core.settings import ManifestSettings
+from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.check import Problem
+from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_ops
 from quire.manifest.env import ManifestEnv
 from quire.manifest.guard import ManifestGuard, Receipt
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
+from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.cursors import AcknowledgeChanges, DropCursor, RegisterCursor
 from quire.manifest.ops.databases import (
@@ -48,35 +51,19 @@ from quire.manifest.ops.databases import (
     RemoveDb,
     RenameDb,
     ReserveGeneration,
+    SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor
-from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, PublishPages
+from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import (
-    ChunkRecord,
-    DbKind,
-    DbRecord,
-    DbStatus,
-    DeltaRecord,
-    JobKind,
-    JobRecord,
-    JobState,
-    NamespaceRecord,
-    Pin,
-    Residency,
-    SnapshotKind,
-    VerifyState,
-    WalFormat,
-    WalState,
-)
 from quire.manifest.replay import replay as replay_feed
-from quire.manifest.store import ChunkMutation, DeltaChunk, FullChunk, ManifestStore, checkpoint_ops
+from quire.manifest.store import ManifestStore
 
 Dump = dict[str, list[tuple[bytes, bytes]]]
 T = TypeVar("T")
@@ -181,6 +168,8 @@ class BatchMaker:
             "register": self.register,
             "rename": self.rename,
             "status": self.status,
+            "retention": self.retention,
+            "prune_audit": self.prune_audit,
             "drop": self.drop,
             "remove": self.remove,
             "namespace": self.namespace,
@@ -195,6 +184,7 @@ class BatchMaker:
             "fork": self.fork,
             "collect": self.collect,
             "enqueue": self.enqueue,
+            "ensure": self.ensure,
             "work": self.work,
             "metric": self.metric,
             "cursor": self.cursor,
@@ -223,7 +213,7 @@ class BatchMaker:
         if self._chance(12):
             stray = self.rng.randint(0, self._databases_max + 1)
             return 0 if stray in self._spare else stray
-        alive = [db_id for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED]
+        alive = [db_id for db_id, record in txn.databases() if record.status is not r.DbStatus.TOMBSTONED]
         return self._any([db_id for db_id in alive if db_id not in self._spare]) or 0
 
     def _next(self, txn: ReadTxn, counter: Counter) -> int:
@@ -235,9 +225,9 @@ class BatchMaker:
         if txn.count(t.DB) >= self._databases_max:
             return self.remove(txn)
         namespaces = [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]
-        record = DbRecord(
+        record = r.DbRecord(
             name=self.rng.choice(self.NAMES),
-            kind=DbKind.PAGES if not self._chance(5) else DbKind.STREAM,
+            kind=r.DbKind.PAGES if not self._chance(5) else r.DbKind.STREAM,
             created_at_ms=self.rng.randint(0, 2**40),
             page_size=4096,
             namespace_id=(self._any(namespaces) or 0) if self._chance(3) else 0,
@@ -248,7 +238,15 @@ class BatchMaker:
         return [RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
 
     def status(self, txn: ReadTxn) -> list[Op]:
-        return [UpdateDbStatus(self._db(txn), self.rng.choice(list(DbStatus)))]
+        return [UpdateDbStatus(self._db(txn), self.rng.choice(list(r.DbStatus)))]
+
+    def retention(self, txn: ReadTxn) -> list[Op]:
+        policy = r.RetentionRecord(self.rng.randint(0, 3), schedules=["hourly"])
+        return [SetRetention(self._db(txn), None if self._chance(3) else policy)]
+
+    def prune_audit(self, txn: ReadTxn) -> list[Op]:
+        db_id, at_ms, _, _ = self._any([key for key, _ in txn.scan(t.AUDIT)]) or (self._db(txn), 0, 0, 0)
+        return [PruneAudit(db_id, at_ms + self.rng.randint(0, 1))]
 
     def drop(self, txn: ReadTxn) -> list[Op]:
         if not self._chance(3):
@@ -258,11 +256,12 @@ class BatchMaker:
         return [*(held if self._chance(2) else []), DropDb(db_id)]
 
     def remove(self, txn: ReadTxn) -> list[Op]:
-        dropped = [db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED]
-        return [RemoveDb(self._any(dropped) or self._db(txn))]
+        dropped = [db_id for db_id, record in txn.databases() if record.status is r.DbStatus.TOMBSTONED]
+        step = ForgetPages if self._chance(3) else RemoveDb
+        return [step(self._any(dropped) or self._db(txn))]
 
     def namespace(self, txn: ReadTxn) -> list[Op]:
-        return [PutNamespace(self._next(txn, Counter.NAMESPACE), NamespaceRecord("memory://", self.rng.choice("ab")))]
+        return [PutNamespace(self._next(txn, Counter.NAMESPACE), r.NamespaceRecord("memory://", self.rng.choice("ab")))]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:
@@ -288,10 +287,10 @@ class BatchMaker:
         namespace_id = (self._any(namespaces) or 0) if self._chance(3) else 0
         if chain and self._chance(2):
             base = chain[0].generation + (7 if self._chance(15) else 0)
-            delta = DeltaRecord(base, Residency.LOCAL, self.rng.randint(0, 2**32), 0, namespace_id=namespace_id)
+            delta = r.DeltaRecord(base, r.Residency.LOCAL, self.rng.randint(0, 2**32), 0, namespace_id=namespace_id)
             return DeltaChunk(slot=slot, delta_id=len(chain), record=delta)
         size = self.rng.randint(0, 2**40)
-        return FullChunk(slot=slot, record=ChunkRecord(Residency.LOCAL, size, 0, namespace_id=namespace_id))
+        return FullChunk(slot=slot, record=r.ChunkRecord(r.Residency.LOCAL, size, 0, namespace_id=namespace_id))
 
     def update(self, txn: ReadTxn) -> list[Op]:
         keys = [unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)]
@@ -306,9 +305,9 @@ class BatchMaker:
                 key.id,
                 key.generation,
                 key.delta_id,
-                residency=self.rng.choice(list(Residency)),
+                residency=self.rng.choice(list(r.Residency)),
                 namespace_id=self._any([None, 0, *namespaces]),
-                verify_state=self.rng.choice(list(VerifyState)),
+                verify_state=self.rng.choice(list(r.VerifyState)),
             )
         ]
 
@@ -330,21 +329,22 @@ class BatchMaker:
         wal = txn.wal_state(db_id)
         if wal is None:
             return self.register(txn)
-        opened = [key[1] for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.OPEN]
+        opened = [key[1] for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is r.WalState.OPEN]
         lsn = wal.lsn_reserved + self.rng.randint(1, 5)
         if opened and self._chance(2):
             return [AppendWalChunk(db_id, 0, opened[0], 1, lsn, lsn + self.rng.randint(0, 4), 4096)]
         segment_id = wal.next_segment_id - (1 if self._chance(10) else 0)
         if self._chance(3):
             return [AppendWalChunk(db_id, 0, segment_id, 1, lsn, lsn + self.rng.randint(-1, 4), 4096)]
-        return [OpenSegment(db_id, segment_id, WalFormat.PAGER, 65536, b"salt", lsn)]
+        return [OpenSegment(db_id, segment_id, r.WalFormat.PAGER, 65536, b"salt", lsn)]
 
     def move(self, txn: ReadTxn) -> list[Op]:
         found = self._any(list(txn.scan(t.WAL_CATALOG)))
         if found is None:
             return self.segment(txn)
         (db_id, segment_id), row = found
-        state = self.rng.choice(list(WalState)) if self._chance(4) else WalState(min(row.state + 1, WalState.TRUNCATED))
+        following = r.WalState(min(row.state + 1, r.WalState.TRUNCATED))
+        state = self.rng.choice(list(r.WalState)) if self._chance(4) else following
         return [MoveWalState(db_id, segment_id, state)]
 
     def pages(self, txn: ReadTxn) -> list[Op]:
@@ -360,11 +360,11 @@ class BatchMaker:
         return [DropPageVersions(db_id, b"".join(VERSION_NAME.pack(page, lsn) for _, page, lsn in keys))]
 
     # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
-    def _pins(self, txn: ReadTxn, db_id: int) -> list[Pin]:
+    def _pins(self, txn: ReadTxn, db_id: int) -> list[r.Pin]:
         rows = [
-            Pin(row.origin_db_id, key[1], row.last_lsn, row.used_bytes)
+            r.Pin(row.origin_db_id, key[1], row.last_lsn, row.used_bytes)
             for key, row in txn.scan(t.WAL_CATALOG, db_id)
-            if row.state not in (WalState.OPEN, WalState.TRUNCATED)
+            if row.state not in (r.WalState.OPEN, r.WalState.TRUNCATED)
         ]
         return rows if self._chance(2) else []
 
@@ -372,8 +372,8 @@ class BatchMaker:
         db_id = self._db(txn)
         record = txn.database(db_id)
         snapshot_id = record.next_snapshot_id if record is not None and not self._chance(12) else 1
-        kind = self.rng.choice(list(SnapshotKind))
-        name = self.rng.choice(self.NAMES) if kind is SnapshotKind.NAMED else ""
+        kind = self.rng.choice(list(r.SnapshotKind))
+        name = self.rng.choice(self.NAMES) if kind is r.SnapshotKind.NAMED else ""
         return [PublishSnapshot(db_id, snapshot_id, kind, name, self._anchor(txn, db_id), pins=self._pins(txn, db_id))]
 
     def _anchor(self, txn: ReadTxn, db_id: int) -> int:
@@ -398,32 +398,35 @@ class BatchMaker:
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def enqueue(self, txn: ReadTxn) -> list[Op]:
-        kind = self.rng.choice(list(JobKind))
+        kind = self.rng.choice(list(r.JobKind))
         artifact = None
-        if kind is JobKind.UPLOAD:
+        if kind is r.JobKind.UPLOAD:
             found = self._any([unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)])
             if found is not None:
                 artifact = (found.origin_db_id, int(found.kind), found.id, found.generation, found.delta_id)
-        job = JobRecord(kind, self._db(txn), 1, artifact=artifact)
+        job = r.JobRecord(kind, self._db(txn), 1, artifact=artifact)
         return [EnqueueJob(self._next(txn, Counter.JOB), job)]
+
+    def ensure(self, txn: ReadTxn) -> list[Op]:
+        kind = r.JobKind.DELETE if self._chance(2) else self.rng.choice(sorted(r.EXCLUSIVE_JOBS))
+        return [EnsureJob(self._next(txn, Counter.JOB), r.JobRecord(kind, self._db(txn), 1, max_attempts=0))]
 
     def work(self, txn: ReadTxn) -> list[Op]:
         found = self._any(list(txn.scan(t.JOB_QUEUE)))
         if found is None:
             return self.enqueue(txn)
         (job_id,), job = found
-        usual: dict[JobState, list[Op]] = {
-            JobState.PENDING: [StartJob(job_id, "w", 99)],
-            JobState.IN_FLIGHT: [CompleteJob(job_id, JobState.SUCCEEDED, job.attempt)],
-        }
+        again = RequeueJob(job_id, job.attempt, 5, "again", deferred=self._chance(2))
+        end = CompleteJob(job_id, r.JobState.SUCCEEDED, job.attempt)
         any_step: list[Op] = [
             StartJob(job_id, "w", 99),
             RenewJobLease(job_id, "w", 100, 1, 2),
-            RequeueJob(job_id, job.attempt, 5, "again"),
-            CompleteJob(job_id, self.rng.choice(list(JobState)), self.rng.randint(0, job.attempt)),
+            again,
+            CompleteJob(job_id, self.rng.choice(list(r.JobState)), self.rng.randint(0, job.attempt)),
             ForgetJob(job_id),
         ]
-        return usual.get(job.state, [ForgetJob(job_id)]) if self._chance(2) else [self.rng.choice(any_step)]
+        usual = {r.JobState.PENDING: any_step[0], r.JobState.IN_FLIGHT: self.rng.choice((again, end))}
+        return [usual.get(job.state, any_step[-1]) if self._chance(2) else self.rng.choice(any_step)]
 
     # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def metric(self, txn: ReadTxn) -> list[Op]:

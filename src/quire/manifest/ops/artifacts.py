@@ -15,12 +15,12 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, InvalidInput, UnknownArtifact
-from quire.core.ids import ArtifactKind, some_u32
+from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import namespace_key, release, retain_namespace
+from quire.manifest.ops.refs import namespace_key, release, retain_namespace, row_subject
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
+from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
 
@@ -29,6 +29,7 @@ class PutChunk(Op, frozen=True, tag=20):
     """A base chunk exists. Nothing refers to it until a leaf does."""
 
     component = int(Component.CHUNK)
+    quick = True
     origin_db_id: UInt
     chunk_id: UInt
     generation: UInt
@@ -113,6 +114,7 @@ class UpdateArtifact(Op, frozen=True, tag=22):
     """What is known of an artifact's bytes has changed; `None` leaves a field as it is."""
 
     component = int(Component.REMOTE)
+    audited = True
     origin_db_id: UInt
     kind: ArtifactKind
     id: UInt
@@ -150,6 +152,18 @@ class UpdateArtifact(Op, frozen=True, tag=22):
             if row.namespace_id:
                 release(tables, namespace_key(row.namespace_id), at_ms)
         view.put(key, replace(row, **changes))
+        self._note(tables, row)
+
+    def _note(self, tables: Overlay, before: Any) -> None:
+        """What happened to the bytes, for the audit."""
+        action = _MOVES.get((before.residency, self.residency)) if self.residency is not None else None
+        if self.verify_state in _BAD and self.verify_state is not before.verify_state:
+            action = AuditAction.FOUND_DAMAGED
+        if action is not None:
+            key = ArtifactKey(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
+            size = getattr(before, "size_bytes", 0) or getattr(before, "used_bytes", 0)
+            note = (self.component, self.origin_db_id, action, row_subject(before, key), self.id, size)
+            tables.notes.append(note)
 
     def _row(self, tables: Overlay) -> tuple[Any, bytes]:
         if self.kind is ArtifactKind.BASE:
@@ -161,6 +175,17 @@ class UpdateArtifact(Op, frozen=True, tag=22):
             return tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id)
         raise InvalidInput("only chunks, deltas and WAL segments have bytes", kind=self.kind.name)
 
+
+_BAD = (VerifyState.MISSING, VerifyState.ALTERED)
+_MOVES = {
+    (Residency.LOCAL, Residency.LOCAL_AND_REMOTE): AuditAction.UPLOADED,
+    (Residency.LOCAL, Residency.REMOTE_ARCHIVED): AuditAction.UPLOADED,
+    (Residency.LOCAL_AND_REMOTE, Residency.EVICTED): AuditAction.EVICTED,
+    (Residency.LOCAL_AND_REMOTE, Residency.REMOTE_ARCHIVED): AuditAction.EVICTED,
+    (Residency.EVICTED, Residency.LOCAL_AND_REMOTE): AuditAction.HYDRATED,
+    (Residency.REMOTE_ARCHIVED, Residency.LOCAL_AND_REMOTE): AuditAction.HYDRATED,
+}
+"""From where to where an artifact's bytes moved, and what that is called."""
 
 _CHANGEABLE = (
     "residency",

@@ -55,6 +55,11 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     component: ClassVar[int] = int(Component.LOCAL)
     logged: ClassVar[bool] = True
+    audited: ClassVar[bool] = False
+    """Whether `apply` may leave notes for the audit: they need the batch's own sequence, so such ops go one by one."""
+
+    quick: ClassVar[bool] = False
+    """Whether `apply_all` refuses fields of the wrong type or range itself, so that nobody need read the operation back."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         raise InternalError("this operation has no apply", op=type(self).__name__)

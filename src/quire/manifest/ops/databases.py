@@ -11,7 +11,16 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import DbRecord, DbStatus, IndexRecord, UInt, WalState, WalStateRecord
+from quire.manifest.records import (
+    AuditAction,
+    DbRecord,
+    DbStatus,
+    IndexRecord,
+    RetentionRecord,
+    UInt,
+    WalState,
+    WalStateRecord,
+)
 
 
 def claim_name(tables: Overlay, name: str, db_id: int) -> None:
@@ -77,6 +86,20 @@ class RenameDb(Op, frozen=True, tag=12):
         tables.put_db(self.db_id, replace(record, name=self.name))
 
 
+def burn_generation(tables: Overlay, db_id: int, generation: int) -> None:
+    """Hand out a generation that was not handed out before."""
+    record = tables.writable(db_id, even="read_only")
+    some_u32("generation", generation)
+    if generation < record.next_generation:
+        raise AlreadyExists(
+            "this generation was handed out before",
+            db_id=db_id,
+            generation=generation,
+            next=record.next_generation,
+        )
+    tables.put_db(db_id, replace(record, next_generation=generation + 1))
+
+
 class ReserveGeneration(Op, frozen=True, tag=13):
     """Burn a generation of a database before a plan that uses it leaves the process (M5, P10)."""
 
@@ -85,16 +108,7 @@ class ReserveGeneration(Op, frozen=True, tag=13):
     generation: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        record = tables.writable(self.db_id, even="read_only")
-        some_u32("generation", self.generation)
-        if self.generation < record.next_generation:
-            raise AlreadyExists(
-                "this generation was handed out before",
-                db_id=self.db_id,
-                generation=self.generation,
-                next=record.next_generation,
-            )
-        tables.put_db(self.db_id, replace(record, next_generation=self.generation + 1))
+        burn_generation(tables, self.db_id, self.generation)
 
 
 class SetDbPageSize(Op, frozen=True, tag=14):
@@ -116,6 +130,22 @@ class SetDbPageSize(Op, frozen=True, tag=14):
         tables.put_db(self.db_id, changed)
 
 
+class SetRetention(Op, frozen=True, tag=17):
+    """Which snapshots of a database are kept and which are made by themselves; `None` for neither."""
+
+    component = int(Component.DATABASE)
+    db_id: UInt
+    record: RetentionRecord | None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key = t.RETENTION.key.pack(self.db_id)
+        if self.record is None:
+            tables.retention.delete(key)
+        else:
+            tables.retention.put(key, self.record)
+
+
 class DropDb(Op, frozen=True, tag=15):
     """Tombstone a database: its name is free, its live leaves and WAL segments are released, its jobs' gates stay.
 
@@ -123,6 +153,7 @@ class DropDb(Op, frozen=True, tag=15):
     """
 
     component = int(Component.DATABASE)
+    audited = True
     db_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -140,6 +171,8 @@ class DropDb(Op, frozen=True, tag=15):
             )
             tables.live_leaf.delete(key)
         self._release_wal(tables, at_ms)
+        tables.retention.delete(t.RETENTION.key.pack(self.db_id))
+        tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
         tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
         tables.put_db(self.db_id, replace(record, status=DbStatus.TOMBSTONED, dropped_at_ms=at_ms))
 
@@ -175,6 +208,7 @@ class RemoveDb(Op, frozen=True, tag=16):
             tables.chunk_delta_index,
             tables.page_version_index,
             tables.page_version_head,
+            tables.checkpoint_plan,
             tables.job_pending_index,
         ):
             if view.any(t.DB.key.pack(self.db_id)):
@@ -187,5 +221,8 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.active_ids.discard(self.db_id)
         tables.db.delete(t.DB.key.pack(self.db_id))
         tables.wal_state.delete(t.WAL_STATE.key.pack(self.db_id, 0))
+        tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
+        for key, _ in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
+            tables.snapshot_readers.delete(key)
         if record.namespace_id:
             release(tables, namespace_key(record.namespace_id), at_ms)

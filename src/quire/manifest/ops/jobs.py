@@ -4,16 +4,19 @@ Rules
   1. States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal
      jobs never change.
   2. An exclusive kind has at most one outstanding job per database: `job_pending_index` names it (M8).
-  3. An upload job holds its artifact's `pending_upload` from enqueue to its terminal transaction, whatever the outcome.
+  3. A job that needs an artifact's bytes (an upload, say) holds its `pending_upload` from enqueue to its terminal transaction,
+     whatever the outcome.
   4. The flush gate in `wal_state` follows the checkpoint job in the same transaction.
   5. Leases and progress are local rows: they say who works now, not what happened.
+  6. A delete job succeeds only when no artifact of its database is left at zero (M8): whatever reaches zero while the job is
+     outstanding is this job's work, whatever reaches zero later finds the gate open for a new one.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, IllegalTransition, JobAlreadyPending, UnknownJob
+from quire.core.errors import AlreadyExists, IllegalTransition, JobAlreadyPending, StillReferenced, UnknownJob
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
@@ -22,6 +25,7 @@ from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
     TERMINAL_JOB_STATES,
+    DbStatus,
     IndexRecord,
     JobKind,
     JobLeaseRecord,
@@ -87,6 +91,31 @@ class EnqueueJob(Op, frozen=True, tag=70):
         raise_watermark(tables, Counter.JOB, self.job_id)
 
 
+class EnsureJob(EnqueueJob, frozen=True, tag=76):
+    """Work to be done, unless a job of this kind is outstanding for the database already, or there is nothing to delete."""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = self.record
+        needed = not tables.job_pending_index.has(t.JOB_PENDING_INDEX.key.pack(record.db_id, record.kind))
+        if record.kind is JobKind.DELETE:
+            needed = needed and _has_deletions(tables, record.db_id, at_ms)
+        if needed:
+            EnqueueJob.apply(self, tables, at_ms)
+        else:
+            raise_watermark(tables, Counter.JOB, self.job_id)
+
+
+def _has_deletions(tables: Overlay, db_id: int, at_ms: int) -> bool:
+    """Whether there is work for a delete job: artifacts at zero, or a tombstone that is new, or that nothing holds."""
+    prefix = t.DB.key.pack(db_id)
+    if tables.gc_zero.any(prefix):
+        return True
+    db = tables.db.get(prefix)
+    if db is None or db.status is not DbStatus.TOMBSTONED:
+        return False
+    return db.dropped_at_ms == at_ms or not tables.gc_refcounts.any(prefix)
+
+
 class StartJob(Op, frozen=True, tag=71):
     """A worker takes a pending job: one attempt more."""
 
@@ -116,6 +145,8 @@ class RequeueJob(Op, frozen=True, tag=72):
     attempt: UInt
     not_before_ms: UInt
     error: str = ""
+    deferred: bool = False
+    """The attempt found that it is too early: it did not fail."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         _, record = job_of(tables, self.job_id)
@@ -131,11 +162,17 @@ class RequeueJob(Op, frozen=True, tag=72):
             tables,
             self.job_id,
             record,
-            replace(record, state=JobState.PENDING, not_before_ms=self.not_before_ms, error=self.error),
+            replace(
+                record,
+                state=JobState.PENDING,
+                not_before_ms=self.not_before_ms,
+                error=self.error,
+                failures=record.failures + (not self.deferred),
+            ),
         )
         tables.job_leases.delete(t.JOB_LEASES.key.pack(self.job_id))
         if record.kind is JobKind.CHECKPOINT and record.db_id:
-            _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms)
+            _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=0 if self.deferred else at_ms)
 
 
 class CompleteJob(Op, frozen=True, tag=73):
@@ -163,7 +200,16 @@ class CompleteJob(Op, frozen=True, tag=73):
                 asked=self.state.name,
                 attempt=record.attempt,
             )
-        ended = replace(record, state=self.state, finished_at_ms=at_ms, error=self.error, result=self.result)
+        if record.kind is JobKind.DELETE and self.state is JobState.SUCCEEDED:
+            self._refuse_left_over(tables, record.db_id)
+        ended = replace(
+            record,
+            state=self.state,
+            finished_at_ms=at_ms,
+            error=self.error,
+            result=self.result,
+            failures=record.failures + (self.state is JobState.FAILED_PERMANENT),
+        )
         _put(tables, self.job_id, record, ended)
         tables.job_leases.delete(t.JOB_LEASES.key.pack(self.job_id))
         if record.kind in EXCLUSIVE_JOBS:
@@ -173,8 +219,16 @@ class CompleteJob(Op, frozen=True, tag=73):
         if record.kind is JobKind.CHECKPOINT and record.db_id:
             if self.state is JobState.SUCCEEDED:
                 _move_gate(tables, record.db_id, active_job_id=0, succeeded_at_ms=at_ms)
-            else:
-                _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms)
+            else:  # a job that was cancelled before anybody took it has not failed
+                failed = record.state is JobState.IN_FLIGHT or self.state is JobState.FAILED_PERMANENT
+                _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms if failed else 0)
+
+    def _refuse_left_over(self, tables: Overlay, db_id: int) -> None:
+        """Rule 6."""
+        if tables.gc_zero.any(t.DB.key.pack(db_id)):
+            raise StillReferenced(
+                "artifacts of the database are still to be deleted", hint="delete them first", job_id=self.job_id
+            )
 
 
 class ForgetJob(Op, frozen=True, tag=74):

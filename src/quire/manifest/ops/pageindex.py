@@ -11,16 +11,19 @@ Rules
 from __future__ import annotations
 
 import struct
+from itertools import islice
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import IllegalTransition, InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import PageHeadRecord, PageVersionRecord, UInt
+from quire.manifest.records import DbStatus, PageHeadRecord, PageVersionRecord, UInt
 
 ROW = struct.Struct("<IIQQQIIII")
 VERSION_NAME = struct.Struct("<IQ")
 """How `DropPageVersions` names a version: page, lsn."""
+FORGET_ROWS = 4096
+"""Rows `ForgetPages` removes at most: a commit of a few milliseconds."""
 assert ROW.size == 48
 assert VERSION_NAME.size == 12
 
@@ -79,3 +82,25 @@ class DropPageVersions(Op, frozen=True, tag=81):
             tables.page_version_head.delete(key)
         else:
             tables.page_version_head.put(key, newest)
+
+
+class ForgetPages(Op, frozen=True, tag=82):
+    """The next piece of a dropped database's index goes: nobody can ask for its pages any more."""
+
+    component = int(Component.PAGE_INDEX)
+    db_id: UInt
+    limit: UInt = FORGET_ROWS
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        if tables.database(self.db_id).status is not DbStatus.TOMBSTONED:
+            raise IllegalTransition("the database is alive", hint="drop it first", db_id=self.db_id)
+        index = tables.page_version_index
+        keys = [key for key, _ in islice(index.scan(t.DB.key.pack(self.db_id)), self.limit)]
+        for key in keys:
+            index.delete(key)
+        # Versions go oldest first, so the last page, which may be cut in two, keeps its head and what it names (rule 1): a
+        # store must open between two pieces.
+        pages = sorted({t.PAGE_VERSION_INDEX.key.unpack(key)[1] for key in keys})
+        for page in pages:
+            if page != pages[-1] or not index.any(t.PAGE_VERSION_INDEX.key.prefix(self.db_id, page)):
+                tables.page_version_head.delete(t.PAGE_VERSION_HEAD.key.pack(self.db_id, page))

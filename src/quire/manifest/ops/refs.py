@@ -12,10 +12,20 @@ from __future__ import annotations
 
 from quire.core.errors import ArtifactGone, RefcountUnderflow, StillReferenced, UnknownArtifact, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import object_key
 from quire.manifest import tables as t
+from quire.manifest.codec import R
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.overlay import Overlay
-from quire.manifest.records import IndexRecord, RefcountRecord, UInt
+from quire.manifest.overlay import Overlay, TableView
+from quire.manifest.records import (
+    AuditAction,
+    ChunkRecord,
+    DeltaRecord,
+    IndexRecord,
+    RefcountRecord,
+    UInt,
+    WalRecord,
+)
 
 FIRST = RefcountRecord(in_use=1)
 
@@ -89,6 +99,11 @@ def require_doomed(tables: Overlay, key: bytes) -> None:
         )
 
 
+def doom(tables: Overlay, key: bytes, at_ms: int) -> None:
+    """Give an artifact that nothing ever referred to a count of zero: work for the collector."""
+    _put_count(tables, key, 0, 0, at_ms)
+
+
 def forget(tables: Overlay, key: bytes) -> None:
     """Remove count and zero rows of an artifact that is gone."""
     tables.gc_refcounts.delete(key)
@@ -116,6 +131,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     """The object of a doomed artifact is gone: remove its rows. Leaves are collected with `CollectLeaf` instead."""
 
     component = int(Component.REFCOUNT)
+    audited = True
     origin_db_id: UInt
     kind: ArtifactKind
     id: UInt
@@ -125,32 +141,41 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
         require_doomed(tables, key)
-        namespace_id = self._remove_row(tables)
+        row = self._remove_row(tables)
         forget(tables, key)
+        if self.kind is not ArtifactKind.NAMESPACE:
+            size = getattr(row, "size_bytes", 0) or getattr(row, "used_bytes", 0)
+            subject = row_subject(row, unpack_artifact(key))
+            tables.notes.append((self.component, self.origin_db_id, AuditAction.DELETED, subject, self.id, size))
+        namespace_id = row.namespace_id if row is not None else 0
         if namespace_id:
             release(tables, namespace_key(namespace_id), at_ms)
 
-    def _remove_row(self, tables: Overlay) -> int:
-        """Delete the catalog row; the namespace it pointed at."""
+    def _remove_row(self, tables: Overlay) -> ChunkRecord | DeltaRecord | WalRecord | None:
+        """Delete the catalog row; what it said, if it pointed at bytes."""
         if self.kind is ArtifactKind.BASE:
             key = t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
-            chunk = tables.chunk_catalog.get(key)
-            tables.chunk_catalog.delete(key)
-            return chunk.namespace_id if chunk else 0
+            return _remove(tables.chunk_catalog, key)
         if self.kind is ArtifactKind.DELTA:
             key = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, self.id, self.generation, self.delta_id)
-            delta = tables.chunk_delta_index.get(key)
-            tables.chunk_delta_index.delete(key)
-            return delta.namespace_id if delta else 0
+            return _remove(tables.chunk_delta_index, key)
         if self.kind is ArtifactKind.WAL:
-            key = t.WAL_CATALOG.key.pack(self.origin_db_id, self.id)
-            segment = tables.wal_catalog.get(key)
-            tables.wal_catalog.delete(key)
-            return segment.namespace_id if segment else 0
+            return _remove(tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id))
         if self.kind is ArtifactKind.NAMESPACE:
             tables.remote_namespace.delete(t.REMOTE_NAMESPACE.key.pack(self.id))
-            return 0
+            return None
         raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
+
+
+def _remove(view: TableView[R], key: bytes) -> R | None:
+    row = view.get(key)
+    view.delete(key)
+    return row
+
+
+def row_subject(row: ChunkRecord | DeltaRecord | WalRecord | None, artifact: ArtifactKey) -> str:
+    """The name of an artifact's object below its namespace: its own, if the row has one, else the canonical."""
+    return (row.suffix if row is not None else "") or object_key(artifact)
 
 
 def namespace_key(namespace_id: int) -> bytes:

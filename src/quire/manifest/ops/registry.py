@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
+from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Op, ReserveIds
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
 from quire.manifest.ops.cursors import (
@@ -22,15 +23,24 @@ from quire.manifest.ops.databases import (
     RenameDb,
     ReserveGeneration,
     SetDbPageSize,
+    SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
-from quire.manifest.ops.pageindex import DropPageVersions, PublishPages
+from quire.manifest.ops.pageindex import DropPageVersions, ForgetPages, PublishPages
+from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
-from quire.manifest.ops.wal import AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
+from quire.manifest.ops.wal import (
+    AdvanceCheckpoint,
+    AdvanceWal,
+    AppendWalChunk,
+    DiscardSegment,
+    MoveWalState,
+    OpenSegment,
+)
 
 AnyOp = (
     ReserveIds
@@ -40,6 +50,7 @@ AnyOp = (
     | ReserveGeneration
     | SetDbPageSize
     | DropDb
+    | SetRetention
     | RemoveDb
     | PutChunk
     | PutDelta
@@ -52,13 +63,19 @@ AnyOp = (
     | MoveWalState
     | AdvanceWal
     | AdvanceCheckpoint
+    | DiscardSegment
+    | BeginPlan
+    | FinishPlan
+    | AbandonPlan
     | PublishSnapshot
     | DropSnapshot
     | ForkDb
     | RemoveArtifact
     | CorrectRefcount
     | CorrectIndex
+    | PruneAudit
     | EnqueueJob
+    | EnsureJob
     | StartJob
     | RequeueJob
     | CompleteJob
@@ -66,6 +83,7 @@ AnyOp = (
     | RenewJobLease
     | PublishPages
     | DropPageVersions
+    | ForgetPages
     | RecordMetric
     | RegisterCursor
     | AcknowledgeChanges

@@ -19,7 +19,7 @@ from quire.core.errors import (
     UnknownSnapshot,
     WrongKind,
 )
-from quire.core.ids import some_u32
+from quire.core.ids import ArtifactKind, some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
@@ -29,12 +29,14 @@ from quire.manifest.ops.slots import leaf_count_key
 from quire.manifest.ops.wal import wal_count_key, wal_state_of
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
+    AuditAction,
     DbKind,
     DbRecord,
     DbStatus,
     IndexRecord,
     LeafRef,
     Pin,
+    RefcountRecord,
     SnapshotKind,
     SnapshotRecord,
     UInt,
@@ -46,22 +48,29 @@ from quire.manifest.records import (
 
 def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:
     """(leaf, origin, generation) of every leaf a database holds now."""
+    unpack = t.LIVE_LEAF.key.fast_unpack
     return [
-        (t.LIVE_LEAF.key.unpack(key)[1], leaf.origin_db_id, leaf.generation)
+        (unpack(key)[1], leaf.origin_db_id, leaf.generation)
         for key, leaf in tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(db_id))
     ]
 
 
 def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pin]) -> None:
     """Take the references of a snapshot or fork (rule 1)."""
+    counts, key_of, kind = tables.gc_refcounts, t.GC_REFCOUNTS.key.fast, int(ArtifactKind.LEAF)
     for leaf, origin, generation in leaves:
-        retain(tables, leaf_count_key(origin, leaf, generation))
+        key = key_of(origin, kind, leaf, generation, 0)
+        row = counts.get(key)
+        if row is None or not row.in_use:
+            retain(tables, key)  # which knows what to say
+        else:  # what it does, without the calls: a snapshot of 1 TiB does little else
+            counts.put(key, RefcountRecord(row.in_use + 1, row.pending_upload))
     if len({pin.segment_id for pin in pins}) < len(pins):
         # Numbering goes on along a line (rule 3), and a fork tracks each segment with one row: one reference.
         raise InvalidInput("a view pins each segment once", segments=[pin.segment_id for pin in pins])
     for pin in pins:
-        row = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
-        if row is None or row.origin_db_id != pin.origin_db_id:
+        segment = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
+        if segment is None or segment.origin_db_id != pin.origin_db_id:
             raise UnknownArtifact("a pinned WAL segment is not in the catalog of its origin", pin=pin)
         retain(tables, wal_count_key(pin.origin_db_id, pin.segment_id))
 
@@ -82,6 +91,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
     """Keep the live set of a database under an id and, if named, a name."""
 
     component = int(Component.SNAPSHOT)
+    audited = True
     db_id: UInt
     snapshot_id: UInt
     kind: SnapshotKind
@@ -131,6 +141,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
             tags=self.tags,
         )
         tables.snapshot_index.put(key, record)
+        tables.notes.append((self.component, self.db_id, AuditAction.SNAPSHOT_CREATED, self.name, self.snapshot_id, 0))
         tables.put_db(self.db_id, replace(db, next_snapshot_id=self.snapshot_id + 1))
 
 
@@ -138,6 +149,7 @@ class DropSnapshot(Op, frozen=True, tag=51):
     """Let a snapshot's references go."""
 
     component = int(Component.SNAPSHOT)
+    audited = True
     db_id: UInt
     snapshot_id: UInt
 
@@ -159,6 +171,9 @@ class DropSnapshot(Op, frozen=True, tag=51):
         if record.kind is SnapshotKind.NAMED:
             tables.snapshot_names.delete(t.SNAPSHOT_NAMES.key.pack(self.db_id, record.name))
         tables.snapshot_index.delete(key)
+        tables.notes.append(
+            (self.component, self.db_id, AuditAction.SNAPSHOT_DROPPED, record.name, self.snapshot_id, 0)
+        )
 
 
 class ForkDb(Op, frozen=True, tag=52):
@@ -168,6 +183,7 @@ class ForkDb(Op, frozen=True, tag=52):
     """
 
     component = int(Component.SNAPSHOT)
+    audited = True
     db_id: UInt
     source_db_id: UInt
     name: str
@@ -193,8 +209,9 @@ class ForkDb(Op, frozen=True, tag=52):
         claim_name(tables, self.name, self.db_id)
         view = self._fork_point(tables, source)
         hold_view(tables, view.leaves, view.pins)
+        live_key = t.LIVE_LEAF.key.fast
         for leaf, origin, generation in view.leaves:
-            tables.live_leaf.put(t.LIVE_LEAF.key.pack(self.db_id, leaf), LeafRef(origin, generation))
+            tables.live_leaf.put(live_key(self.db_id, leaf), LeafRef(origin, generation))
         self._inherit_wal(tables, view)
         if source.namespace_id:
             retain_namespace(tables, source.namespace_id)
@@ -214,6 +231,9 @@ class ForkDb(Op, frozen=True, tag=52):
             ),
         )
         raise_watermark(tables, Counter.DB, self.db_id)
+        forked, origin = AuditAction.FORKED, AuditAction.FORKED_FROM
+        tables.notes.append((self.component, self.source_db_id, forked, self.name, self.db_id, 0))
+        tables.notes.append((self.component, self.db_id, origin, source.name, self.source_db_id, 0))
 
     def _fork_point(self, tables: Overlay, source: DbRecord) -> SnapshotRecord:
         if self.snapshot_id:

@@ -142,6 +142,28 @@ class AppendWalChunk(Op, frozen=True, tag=41):
         )
 
 
+class DiscardSegment(Op, frozen=True, tag=45):
+    """A segment that was opened and holds nothing (a crash came before its first commit) ends: its file can go."""
+
+    component = int(Component.WAL)
+    db_id: UInt
+    segment_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.database(self.db_id)
+        key = t.WAL_CATALOG.key.pack(self.db_id, self.segment_id)
+        row = tables.wal_catalog.get(key)
+        if row is None or row.state is not WalState.OPEN:
+            raise IllegalTransition(
+                "only an open segment is discarded",
+                db_id=self.db_id,
+                segment_id=self.segment_id,
+                at=row.state.name if row else "gone",
+            )
+        release(tables, wal_count_key(row.origin_db_id, self.segment_id), at_ms)
+        tables.wal_catalog.put(key, replace(row, state=WalState.TRUNCATED))
+
+
 class MoveWalState(Op, frozen=True, tag=42):
     """One step of a segment's life (rule 1)."""
 
@@ -168,10 +190,17 @@ class MoveWalState(Op, frozen=True, tag=42):
         moved = replace(row, state=self.state, gc_ticket=self.gc_ticket or row.gc_ticket)
         if self.state is WalState.TRUNCATED:
             release(tables, wal_count_key(row.origin_db_id, self.segment_id), at_ms)
+            self._forget_order(tables)
             if row.origin_db_id != self.db_id:
                 tables.wal_catalog.delete(key)
                 return
         tables.wal_catalog.put(key, moved)
+
+    def _forget_order(self, tables: Overlay) -> None:
+        """The segment has no place in the order of its generation any more."""
+        for key, _ in list(tables.wal_manifest.scan(t.WAL_MANIFEST.key.prefix(self.db_id))):
+            if t.WAL_MANIFEST.key.unpack(key)[2] == self.segment_id:
+                tables.wal_manifest.delete(key)
 
 
 class AdvanceWal(Op, frozen=True, tag=43):

@@ -1,0 +1,219 @@
+"""The change feed against what it is made of: a raw cursor over the same log, the commit itself, a writer without subscribers.
+
+What "proportional" and "never stalls" mean here: removing ten times the records takes ten times as long, within a factor of
+two; and the longest commit that anybody waits for while a log is trimmed is not longer than the longest one without trimming
+plus one commit of the trimmer, or the time a group may take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from bench.manifest import chunk_op, fresh
+from bench.report import Report, alternate, rate, seconds
+from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.ops.cursors import TRIM_ROWS, AcknowledgeChanges, TrimChanges
+from quire.manifest.records import DbKind
+from quire.manifest.store import ManifestStore
+
+CURSORS = 100
+SUBSCRIBERS = 10
+"""Threads that acknowledge, each for ten cursors, so that each of those does about once a second."""
+
+BLOCK = 25
+"""Commits between two turns of the contenders."""
+
+
+@contextmanager
+def opened(directory: Path, changes: int = 0) -> Iterator[ManifestStore]:
+    """A manifest with so many changes of one operation each, after the one that makes its database."""
+    with ManifestStore.open(fresh(directory, "ours")) as manifest:
+        manifest.register_db("bench", DbKind.PAGES)
+        write(manifest, changes)
+        yield manifest
+
+
+def write(manifest: ManifestStore, changes: int) -> None:
+    """Pipelined, each change a batch of its own."""
+    for guard in [manifest.submit((chunk_op(number),)) for number in range(changes)]:
+        guard.result()
+
+
+# ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def fetching(report: Report, directory: Path, quick: bool) -> None:
+    count = 100_000 if quick else 1_000_000
+    with opened(directory, count) as manifest:
+        cursor, feed = manifest.feed.register().cursor_id, manifest.feed
+        handle, unpack = manifest.env.handles[CHANGE_LOG.name], msgspec.msgpack.Decoder(ChangeRecord).decode
+
+        def raw() -> float:
+            def work() -> None:
+                with manifest.read() as txn:
+                    for _, row in txn._txn.cursor(db=handle).iternext():
+                        unpack(row[2:])
+
+            return seconds(work) / count
+
+        def pages(*, filtered: bool = False) -> float:
+            only = {"databases": ["bench"]} if filtered else {}
+
+            def work() -> None:
+                position = 0
+                while not (page := feed.fetch(cursor, after=position, **only)).at_head:  # type: ignore[arg-type]
+                    position = page.next_sequence - 1
+
+            return seconds(work) / count
+
+        ours, some, limit = alternate(1 if quick else 3, pages, lambda: pages(filtered=True), raw)
+    detail = f"{rate(1 / ours)} in pages of 256 against {rate(1 / limit)}"
+    report.ratio("fetch_vs_raw_scan", limit / ours, 0.5, "higher", detail)
+    report.ratio("filtered_fetch_vs_raw_scan", limit / some, None, "higher", f"{rate(1 / some)}, all of them pass")
+    report.figure("fetch_per_second", 1 / ours)
+
+
+# ── waking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Waiter:
+    """A thread that waits for one change after the other and notes when it woke."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        self.woken = threading.Event()
+        self.at = 0.0
+        self._feed = manifest.feed
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._after = self._feed.head()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._after = self._feed.wait(self._after)
+            self.at = time.perf_counter()
+            self.woken.set()
+
+    def end(self, change: Callable[[], object]) -> None:
+        self._stop = True
+        change()
+        self._thread.join()
+
+
+def waking(report: Report, directory: Path, quick: bool) -> None:
+    count = 200 if quick else 2_000
+    commits: list[float] = []
+    wakes: list[float] = []
+    numbers = iter(range(10 * count))
+    with opened(directory) as manifest:
+
+        def commit() -> float:
+            started = time.perf_counter()
+            manifest.submit((chunk_op(next(numbers)),)).result()
+            return started
+
+        for _ in range(0, count, BLOCK):  # short turns: the disk's mood changes within seconds
+            for _ in range(BLOCK):
+                started = commit()
+                commits.append(time.perf_counter() - started)
+            waiter = Waiter(manifest)
+            for _ in range(BLOCK):
+                time.sleep(0.001)  # until it waits again
+                waiter.woken.clear()
+                started = commit()
+                waiter.woken.wait()
+                wakes.append(waiter.at - started)
+            waiter.end(commit)
+    alone, woken = statistics.median(commits), statistics.median(wakes)
+    detail = f"p50 {woken * 1e6:.0f} µs from submit to waking, {alone * 1e6:.0f} µs the commit alone"
+    report.ratio("wake_vs_commit", woken / alone, 1.5, "lower", detail)
+
+
+# ── many cursors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def many_cursors(report: Report, directory: Path, quick: bool) -> None:
+    count = 50_000 if quick else 1_000_000
+    acknowledged: list[float] = []
+
+    def without() -> float:
+        with opened(directory) as manifest:
+            return count / seconds(lambda: write(manifest, count))
+
+    def with_cursors() -> float:
+        with opened(directory) as manifest:
+            cursors = [manifest.feed.register().cursor_id for _ in range(CURSORS)]
+            stop, acks = threading.Event(), [0] * SUBSCRIBERS
+
+            def acknowledge(index: int) -> None:
+                mine = cursors[index::SUBSCRIBERS]
+                while not stop.wait(1 / len(mine)):
+                    manifest.feed.acknowledge(mine[acks[index] % len(mine)], manifest.feed.head())
+                    acks[index] += 1
+
+            subscribers = [threading.Thread(target=acknowledge, args=(index,)) for index in range(SUBSCRIBERS)]
+            for subscriber in subscribers:
+                subscriber.start()
+            taken = seconds(lambda: write(manifest, count))
+            stop.set()
+            for subscriber in subscribers:
+                subscriber.join()
+            acknowledged.append(sum(acks) / taken)
+            return count / taken
+
+    ours, alone = alternate(1 if quick else 3, with_cursors, without)
+    detail = f"{rate(ours)} with {statistics.median(acknowledged):.0f} acknowledgements/s against {rate(alone)}"
+    report.ratio("writes_with_100_cursors", ours / alone, 0.9, "higher", detail)
+
+
+# ── trimming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def trimming(report: Report, directory: Path, quick: bool) -> None:
+    few, many = (10_000, 100_000) if quick else (100_000, 1_000_000)
+
+    def rows_per_second(count: int) -> float:
+        with opened(directory, count) as manifest:
+            cursor = manifest.feed.register().cursor_id
+            return count / seconds(lambda: trim(manifest, cursor))
+
+    small, large = alternate(1 if quick else 3, lambda: rows_per_second(few), lambda: rows_per_second(many))
+    detail = f"{rate(small)} of {few:,} records, {rate(large)} of {many:,}"
+    report.ratio("trim_proportional", max(small, large) / min(small, large), 2, "lower", detail)
+    report.figure("trim_rows_per_second", large)
+
+
+def trim(manifest: ManifestStore, cursor: int) -> None:
+    """Acknowledge everything, and wait until it is gone."""
+    manifest.feed.acknowledge(cursor, manifest.feed.head())
+    while manifest.feed.has_tail():
+        time.sleep(0.001)
+
+
+def stalls(report: Report, directory: Path, quick: bool) -> None:
+    count = 50_000 if quick else 500_000
+    numbers = iter(range(count, 100 * count))
+    with opened(directory, count) as manifest:
+        cursor = manifest.feed.register().cursor_id
+
+        def timed(*ops: object) -> float:
+            started = time.perf_counter()
+            manifest.submit(ops).result()
+            return time.perf_counter() - started
+
+        manifest.submit([AcknowledgeChanges(cursor, manifest.feed.head())]).result()
+        pieces = [timed(TrimChanges()) for _ in range(20)]
+        during: list[float] = []
+        manifest.feed.maintain()  # starts the trimmer
+        while manifest.feed.has_tail():
+            during.append(timed(chunk_op(next(numbers))))
+        alone = [timed(chunk_op(next(numbers))) for _ in during]
+        budget = max(alone) + max(max(pieces), manifest.env.settings.group_seconds_max)
+    detail = (
+        f"longest of {len(during):,} commits {max(during) * 1e3:.1f} ms, {max(alone) * 1e3:.1f} ms without trimming; "
+        f"a trim of {TRIM_ROWS} records takes {statistics.median(pieces) * 1e3:.1f} ms"
+    )
+    report.ratio("longest_stall_vs_budget", max(during) / budget, 1, "lower", detail)
+    report.ratio("commit_during_trim", statistics.median(during) / statistics.median(alone), None, "lower", "p50")
+
+
+PARTS = (fetching, waking, many_cursors, trimming, stalls)

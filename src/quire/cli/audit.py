@@ -1,0 +1,83 @@
+"""The command `audit`: what happened to databases, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.command import Cli
+from quire.cli.named import any_database, names_of
+from quire.cli.output import Listing, Row
+from quire.cli.plain import moment, size
+from quire.cli.times import moment_of
+from quire.cli.typed import command
+from quire.core.errors import InvalidInput
+from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    from quire.manifest.audit import AuditEntry
+
+WORDS = {
+    "snapshot_created": "snapshot created",
+    "snapshot_dropped": "snapshot dropped",
+    "forked": "forked as",
+    "forked_from": "forked from",
+    "database_dropped": "database dropped",
+    "found_damaged": "found damaged",
+}
+"""Actions that are not told by their own name."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "audit", example="quire audit shop --since 1h")(audit)
+
+
+def audit(
+    cli: Cli,
+    database: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DB]", help="A database's name, or the id of one that is gone.", show_default="all of them"
+        ),
+    ] = "",
+    since: Annotated[
+        str, typer.Option(metavar="WHEN", help="From then on: 90s, 15m, 2h, 7d ago, or a date in UTC.")
+    ] = "",
+    until: Annotated[str, typer.Option(metavar="WHEN", help="Before then; as --since.")] = "",
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+) -> Listing:
+    """Show what happened to databases: snapshots, forks, deletions …"""
+    with cli.reader() as manifest:
+        now = manifest.clock.now_ms()
+        since_ms = moment_of(since, "--since", now_ms=now) if since else 0
+        until_ms = moment_of(until, "--until", now_ms=now) if until else None
+        if until_ms is not None and until_ms <= since_ms:
+            raise InvalidInput(
+                "`--until` is not after `--since`", hint="`--since 2h --until 1h` is an hour", since=since, until=until
+            )
+        with manifest.read() as txn:
+            names = names_of(txn)
+            wanted = any_database(txn, database) if database else None
+        found = manifest.audit(wanted, since_ms=since_ms, until_ms=until_ms)
+    shown = found[-limit:] if limit else found
+    left = len(found) - len(shown)
+    return Listing(
+        columns=["when", "database", "what", "subject"],
+        rows=[Row(_cells(each, names), {**plain(each), "database": names.get(each.db_id, "")}) for each in shown],
+        empty="nothing happened" + (" in that time" if since or until else " yet"),
+        closing=f"{left:,} earlier: `--limit 0` shows all" if left else "",
+    )
+
+
+def _cells(each: AuditEntry, names: dict[int, str]) -> list[str]:
+    action = each.action.name.lower()
+    subject = each.subject or (f"#{each.number}" if each.number else "-")
+    bytes_ = f", {size(each.size_bytes)}" if each.size_bytes else ""
+    return [
+        moment(each.at_ms),
+        names.get(each.db_id) or f"#{each.db_id}",
+        WORDS.get(action, action),
+        f"{subject}{bytes_}",
+    ]

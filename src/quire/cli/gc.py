@@ -1,0 +1,264 @@
+"""The command `gc`: one round of maintenance, and what waits to be deleted.
+
+Terms
+  zero    an artifact that nothing refers to; it never comes back, and its bytes go after the grace
+
+Rules
+  1. `--dry-run` only reads: it works while another process owns the store.
+  2. What is told of deletions is what the audit says: it can neither miss one nor tell of one that did not happen.
+  3. The grace is for readers in other processes, which may have found a name a moment ago. `--now` takes it away, so it asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from msgspec.structs import replace
+
+from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.exits import PROBLEMS
+from quire.cli.jobs import job_json, state_text
+from quire.cli.named import Yes, names_of
+from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.plain import count_of, moment, size, span
+from quire.cli.typed import command
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    from quire.cli.working import Bench
+    from quire.manifest.reads import ReadTxn
+    from quire.manifest.store import ManifestStore
+
+ROUND = {
+    "snapshots": ("snapshot", "made by a schedule"),
+    "dropped": ("snapshot", "dropped by retention"),
+    "leases_lost": ("job", "taken back from a worker that is gone"),
+    "jobs": ("job", "run"),
+    "jobs_forgotten": ("old job", "forgotten"),
+    "answers_forgotten": ("old answer", "to a keyed batch forgotten"),
+    "audit_pruned": ("database", "whose old audit was pruned"),
+}
+"""What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "gc", example="quire gc --dry-run")(gc)
+
+
+class Zero(msgspec.Struct, frozen=True):
+    """An artifact that waits to be deleted."""
+
+    artifact: ArtifactKey
+    database: str
+    size_bytes: int
+    zero_since_ms: int
+    due_at_ms: int
+
+
+def gc(
+    cli: Cli,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what waits, and until when.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for the grace that readers in other processes have.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
+    yes: Yes = False,
+) -> Report | Verdict:
+    """Do a round of maintenance, now, and show what was done.
+
+    That is schedules, retention, deletions, and all jobs that are due: what the owner of a store does by itself. Bytes that
+    nothing refers to any more go a minute after their last reference did (maintenance.delete_grace_seconds).
+    """
+    grace_ms = 0 if now else int(cli.settings().maintenance.delete_grace_seconds * 1000)
+    if dry_run:
+        with cli.reader() as manifest:
+            return _outlook(manifest, grace_ms, limit)
+    with cli.owner(grace_seconds=0 if now else None) as store:
+        if now and not yes:
+            waiting = at_zero(store.manifest, grace_ms)
+            what = f"{_amount(waiting)}, and whatever this round lets go" if waiting else "whatever this round lets go"
+            question = f"delete at once, even if another process is reading it: {what}?"
+            if not agreed(question, "nothing was done"):
+                return Verdict(Note(text="nothing was done", data={"done": False}), PROBLEMS)
+        from quire.cli.working import Bench
+
+        return _collect(Bench(store), grace_ms, at_once=now)
+
+
+# ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
+    """Everything at zero, what goes first at the beginning.
+
+    Nothing goes before the delete job of its database is due, except with no grace: then that job is run in any case.
+    """
+    from quire.manifest import tables as t
+    from quire.manifest.records import JobKind
+
+    due: dict[int, int] = {}
+    with manifest.read() as txn:
+        names = names_of(txn)
+        for origin in txn.owners(t.GC_ZERO) if grace_ms else ():
+            gate = txn.get(t.JOB_PENDING_INDEX, origin, JobKind.DELETE)
+            job = txn.job(gate.value) if gate else None
+            due[origin] = job.not_before_ms if job else 0
+        found = [_zero(txn, key, row.value, names, grace_ms) for key, row in txn.scan(t.GC_ZERO)]
+    found = [replace(each, due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
+    return sorted(found, key=lambda each: (each.due_at_ms, each.artifact))
+
+
+def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, names: dict[int, str], grace_ms: int) -> Zero:
+    from quire.manifest import tables as t
+    from quire.store.info import artifact_bytes
+
+    origin, kind, number, generation, delta = key
+    artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
+    due = since_ms + grace_ms
+    purge_after: int = 0
+    if artifact.kind is ArtifactKind.LEAF:
+        due = since_ms  # it has no bytes that somebody could be reading
+    elif artifact.kind is ArtifactKind.BASE and (chunk := txn.get(t.CHUNK_CATALOG, origin, number, generation)):
+        purge_after = chunk.purge_after_ms
+    elif artifact.kind is ArtifactKind.DELTA and (
+        row := txn.get(t.CHUNK_DELTA_INDEX, origin, number, generation, delta)
+    ):
+        purge_after = row.purge_after_ms
+    return Zero(artifact, names.get(origin, ""), artifact_bytes(txn, artifact), since_ms, max(due, purge_after))
+
+
+def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
+    from quire.manifest.records import JobState
+
+    waiting = at_zero(manifest, grace_ms)
+    now = manifest.clock.now_ms()
+    with manifest.read() as txn:
+        names = names_of(txn)
+    going = [(names.get(db_id, ""), dropped) for db_id, dropped in _retention(manifest).items()]
+    due = [job for job in manifest.jobs.jobs(JobState.PENDING) if job.record.not_before_ms <= now]
+    shown = waiting[:limit] if limit else waiting
+    more = len(waiting) - len(shown)
+    table = Listing(
+        columns=["artifact", ">size", "unreferenced", "goes"],
+        rows=[Row(_cells(each, now), None) for each in shown],
+        empty="nothing waits to be deleted",
+        closing=f"{more:,} more: `--limit 0` shows all" if more else "",
+    )
+    ready = [each for each in waiting if each.due_at_ms <= now]
+    facts = Facts(
+        lines=[
+            ("would delete now", _amount(ready)),
+            ("later", _amount([each for each in waiting if each.due_at_ms > now])),
+            ("retention", "; ".join(f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in going)
+             or "would drop nothing"),
+            ("jobs", f"{len(due):,} due"),
+        ],
+        data=None,
+    )  # fmt: skip
+    data = {
+        "dry_run": True,
+        "artifacts": len(waiting),
+        "size_bytes": sum(each.size_bytes for each in waiting),
+        "due_artifacts": len(ready),
+        "due_bytes": sum(each.size_bytes for each in ready),
+        "would_drop": dict(going),
+        "jobs_due": len(due),
+        "waiting": [plain(each) for each in shown],
+    }
+    return Report(parts=[table, facts], data=data)
+
+
+def _retention(manifest: ManifestStore) -> dict[int, int]:
+    """Database → snapshots that its policy would drop now, where that is any."""
+    from quire.manifest import tables as t
+
+    with manifest.read() as txn:
+        databases = list(txn.owners(t.SNAPSHOT_INDEX))
+    going = {db_id: len(manifest.retention.plan(db_id).dropped) for db_id in databases}
+    return {db_id: number for db_id, number in going.items() if number}
+
+
+def _cells(each: Zero, now: int) -> list[str]:
+    key = each.artifact
+    layer = f", delta {key.delta_id}" if key.delta_id else ""
+    version = f", generation {key.generation}" if key.generation else ""
+    name = f"{key.kind.name.lower()} {key.id}{version}{layer} of {each.database or f'#{key.origin_db_id}'}"
+    due = f"in {span(each.due_at_ms - now)}" if each.due_at_ms > now else "now"
+    return [name, size(each.size_bytes) if each.size_bytes else "-", f"{span(now - each.zero_since_ms)} ago", due]
+
+
+def _amount(waiting: list[Zero]) -> str:
+    if not waiting:
+        return "nothing"
+    return f"{count_of(len(waiting), 'artifact')}, {size(sum(each.size_bytes for each in waiting))}"
+
+
+# ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
+    from quire.cli.working import worker_of
+    from quire.manifest.records import AuditAction, JobKind, JobState
+
+    store, manifest = bench.store, bench.store.manifest
+    with manifest.read() as txn:
+        _, head = txn.feed_bounds()
+    began = manifest.clock.now_ms()
+    done: dict[str, int] = {}
+
+    def work() -> None:
+        done.update(plain(store.maintain()))
+        if at_once:  # those that had been put off until the grace is over
+            for job in manifest.jobs.jobs(JobState.PENDING):
+                if job.kind is JobKind.DELETE and worker_of(store).run(job.job_id):
+                    done["jobs"] += 1
+
+    bench.watch(work)
+    deleted = [
+        each
+        for each in manifest.audit(since_ms=max(began - 1000, 0))
+        if each.action is AuditAction.DELETED and each.sequence > head
+    ]
+    freed = sum(each.size_bytes for each in deleted)
+    waiting = at_zero(manifest, grace_ms)
+    with manifest.read() as txn:
+        names = names_of(txn)
+    ran = bench.ran()
+    data = {
+        "dry_run": False,
+        "round": done,
+        "deleted": len(deleted),
+        "freed_bytes": freed,
+        "waiting": len(waiting),
+        "waiting_bytes": sum(each.size_bytes for each in waiting),
+        "next_due_at_ms": waiting[0].due_at_ms if waiting else 0,
+        "jobs": [job_json(each, names) for each in ran],
+    }
+    lines = [("deleted", f"{count_of(len(deleted), 'artifact')}, {size(freed)} freed" if deleted else "nothing")]
+    lines += [
+        (name.replace("_", " "), f"{count_of(done[name], one)} {what}")
+        for name, (one, what) in ROUND.items()
+        if done.get(name)
+    ]
+    lines.append(("waits", _waits(waiting, manifest.clock.now_ms())))
+    failed = [each for each in ran if each.record.error]
+    facts = Facts(lines=lines, data=None)
+    if not failed:
+        return Report(parts=[facts], data=data)
+    table = Listing(
+        columns=[">job", "kind", "state", "error"],
+        rows=[
+            Row([str(each.job_id), each.kind.name.lower(), state_text(each), each.record.error], None)
+            for each in failed
+        ],
+        closing="`quire jobs show ID` has more",
+    )
+    return Report(parts=[facts, table], data=data)
+
+
+def _waits(waiting: list[Zero], now: int) -> str:
+    if not waiting:
+        return "nothing"
+    due = waiting[0].due_at_ms
+    when = f"the first goes in {span(due - now)}" if due > now else "the first could go now"
+    return f"{_amount(waiting)}; {when} ({moment(due)})"

@@ -1,0 +1,346 @@
+"""Commands about jobs: ls, show, retry, cancel, work.
+
+Rules
+  1. Looking needs a reader; the others need the owner: jobs are run by whoever owns the store.
+  2. `work` ends when nothing is due (`--once`), or with Ctrl-C or SIGTERM; in either case what is running goes back into the
+     queue, unfailed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from quire.cli.command import Cli, Verdict
+from quire.cli.exits import INTERRUPTED, OK
+from quire.cli.named import any_database, names_of
+from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.plain import count_of, in_words, moment, pairs, size, span
+from quire.cli.typed import command, new_app
+from quire.core.errors import IllegalTransition, InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from quire.manifest.jobqueue import Job
+    from quire.manifest.records import JobState
+    from quire.manifest.store import ManifestStore
+    from quire.store.store import Store
+
+JobId = Annotated[int, typer.Argument(metavar="ID", min=1, help="The job's id.")]
+
+STATES = {"in_flight": "running", "failed_permanent": "failed"}
+"""Shorter words for states; both are understood."""
+
+SHOWN_MAX = 200
+"""Jobs that `work` tells of at its end: one that worked for a week has run many."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register these commands, as a group."""
+    group = new_app("Work that survives a crash: checkpoints, deletions, uploads …")
+    command(group, "ls", example="quire jobs ls --state failed --db shop")(ls)
+    command(group, "show", example="quire jobs show 12")(show)
+    command(group, "retry", example="quire jobs retry 12")(retry)
+    command(group, "cancel", example="quire jobs cancel 12")(cancel)
+    command(group, "work", example="quire jobs work --once")(work)
+    app.add_typer(group, name="jobs")
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def ls(
+    cli: Cli,
+    state: Annotated[
+        str, typer.Option(metavar="STATE", help="Only these: pending, running, succeeded, failed, cancelled.")
+    ] = "",
+    database: Annotated[str, typer.Option("--db", metavar="DB", help="Only those of this database.")] = "",
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+) -> Listing:
+    """List jobs, oldest first."""
+    wanted = _state_named(state) if state else None
+    with cli.reader() as manifest:
+        found = manifest.jobs.jobs(wanted)
+        now = manifest.clock.now_ms()
+        with manifest.read() as txn:
+            names = names_of(txn)
+            only = any_database(txn, database) if database else None
+    chosen = [each for each in found if only is None or each.db_id == only]
+    shown = chosen[-limit:] if limit else chosen
+    of_kind = f" {state}" if state else ""
+    return Listing(
+        columns=[">id", "kind", "database", "state", "created", "what"],
+        rows=[Row(_cells(each, names, now), job_json(each, names)) for each in shown],
+        empty=f"no{of_kind} jobs",
+        closing=f"{len(chosen) - len(shown):,} older jobs: `--limit 0` shows all" if len(shown) < len(chosen) else "",
+    )
+
+
+def _state_named(text: str) -> JobState:
+    from quire.manifest.records import JobState
+
+    states = {each.name.lower(): each for each in JobState}
+    for name, shorter in STATES.items():
+        states[shorter] = states[name]
+    found = states.get(text.lower().replace("-", "_"))
+    if found is None:
+        known = ", ".join(STATES.get(each.name.lower(), each.name.lower()) for each in JobState)
+        raise InvalidInput("a job has no such state", hint=f"states: {known}", state=text)
+    return found
+
+
+def _cells(job: Job, names: dict[int, str], now: int) -> list[str]:
+    age = f"{span(now - job.record.created_at_ms)} ago"
+    return [str(job.job_id), job.kind.name.lower(), _database(job, names), state_text(job), age, summary(job, now)]
+
+
+def state_text(job: Job) -> str:
+    """The state of a job in one word."""
+    name = job.state.name.lower()
+    return STATES.get(name, name)
+
+
+def _database(job: Job, names: dict[int, str]) -> str:
+    return names.get(job.db_id) or (f"#{job.db_id}" if job.db_id else "-")
+
+
+def summary(job: Job, now: int) -> str:
+    """What there is to say of a job in a line: progress, result, or why and how long it waits."""
+    record = job.record
+    if job.lease is not None:
+        done, total = job.lease.done, job.lease.total
+        return f"{done:,} of {total:,}" if total else f"{done:,} done" if done else "begun"
+    words = []
+    if job.state.name == "PENDING" and record.not_before_ms > now:
+        failed = f", failed {_times(record.failures)}" if record.failures else ""
+        words.append(f"due in {span(record.not_before_ms - now)}{failed}")
+    if record.error:
+        words.append(record.error)
+    if (result := _decoded(record.result)) is not None:
+        words.append(result_text(result))
+    return "; ".join(words) or "-"
+
+
+def result_text(result: Any) -> str:
+    """What a job answered, what is zero left out: `slots 3, bytes 12.0 KiB`."""
+    if not isinstance(result, dict):
+        return str(plain(result))
+    telling = {key: value for key, value in result.items() if value not in (0, "", [], {})} or result
+    return ", ".join(
+        f"{key.replace('_', ' ')} {size(value) if key.endswith('bytes') and isinstance(value, int) else in_words(value)}"
+        for key, value in telling.items()
+    )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number:,} times"
+
+
+def show(cli: Cli, job_id: JobId) -> Facts:
+    """Show a job: its state, attempts, progress, result or error."""
+    with cli.reader() as manifest:
+        job = manifest.jobs.get(job_id)
+        now = manifest.clock.now_ms()
+        with manifest.read() as txn:
+            names = names_of(txn)
+    return Facts(lines=_facts(job, names, now), data=job_json(job, names))
+
+
+def _facts(job: Job, names: dict[int, str], now: int) -> list[tuple[str, str]]:
+    record, lease = job.record, job.lease
+    of = f" of {_database(job, names)}" if job.db_id else ""
+    failures = record.failures
+    failed = f"{failures:,} of {record.max_attempts}" if record.max_attempts else _times(failures)
+    lines = [
+        ("job", f"{job.job_id}: {job.kind.name.lower()}{of}"),
+        ("state", state_text(job)),
+        ("created", _when(record.created_at_ms, now)),
+        ("attempts", f"{record.attempt:,}" + (f", failed {failed}" if failures else "")),
+    ]
+    if record.started_at_ms:
+        lines.append(("started", _when(record.started_at_ms, now)))
+    if record.finished_at_ms:
+        took = f", after {(record.finished_at_ms - record.started_at_ms) / 1000:.1f} s" if record.started_at_ms else ""
+        lines.append(("ended", f"{_when(record.finished_at_ms, now)}{took}"))
+    elif lease is None and record.not_before_ms > now:
+        lines.append(("due", f"{moment(record.not_before_ms)}, in {span(record.not_before_ms - now)}"))
+    if lease is not None:
+        total = f" of {lease.total:,}" if lease.total else ""
+        lines.append(("worker", f"{lease.worker}, heard {span(now - lease.heartbeat_at_ms)} ago"))
+        lines.append(("progress", f"{lease.done:,}{total}"))
+    if (artifact := _artifact(job)) is not None:
+        lines.append(("artifact", in_words(artifact)))
+    payload = _decoded(record.payload)
+    if payload is not None:
+        lines.append(("asked", pairs(plain(payload)) if isinstance(payload, dict) else str(plain(payload))))
+    if (result := _decoded(record.result)) is not None:
+        lines.append(("result", result_text(result)))
+    if record.error:
+        lines.append(("error", record.error))
+    return lines
+
+
+def _when(at_ms: int, now: int) -> str:
+    return f"{moment(at_ms)}, {span(now - at_ms)} ago"
+
+
+def _artifact(job: Job) -> ArtifactKey | None:
+    if job.record.artifact is None:
+        return None
+    origin, kind, number, generation, delta = job.record.artifact
+    return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
+
+
+def _decoded(packed: bytes) -> Any:
+    """What was packed into a job; its bytes, if they are not msgpack."""
+    try:
+        return msgspec.msgpack.decode(packed) if packed else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return packed
+
+
+def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
+    """A job, with its lease if somebody works on it."""
+    record, lease = job.record, job.lease
+    return {
+        "job_id": job.job_id,
+        "kind": plain(job.kind),
+        "db_id": job.db_id,
+        "database": names.get(job.db_id, ""),
+        "state": plain(job.state),
+        "created_at_ms": record.created_at_ms,
+        "not_before_ms": record.not_before_ms,
+        "started_at_ms": record.started_at_ms,
+        "finished_at_ms": record.finished_at_ms,
+        "attempt": record.attempt,
+        "failures": record.failures,
+        "max_attempts": record.max_attempts,
+        "error": record.error,
+        "payload": plain(_decoded(record.payload)),
+        "result": plain(_decoded(record.result)),
+        "artifact": plain(_artifact(job)),
+        "lease": plain(lease),
+    }
+
+
+# ── changing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def retry(cli: Cli, job_id: JobId) -> Note:
+    """Try a job that failed or was cancelled once more.
+
+    It gets a new id; the old one stays as it ended.
+    """
+    with cli.owner() as store:
+        job = store.manifest.jobs.get(job_id)
+        if state_text(job) not in ("failed", "cancelled"):
+            ended = job.record.finished_at_ms > 0
+            raise IllegalTransition(
+                "only a job that failed or was cancelled is retried",
+                hint=f"`quire jobs show {job_id}` says how it ended" if ended else "`quire jobs work --once` runs it",
+                job_id=job_id,
+                state=state_text(job),
+            )
+        again = store.manifest.jobs.retry(job_id)
+        data = _told(store, again)
+    text = f"job {again} does what job {job_id} could not; `quire jobs work --once` runs it"
+    return Note(text=text, data={"retried": job_id, "job": data})
+
+
+def cancel(cli: Cli, job_id: JobId) -> Note:
+    """End a job that has not ended. What it did so far stands."""
+    with cli.owner() as store:
+        job = store.manifest.jobs.get(job_id)
+        if job.record.finished_at_ms:
+            hint = f"`quire jobs show {job_id}` says how"
+            raise IllegalTransition("the job has ended already", hint=hint, job_id=job_id, state=state_text(job))
+        store.manifest.jobs.cancel(job_id)
+        data = _told(store, job_id)
+    return Note(text=f"cancelled job {job_id}, {data['kind']}", data={"cancelled": data})
+
+
+def _told(store: Store, job_id: int) -> dict[str, Any]:
+    with store.manifest.read() as txn:
+        names = names_of(txn)
+    return job_json(store.manifest.jobs.get(job_id), names)
+
+
+# ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def work(
+    cli: Cli,
+    once: Annotated[bool, typer.Option("--once", help="End when nothing is due.")] = False,
+) -> Verdict:
+    """Run jobs until Ctrl-C, or until nothing is due.
+
+    This process owns the store meanwhile, and does its other upkeep too unless --once is given. What is running when it is
+    stopped goes back into the queue.
+    """
+    from quire.cli.working import Bench, until_interrupted, worker_of
+
+    stopped = False
+    with cli.owner(upkeep=not once) as store:
+        bench = Bench(store)
+        if once:
+            try:
+                bench.watch(worker_of(store).drain)
+            except KeyboardInterrupt:
+                stopped = True
+        else:
+            with until_interrupted() as stop:
+                bench.serve(stop)
+        ran = bench.ran()
+        shown = told(store.manifest, ran, interrupted=stopped)
+    return Verdict(shown, INTERRUPTED if stopped else OK)
+
+
+def told(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
+    """What was run, and what waits."""
+    from quire.manifest.records import JobState
+
+    now = manifest.clock.now_ms()
+    waiting = manifest.jobs.jobs(JobState.PENDING)
+    with manifest.read() as txn:
+        names = names_of(txn)
+    shown = ran[-SHOWN_MAX:]
+    table = Listing(
+        columns=[">id", "kind", "database", "state", "what"],
+        rows=[
+            Row(
+                [
+                    str(each.job_id),
+                    each.kind.name.lower(),
+                    _database(each, names),
+                    state_text(each),
+                    summary(each, now),
+                ],
+                None,
+            )
+            for each in shown
+        ],
+        empty="no job was due" if not interrupted else "no job was run",
+    )
+    left = Note(text=waiting_text(len(waiting), _due(waiting), now), data=None)
+    data = {
+        "ran": len(ran),
+        "succeeded": sum(each.state is JobState.SUCCEEDED for each in ran),
+        "failed": sum(bool(each.record.error) and each.state is not JobState.CANCELLED for each in ran),
+        "waiting": len(waiting),
+        "next_due_at_ms": _due(waiting),
+        "interrupted": interrupted,
+        "jobs": [job_json(each, names) for each in shown],
+    }
+    return Report(parts=[table, left], data=data)
+
+
+def _due(waiting: Sequence[Job]) -> int:
+    """When the first of the jobs that wait is due; 0 if none waits."""
+    return min((each.record.not_before_ms or each.record.created_at_ms for each in waiting), default=0)
+
+
+def waiting_text(number: int, due_at_ms: int, now: int) -> str:
+    """How many jobs wait, and for how long."""
+    if not number:
+        return "nothing waits"
+    when = f"due in {span(due_at_ms - now)}" if due_at_ms > now else "due now"
+    return f"{count_of(number, 'job')} {'waits' if number == 1 else 'wait'}, the first is {when}"

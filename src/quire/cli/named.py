@@ -1,0 +1,115 @@
+"""What people type for a database, a snapshot or a tag, found.
+
+Rules
+  1. A name comes first: a snapshot may be called 7 and not have that id. What no snapshot is called is tried as an id, `7`
+     or `#7` (which a shell wants quoted).
+  2. What is not there is told with the command that lists what is.
+
+Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `WrongKind`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot, WrongKind
+from quire.core.ids import U32_MAX
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.store import ManifestStore
+    from quire.store.info import DatabaseInfo
+    from quire.store.store import Store
+
+Database = Annotated[str, typer.Argument(metavar="DB", help="The database's name.")]
+Snapshot = Annotated[str, typer.Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def number_of(text: str) -> int:
+    """The id that a text is; 0 if it is none."""
+    digits = text.removeprefix("#")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
+        return 0
+    return int(digits) if int(digits) <= U32_MAX else 0
+
+
+def snapshot_named(manifest: ManifestStore, database: str, text: str) -> SnapshotInfo:
+    """A snapshot by name, else by id (rule 1)."""
+    for asked in (text, number_of(text)):
+        if asked:
+            try:
+                return manifest.snapshots.get(database, asked)
+            except UnknownSnapshot:
+                pass
+    hint = f"`quire snapshot ls {shlex.quote(database)}` lists them"
+    raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=text)
+
+
+def any_database(txn: ReadTxn, text: str) -> int:
+    """The id of a database by name, else of one that may be gone by id: for looking back."""
+    try:
+        return txn.database_id(text)
+    except UnknownDatabase:
+        if not (number := number_of(text)):
+            raise
+        return number
+
+
+def names_of(txn: ReadTxn) -> dict[int, str]:
+    """Id → name of every database, dropped ones included until nothing of them is left."""
+    return {db_id: record.name for db_id, record in txn.databases()}
+
+
+def title_of(snapshot: SnapshotInfo) -> str:
+    """How a sentence names a snapshot.
+
+    >>> from quire.manifest.records import SnapshotKind
+    >>> from quire.manifest.snapshots import SnapshotInfo
+    >>> title_of(SnapshotInfo(1, 7, "monday", SnapshotKind.NAMED, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}))
+    'monday (id 7)'
+    """
+    return f"{snapshot.name} (id {snapshot.snapshot_id})" if snapshot.name else f"#{snapshot.snapshot_id}"
+
+
+def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
+    """The tags that `--tag key=value` options give; `reserved` is a key that has a meaning of its own."""
+    tags: dict[str, str] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not (equals and key.strip()):
+            raise InvalidInput("a tag is a key and a value", hint="say --tag key=value", given=each)
+        if key in tags:
+            raise InvalidInput("a tag is given twice", hint="name each key once", key=key)
+        if key == reserved:
+            raise InvalidInput("this tag marks snapshots that the owner makes by itself", hint="use another", key=key)
+        tags[key] = value
+    return tags
+
+
+def settled(store: Store, name: str) -> DatabaseInfo:
+    """A database, its WAL in order: what an owner that crashed has left open is recovered first.
+
+    A snapshot of now must see the last commit, and nobody in this process has opened the database yet.
+    """
+    from quire.manifest import tables as t
+    from quire.manifest.records import DbKind, WalState
+
+    found = store.database(name)
+    if found.kind is DbKind.PAGES:
+        with store.manifest.read() as txn:
+            left_open = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, found.db_id))
+        if left_open:
+            store.pages.open(found.db_id)
+    return found
+
+
+def need_pages(found: DatabaseInfo, what: str) -> None:
+    """Refuse a database of another kind; `what` is what only page databases have."""
+    if found.kind.name != "PAGES":
+        hint = "`quire ls` shows the kinds"
+        raise WrongKind(f"only page databases {what}", hint=hint, name=found.name, kind=found.kind.name.lower())

@@ -1,0 +1,334 @@
+"""Commands about versions: snapshot create, ls, show, drop and diff; fork.
+
+Rules
+  1. Looking needs a reader; making and dropping need the owner.
+  2. Who drops is told what goes with it: the artifacts that nobody else holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.exits import PROBLEMS
+from quire.cli.named import Database, Snapshot, Yes, need_pages, settled, snapshot_named, tags_of, title_of
+from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.plain import count_of, moment, size, span
+from quire.cli.typed import command, new_app
+from quire.core.errors import UnknownSnapshot
+from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    from quire.manifest.differences import SlotDiff, SnapshotDiff
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.store import ManifestStore
+    from quire.store.info import Share
+
+NOW = "now"
+"""The word for a database as it is, where a snapshot is asked for."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register these commands."""
+    group = new_app("Snapshots: a database as it was, kept without copying.")
+    command(group, "create", example="quire snapshot create shop monday --tag by=ann")(create)
+    command(group, "ls", example="quire snapshot ls shop")(ls)
+    command(group, "show", example="quire snapshot show shop monday")(show)
+    command(group, "drop", example="quire snapshot drop shop monday --yes")(drop)
+    command(group, "diff", example="quire snapshot diff shop monday")(diff)
+    app.add_typer(group, name="snapshot")
+    command(app, "fork", example="quire fork shop shop-test --at monday")(fork)
+
+
+# ── making and dropping ───────────────────────────────────────────────────────────────────────────────────────────────
+def create(
+    cli: Cli,
+    database: Database,
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="The snapshot's name.", show_default="none: it gets an id only")
+    ] = "",
+    tag: Annotated[list[str], typer.Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
+) -> Note:
+    """Keep a database as it is now. Nothing is copied, however large it is."""
+    from quire.manifest.retention import SCHEDULE_TAG
+
+    tags = tags_of(tag, reserved=SCHEDULE_TAG)
+    with cli.owner() as store:
+        settled(store, database)
+        made = store.snapshot(database, name, tags=tags)
+    return Note(text=f"kept {database} as snapshot {title_of(made)}", data=snapshot_json(made, database))
+
+
+def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note | Verdict:
+    """Drop a snapshot. What only it holds is deleted, a minute later at the earliest."""
+    from quire.store.info import snapshots_share
+
+    with cli.owner() as store:
+        found = snapshot_named(store.manifest, database, snapshot)
+        with store.manifest.read() as txn:
+            share = snapshots_share(txn, found.db_id, [found.snapshot_id])
+        if not yes and not agreed(
+            f"drop snapshot {title_of(found)} of {database}, {share_clause(share)}?", "nothing was dropped"
+        ):
+            return Verdict(Note(text="nothing was dropped", data={"dropped": None, "share": None}), PROBLEMS)
+        store.manifest.snapshots.drop(found.db_id, found.snapshot_id)
+    text = f"dropped snapshot {title_of(found)} of {database}{share_later(share)}"
+    return Note(text=text, data={"dropped": snapshot_json(found, database), "share": share_json(share)})
+
+
+def fork(
+    cli: Cli,
+    database: Database,
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The new database's name.")],
+    at: Annotated[
+        str, typer.Option("--at", metavar="SNAP", help="The snapshot to begin at.", show_default="as it is now")
+    ] = "",
+) -> Note:
+    """Make a database that begins as another one is, or was.
+
+    The two share everything until one of them changes it; nothing is copied, however large it is.
+    """
+    with cli.owner() as store:
+        need_pages(store.database(database), "can be forked")
+        begin = snapshot_named(store.manifest, database, at) if at else None
+        settled(store, database)
+        made = store.fork(database, new, at=begin.snapshot_id if begin else None)
+    where = f"was at snapshot {title_of(begin)}" if begin else "is now"
+    return Note(text=f"made {made.name} with id {made.db_id}, as {database} {where}", data=made)
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def ls(cli: Cli, database: Database) -> Listing:
+    """List the snapshots of a database, oldest first."""
+    with cli.reader() as manifest:
+        found = manifest.snapshots.of(database)
+    return Listing(
+        columns=[">id", "name", "created", ">size", "tags"],
+        rows=[Row(_cells(each), snapshot_json(each, database)) for each in found],
+        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
+    )
+
+
+def _cells(each: SnapshotInfo) -> list[str]:
+    return [
+        str(each.snapshot_id),
+        each.name or "-",
+        moment(each.created_at_ms),
+        size(each.size_pages * each.page_size),
+        tags_text(each.tags) or "-",
+    ]
+
+
+def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
+    """Show what a snapshot keeps, and what only it holds."""
+    from quire.store.info import snapshots_share
+
+    with cli.reader() as manifest:
+        found = snapshot_named(manifest, database, snapshot)
+        detail = manifest.snapshots.describe(found.db_id, found.snapshot_id)
+        now = manifest.clock.now_ms()
+        with manifest.read() as txn:
+            share = snapshots_share(txn, found.db_id, [found.snapshot_id])
+            children = [
+                record.name
+                for _, record in txn.databases()
+                if (record.parent_db_id, record.parent_snapshot_id) == (found.db_id, found.snapshot_id)
+            ]
+    pages = f"{count_of(found.size_pages, 'page')}, {size(found.size_pages * found.page_size)}"
+    expires = f"{moment(found.expires_at_ms)}, in {span(found.expires_at_ms - now)}" if found.expires_at_ms else "never"
+    lines = [
+        ("snapshot", f"{title_of(found)} of {database}, {found.kind.name.lower()}"),
+        ("created", f"{moment(found.created_at_ms)}, {span(now - found.created_at_ms)} ago"),
+        ("expires", expires),
+        ("version", f"lsn {found.anchor_lsn:,}, generation {found.generation:,}"),
+        ("size", pages),
+        ("chunks", f"{count_of(detail.artifacts, 'artifact')} in {count_of(detail.slots, 'slot')}, "
+                   f"{size(detail.chunk_bytes)}"),
+        ("WAL", f"{count_of(found.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
+        ("only here", share_words(share) if share.artifacts else "nothing: all of it is held elsewhere too"),
+        ("forks", ", ".join(children) or "none"),
+        ("tags", tags_text(found.tags) or "none"),
+    ]  # fmt: skip
+    data = {
+        **snapshot_json(found, database),
+        "slots": detail.slots,
+        "artifacts": detail.artifacts,
+        "chunk_bytes": detail.chunk_bytes,
+        "wal_bytes": detail.wal_bytes,
+        "share": share_json(share),
+        "forks": children,
+    }
+    return Facts(lines=lines, data=data)
+
+
+# ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Version(msgspec.Struct, frozen=True):
+    """One side of a comparison; snapshot 0 is the database as it is now."""
+
+    database: str
+    size_pages: int
+    snapshot_id: int = 0
+    snapshot: str = ""
+
+    @property
+    def text(self) -> str:
+        if not self.snapshot_id:
+            return f"{self.database} as it is now"
+        name = f"{self.snapshot} (id {self.snapshot_id})" if self.snapshot else f"#{self.snapshot_id}"
+        return f"{self.database} at snapshot {name}"
+
+
+def diff(
+    cli: Cli,
+    database: Database,
+    before: Annotated[str, typer.Argument(metavar="A", help="A snapshot's name or id, or `now`.")],
+    after: Annotated[str, typer.Argument(metavar="[B]", help="Another one.", show_default=NOW)] = NOW,
+    of: Annotated[
+        str, typer.Option("--of", metavar="OTHERDB", help="B is a version of this database: a fork, say.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Slots shown; 0: all of them.")] = 20,
+) -> Report:
+    """Show what differs between two versions.
+
+    That is slots, chunks, pages, and the WAL that only one of them pins. Versions are compared by what they share, so no
+    page is read. Of a database that is being written, `now` is what its owner has sealed: at most a minute ago.
+    """
+    with cli.reader() as manifest:
+        first = _version(manifest, database, before)
+        second = _version(manifest, of or database, after)
+        found = manifest.snapshots.diff(
+            first.database, first.snapshot_id or None, second.snapshot_id or None, other=second.database
+        )
+        added, removed = _bytes(manifest, found)
+        unsealed = [each.database for each in (first, second) if not each.snapshot_id and _is_open(manifest, each)]
+    lines = _summary(first, second, found, added, removed)
+    if unsealed:
+        lines.append(
+            ("not seen", f"what is in the open WAL segment of {unsealed[0]}: its owner seals it within a minute")
+        )
+    facts = Facts(lines=lines, data=None)
+    data = {"before": first, "after": second, "same": found.same, "unsealed": bool(unsealed), **plain(found)}
+    if not found.slots:
+        return Report(parts=[facts], data=data)
+    shown = found.slots[:limit] if limit else found.slots
+    left = len(found.slots) - len(shown)
+    slots = Listing(
+        columns=[">slot", ">pages", "before", "after"],
+        rows=[Row(_slot_cells(each), None) for each in shown],
+        closing=f"{left:,} more slots: `--limit 0` shows all" if left else "",
+    )
+    return Report(parts=[facts, slots], data=data)
+
+
+def _version(manifest: ManifestStore, database: str, text: str) -> Version:
+    try:
+        found = snapshot_named(manifest, database, text)
+    except UnknownSnapshot:
+        if text != NOW:
+            raise
+        with manifest.read() as txn:
+            wal = txn.wal_state(txn.database_id(database))
+        return Version(database, wal.size_pages if wal else 0)
+    return Version(database, found.size_pages, found.snapshot_id, found.name)
+
+
+def _is_open(manifest: ManifestStore, version: Version) -> bool:
+    """Whether a database has a WAL segment that nobody has sealed yet: it is being written, or its owner crashed."""
+    from quire.manifest import tables as t
+    from quire.manifest.records import WalState
+
+    with manifest.read() as txn:
+        rows = txn.scan(t.WAL_CATALOG, txn.database_id(version.database))
+        return any(row.state is WalState.OPEN for _, row in rows)
+
+
+def _bytes(manifest: ManifestStore, found: SnapshotDiff) -> tuple[int, int]:
+    from quire.store.info import artifact_bytes
+
+    with manifest.read() as txn:
+        added, removed = (sum(artifact_bytes(txn, key) for key in keys) for keys in (found.added, found.removed))
+        return added, removed
+
+
+def _summary(first: Version, second: Version, found: SnapshotDiff, added: int, removed: int) -> list[tuple[str, str]]:
+    lines = [("before", first.text), ("after", second.text)]
+    if found.same:
+        return [*lines, ("differs", "nothing: they are one version")]
+    chunks = [
+        f"{len(keys):,} only {where} ({size(bytes_)})"
+        for keys, where, bytes_ in ((found.removed, "before", removed), (found.added, "after", added))
+        if keys
+    ]
+    pins = [
+        f"{count_of(len(pins), 'segment')} only {where} ({size(sum(pin.used_bytes for pin in pins))})"
+        for pins, where in ((found.pins_removed, "before"), (found.pins_added, "after"))
+        if pins
+    ]
+    differ = (
+        f"{len(found.slots):,} {'differs' if len(found.slots) == 1 else 'differ'}" if found.slots else "none differs"
+    )
+    return [
+        *lines,
+        ("slots", differ),
+        ("chunks", ", ".join(chunks) or "no difference"),
+        ("pages", _pages_text(found, max(first.size_pages, second.size_pages))),
+        ("WAL", ", ".join(pins) or "no difference"),
+    ]
+
+
+def _pages_text(found: SnapshotDiff, size_pages: int) -> str:
+    besides = ", besides what is in the WAL" if found.pins_added or found.pins_removed else ""
+    known = sum(len(each.pages) for each in found.slots if each.pages is not None)
+    if found.pages == known and any(each.pages is None for each in found.slots):
+        return "any of the slots: nobody has opened the database yet, so its page size is open"
+    return f"{count_of(min(found.pages, size_pages) if size_pages else found.pages, 'page')} at most{besides}"
+
+
+def _slot_cells(each: SlotDiff) -> list[str]:
+    from quire.cli.manifest import chain_text
+
+    origin = (each.after or each.before)[0].origin_db_id
+    pages = "all" if each.pages is None else f"{len(each.pages):,}"
+    return [f"{each.slot:,}", pages, *(chain_text(chain, origin) or "-" for chain in (each.before, each.after))]
+
+
+# ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def snapshot_json(each: SnapshotInfo, database: str) -> dict[str, Any]:
+    """A snapshot, with the name of its database."""
+    return {**plain(each), "database": database}
+
+
+def share_json(share: Share) -> dict[str, Any]:
+    """A share, with the sum that follows from its numbers."""
+    return {**plain(share), "artifacts": share.artifacts}
+
+
+def share_words(share: Share) -> str:
+    """A share as a list: `2 chunks, 1 WAL segment (64.0 MiB)`."""
+    parts = [
+        count_of(number, one)
+        for number, one in ((share.chunks, "chunk"), (share.deltas, "delta"), (share.wal_segments, "WAL segment"))
+        if number
+    ]
+    return f"{', '.join(parts)} ({size(share.size_bytes)})" if parts else "nothing"
+
+
+def share_clause(share: Share, holders: int = 1) -> str:
+    """What dropping so many snapshots leads to, for the end of a question."""
+    whose = "it holds" if holders == 1 else "they hold"
+    if not share.artifacts:
+        return f"all that {whose} being held elsewhere too"
+    return f"and delete {share_words(share)} that only {whose}"
+
+
+def share_later(share: Share) -> str:
+    """What a drop has led to, for the end of a sentence."""
+    return f"; {share_words(share)} will be deleted (`quire gc --dry-run` says when)" if share.artifacts else ""
+
+
+def tags_text(tags: dict[str, str]) -> str:
+    """`a=1, b=2`."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(tags.items()))

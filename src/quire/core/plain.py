@@ -1,0 +1,233 @@
+"""Values as JSON has them, and back: what the command line prints, logs carry and subscribers in other languages read.
+
+Terms
+  plain   made of dicts with text keys, lists, text, numbers, booleans and `None`: what every JSON library takes
+
+Rules
+  1. Bytes are lower-case hex, enumerations their lower-case names, tuples and sets lists; records and dataclasses are objects
+     with every field, defaults included. A record with a tag also tells its type, as `op`.
+  2. `restored(kind, plain(value)) == value` for records made of these types. Numbers stay numbers, up to 64 bits: whoever reads
+     the text with a library that knows only doubles loses the low digits of hashes and lsns.
+  3. `restored` is as forgiving as the bytes are (M1): unknown fields are ignored, missing ones get their defaults. What does
+     not fit its field is refused, and the message says where.
+
+Pure functions, any thread; importable on executors. `restored` raises `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from quire.core.errors import InvalidInput
+
+T = TypeVar("T")
+Reader = Callable[[Any, str], Any]
+"""(plain value, where it stands) → the value."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it.
+
+    >>> class Colour(Enum):
+    ...     RED = 1
+    >>> class Dot(msgspec.Struct):
+    ...     at: tuple[int, int]
+    ...     colour: Colour = Colour.RED
+    >>> plain([Dot((1, 2)), b"\\x01", {3: None}])
+    [{'at': [1, 2], 'colour': 'red'}, '01', {'3': None}]
+    """
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, msgspec.Struct):
+        told = {"op": type(value).__name__} if value.__struct_config__.tag is not None else {}
+        return told | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def restored(kind: type[T], value: Any) -> T:
+    """The `kind` that `plain` made `value` of.
+
+    >>> class Dot(msgspec.Struct):
+    ...     at: tuple[int, int]
+    ...     label: bytes = b""
+    >>> restored(Dot, {"at": [1, 2], "label": "ff"})
+    Dot(at=(1, 2), label=b'\\xff')
+    >>> restored(Dot, {"at": [1, "2"]})
+    Traceback (most recent call last):
+        ...
+    quire.core.errors.InvalidInput: not a whole number: '2' (at='at[1]')
+    """
+    wanted: Any = kind
+    made: T = _reader(wanted)(value, "")
+    return made
+
+
+@cache
+def _reader(kind: Any) -> Reader:
+    """What reads values of a type. A type without a JSON form is a mistake in the code that declares it: `TypeError`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _reader(arguments[0])
+    if origin is Union or origin is UnionType:
+        return _either(arguments)
+    if origin in (list, set, frozenset) or (origin is tuple and arguments[-1:] == (...,)):
+        return _many(origin, _reader(arguments[0]))
+    if origin is tuple:
+        return _fixed([_reader(each) for each in arguments])
+    if origin is dict and arguments[0] is str:
+        return _mapping(_reader(arguments[1]))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _named(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _record(kind)
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
+    raise TypeError(f"no JSON form is known for {kind!r}")
+
+
+def _refuse(what: str, where: str) -> InvalidInput:
+    return InvalidInput(what, at=where or "the whole")
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is not int:
+        raise _refuse(f"not a whole number: {value!r}", where)
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) is not int and type(value) is not float:
+        raise _refuse(f"not a number: {value!r}", where)
+    return float(value)
+
+
+def _flag(value: Any, where: str) -> bool:
+    if type(value) is not bool:
+        raise _refuse(f"not true or false: {value!r}", where)
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if type(value) is not str:
+        raise _refuse(f"not a text: {value!r}", where)
+    return value
+
+
+def _bytes(value: Any, where: str) -> bytes:
+    try:
+        return bytes.fromhex(_text(value, where))
+    except ValueError:
+        raise _refuse(f"not hexadecimal: {value!r}", where) from None
+
+
+def _nothing(value: Any, where: str) -> None:
+    if value is not None:
+        raise _refuse(f"not null: {value!r}", where)
+
+
+_SIMPLE: dict[Any, Reader] = {
+    int: _whole,
+    float: _number,
+    bool: _flag,
+    str: _text,
+    bytes: _bytes,
+    NoneType: _nothing,
+    Any: lambda value, _: value,
+}
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if type(value) is not list:
+        raise _refuse(f"not a list: {value!r}", where)
+    return value
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _refuse(f"not an object: {value!r}", where)
+    return value
+
+
+def _many(container: Any, item: Reader) -> Reader:
+    return lambda value, where: container(item(each, f"{where}[{n}]") for n, each in enumerate(_list(value, where)))
+
+
+def _fixed(items: list[Reader]) -> Reader:
+    def read(value: Any, where: str) -> tuple[Any, ...]:
+        if len(_list(value, where)) != len(items):
+            raise _refuse(f"not {len(items)} values but {len(value)}", where)
+        return tuple(item(each, f"{where}[{n}]") for n, (item, each) in enumerate(zip(items, value)))
+
+    return read
+
+
+def _mapping(item: Reader) -> Reader:
+    return lambda value, where: {
+        _text(key, where): item(each, f"{where}.{key}") for key, each in _object(value, where).items()
+    }
+
+
+def _named(kind: type[Enum]) -> Reader:
+    members = {each.name.lower(): each for each in kind}
+    assert len(members) == len(kind), "two members differ only in case"
+
+    def read(value: Any, where: str) -> Enum:
+        found = members.get(_text(value, where))
+        if found is None:
+            raise _refuse(f"not a {kind.__name__}: {value!r}, but one of {', '.join(members)}", where)
+        return found
+
+    return read
+
+
+def _record(kind: type[msgspec.Struct]) -> Reader:
+    readers = {each.name: (_reader(each.type), each.required) for each in msgspec.structs.fields(kind)}
+
+    def read(value: Any, where: str) -> msgspec.Struct:
+        told, given = _object(value, where), {}
+        for name, (reader, required) in readers.items():
+            if name in told:
+                given[name] = reader(told[name], f"{where}.{name}" if where else name)
+            elif required:
+                raise _refuse(f"a {kind.__name__} needs {name!r}", where)
+        return kind(**given)
+
+    return read
+
+
+def _either(kinds: tuple[Any, ...]) -> Reader:
+    """One of several: nothing or a value, or one of several tagged records, told apart by `op`."""
+    rest = [each for each in kinds if each is not NoneType]
+    if len(rest) == 1:
+        reader = _reader(rest[0])
+        return lambda value, where: None if value is None else reader(value, where)
+    if not all(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in rest) or len(rest) < len(kinds):
+        raise TypeError(f"values of {kinds!r} cannot be told apart in JSON")
+    by_name = {each.__name__: _reader(each) for each in rest}
+
+    def read(value: Any, where: str) -> Any:
+        name = _object(value, where).get("op")
+        if name not in by_name:
+            raise InvalidInput(
+                f"no operation is called {name!r}",
+                hint="upgrade quire, if a newer one wrote this",
+                at=where or "the whole",
+            )
+        return by_name[name](value, where)
+
+    return read

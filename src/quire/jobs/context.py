@@ -1,0 +1,115 @@
+"""What a job needs of the store it works for, in one value.
+
+The owner makes one `JobContext` and passes it to the worker and the upkeep; nothing in this room opens a store or a manifest.
+Object stores are opened once per URL and shared by all threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.core.clock import Clock
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.settings import MaintenanceSettings
+from quire.durable.files import Disk
+from quire.jobs.places import OpenStore, Place, local_name, remote_name
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ObjectStore
+from quire.pages.sources import Sources
+
+
+class PagesOfStore(Protocol):
+    """What jobs about page databases need of the page engine."""
+
+    @property
+    def sources(self) -> Sources: ...
+
+    def flush(self, db_id: int) -> None:
+        """Have everything that is written sealed, durable and published; nothing if the database is not open."""
+
+    def floor(self, db_id: int) -> int:
+        """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """The store, as a job sees it."""
+
+    manifest: ManifestStore
+    root: str
+    """The store's directory."""
+    disk: Disk
+    objects_url: str
+    """Of the store's own object store."""
+    open_store: OpenStore
+    settings: MaintenanceSettings
+    pages: PagesOfStore | None = None
+    """The page engine; `None` where there is none."""
+
+    @property
+    def clock(self) -> Clock:
+        """The owner's clock: the only one that decides (M8)."""
+        return self.manifest.clock
+
+    def place(self, txn: ReadTxn, key: ArtifactKey) -> Place | None:
+        """Where an artifact's bytes are; `None` if the catalog does not know it."""
+        row = artifact_row(txn, key)
+        return None if row is None else self.place_of(txn, key, row)
+
+    def place_of(self, txn: ReadTxn, key: ArtifactKey, row: Any) -> Place:
+        """Where an artifact's bytes are, or would be, if this was its row."""
+        namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
+        url, name = remote_name(key, row, namespace, self.objects_url)
+        return Place(
+            key=key,
+            residency=row.residency,
+            local=os.path.join(self.root, local_name(key, row)),
+            url=url,
+            object_key=name,
+            size_bytes=row.used_bytes if key.kind is ArtifactKind.WAL else row.size_bytes,
+            sha256=row.sha256,
+            crc64=getattr(row, "crc64", 0),
+            is_announced=bool(row.suffix),
+        )
+
+
+def artifact_row(txn: ReadTxn, key: ArtifactKey) -> Any:
+    """The catalog row of an artifact with bytes; `None` if there is none.
+
+    A fork's row of an inherited segment is none: the bytes are described once, at the origin (M6).
+    """
+    if key.kind is ArtifactKind.BASE:
+        return txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
+    if key.kind is ArtifactKind.DELTA:
+        return txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+    if key.kind is ArtifactKind.WAL:
+        row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
+        return row if row is not None and row.origin_db_id == key.origin_db_id else None
+    return None
+
+
+@dataclass(slots=True)
+class StorePool:
+    """Object stores by URL, each opened once. `pool` is an `OpenStore`."""
+
+    opener: OpenStore
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _open: dict[str, ObjectStore] = field(default_factory=dict)
+
+    def __call__(self, url: str) -> ObjectStore:
+        with self._lock:
+            if url not in self._open:
+                self._open[url] = self.opener(url)
+            return self._open[url]
+
+    def close(self) -> None:
+        """Close them all."""
+        with self._lock:
+            opened, self._open = self._open, {}
+        for store in opened.values():
+            store.close()

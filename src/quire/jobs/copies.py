@@ -1,0 +1,229 @@
+"""Copies of an artifact, its file and its object: read, compared with the row, fetched, removed.
+
+Terms
+  found   what a copy turned out to be: its size, and the digests of its bytes
+  tick    told how many bytes a long step has done; may raise, and then the step ends
+
+Rules
+  1. Memory: one step of a copy, whatever its size.
+  2. A file gets its name only when it is complete, as its row says, and synced. On return its name is on disk, and those of the
+     directories above it.
+  3. A removal is on disk on return. What is gone already is a success.
+  4. A copy that differs is read once more before it is called damaged: the bytes may have been garbled on their way.
+
+What `fetch` leaves after each step, and who takes care of it if it ends there:
+  make the directories   empty directories                  the next fetch; the end of their database
+  write `<file>.tmp`     garbage under that name            overwritten by the next fetch; removed with the artifact
+  sync it                a complete copy under that name    the same
+  rename                 the file, its name perhaps not     the next fetch takes it over and syncs again
+  sync the directories   the file
+
+Safe to run on an executor. Raises what the disk and the object store raise, `Corruption` for a file that is not there, and
+`ChecksumMismatch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quire.core.errors import ChecksumMismatch, Corruption, StorageFault
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, File
+from quire.jobs.places import Place
+from quire.objects.api import ObjectStore
+
+STEP_BYTES = 8 << 20
+"""Read at a time: large enough that requests do not dominate, small enough to be told to stop now and then."""
+
+Tick = Callable[[int], None]
+
+
+def no_tick(_done: int) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a copy is."""
+
+    size_bytes: int
+    """Of the whole copy; the digests are of as many of its bytes as the artifact has, or of all if it has fewer."""
+    sha256: bytes
+    crc64: int
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def look_at_file(place: Place, disk: Disk, tick: Tick = no_tick) -> Found:
+    """Read an artifact's file."""
+    try:
+        file = disk.open(place.local, write=False)
+    except FileNotFoundError:
+        raise Corruption(
+            "the catalog promises a file that is not there",
+            hint="hydrate the artifact if it has an object, else restore the file from a backup",
+            artifact=place.key,
+            path=place.local,
+        ) from None
+    try:
+        return _digest(file.size(), _of_file(file, place.size_bytes), tick)
+    finally:
+        file.close()
+
+
+def look_at_object(place: Place, store: ObjectStore, tick: Tick = no_tick) -> Found:
+    """Read an artifact's object."""
+    size = store.head(place.object_key).size_bytes
+    return _digest(size, _of_object(store, place.object_key, min(size, place.size_bytes)), tick)
+
+
+def difference(place: Place, found: Found, *, is_file: bool) -> str:
+    """How a copy differs from what its row says; empty if it does not."""
+    longer_is_fine = is_file and place.may_be_longer
+    if found.size_bytes < place.size_bytes or (found.size_bytes > place.size_bytes and not longer_is_fine):
+        return f"it has {found.size_bytes} bytes instead of {place.size_bytes}"
+    if place.sha256 and found.sha256 != place.sha256:
+        return f"its sha256 is {found.sha256.hex()} instead of {place.sha256.hex()}"
+    if place.crc64 and found.crc64 != place.crc64:
+        return f"its crc64 is {found.crc64:016x} instead of {place.crc64:016x}"
+    return ""
+
+
+def checked_file(place: Place, disk: Disk, tick: Tick = no_tick) -> Found:
+    """An artifact's file, if it is as its row says (rule 4)."""
+    found = look_at_file(place, disk, tick)
+    if difference(place, found, is_file=True):
+        found = look_at_file(place, disk, tick)
+    if what := difference(place, found, is_file=True):
+        raise damaged(place, f"the file is not the one that was written: {what}", path=place.local)
+    return found
+
+
+def checked_object(place: Place, store: ObjectStore, tick: Tick = no_tick) -> Found:
+    """An artifact's object, if it is as its row says (rule 4)."""
+    found = look_at_object(place, store, tick)
+    if difference(place, found, is_file=False):
+        found = look_at_object(place, store, tick)
+    if what := difference(place, found, is_file=False):
+        raise damaged(
+            place, f"the object is not the one that was written: {what}", store=store.url, key=place.object_key
+        )
+    return found
+
+
+def damaged(place: Place, what: str, **where: str) -> ChecksumMismatch:
+    """The error for a copy that differs."""
+    hint = "verify the artifact to see which copies are good; restore a bad one from a backup"
+    return ChecksumMismatch(what, hint=hint, artifact=place.key, **where)
+
+
+def _digest(size_bytes: int, steps: Iterable[bytes], tick: Tick) -> Found:
+    sha, crc, done = hashlib.sha256(), 0, 0
+    for step in steps:
+        sha.update(step)
+        crc = crc64(step, crc)
+        done += len(step)
+        tick(done)
+    return Found(size_bytes, sha.digest(), crc)
+
+
+def _of_file(file: File, size: int) -> Iterator[bytes]:
+    done = 0
+    while done < size and (step := file.read_at(min(STEP_BYTES, size - done), done)):
+        yield step
+        done += len(step)
+
+
+def _of_object(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
+    for start in range(0, size, STEP_BYTES):
+        yield store.get_range(key, start, min(STEP_BYTES, size - start))
+
+
+# ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def fetch(place: Place, root: str, *, disk: Disk, store: ObjectStore, tick: Tick = no_tick) -> bool:
+    """Make an artifact's file from its object (rule 2); False if the file was there already, as its row says."""
+    fetched = not _is_there(place, disk)
+    if fetched:
+        disk.make_dirs(os.path.dirname(place.local))
+        found = _copy(place, disk, store, tick)
+        if difference(place, found, is_file=False):
+            found = _copy(place, disk, store, tick)
+        if what := difference(place, found, is_file=False):
+            with suppress(
+                StorageFault, FileNotFoundError
+            ):  # the damage is the news; garbage under this name is harmless
+                disk.remove(place.staged)
+            what = f"the object is not the one that was written: {what}"
+            raise damaged(place, what, store=store.url, key=place.object_key)
+        hit("jobs.hydrate.staged")
+        disk.rename(place.staged, place.local)
+        hit("jobs.hydrate.renamed")
+    _sync_up_to(root, place.local, disk)
+    hit("jobs.hydrate.named")
+    return fetched
+
+
+def _is_there(place: Place, disk: Disk) -> bool:
+    """Whether an earlier attempt got as far as the file's name. Without a digest nobody can tell: it is fetched again."""
+    if not (place.sha256 or place.crc64) or not disk.exists(place.local):
+        return False
+    return not difference(place, look_at_file(place, disk), is_file=True)
+
+
+def _copy(place: Place, disk: Disk, store: ObjectStore, tick: Tick) -> Found:
+    size = store.head(place.object_key).size_bytes
+    file = disk.open(place.staged, create=True)
+    try:
+        file.truncate(0)
+        hit("jobs.hydrate.begun")
+        found = _digest(size, _written(file, _of_object(store, place.object_key, min(size, place.size_bytes))), tick)
+        file.sync()
+    finally:
+        file.close()
+    return found
+
+
+def _written(file: File, steps: Iterable[bytes]) -> Iterator[bytes]:
+    done = 0
+    for step in steps:
+        file.write_at(step, done)
+        done += len(step)
+        yield step
+
+
+def _sync_up_to(root: str, path: str, disk: Disk) -> None:
+    """Put a file's name, and every directory's on the way to it, on disk: whoever made one may have died before its sync."""
+    folder = os.path.dirname(path)
+    while True:
+        disk.sync_dir(folder)
+        if folder in (root, os.path.dirname(folder)):
+            return
+        folder = os.path.dirname(folder)
+
+
+# ── removing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def remove_files(paths: Iterable[str], disk: Disk) -> dict[str, StorageFault]:
+    """Remove files (rule 3); those that are still there, or may come back after a crash, and why."""
+    faults: dict[str, StorageFault] = {}
+    folders: dict[str, list[str]] = {}
+    for path in paths:
+        try:
+            disk.remove(path)
+        except FileNotFoundError:
+            pass  # an earlier attempt was here; its directory may still have to be synced
+        except StorageFault as fault:
+            faults[path] = fault
+            continue
+        folders.setdefault(os.path.dirname(path), []).append(path)
+    for folder, inside in folders.items():
+        try:
+            disk.sync_dir(folder)
+        except FileNotFoundError:
+            pass  # no file of this directory was ever there
+        except StorageFault as fault:
+            faults.update(dict.fromkeys(inside, fault))
+    return faults

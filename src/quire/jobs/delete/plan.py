@@ -1,0 +1,140 @@
+"""What a database's delete job has to do now: artifacts at zero, leaves at zero, the rest of a dropped database (M8).
+
+Rules
+  1. Work is what the manifest says is at zero: a deletion is an intent there before a byte goes.
+  2. Bytes go no sooner than the grace after zero, by the owner's clock, and not before their row's `purge_after_ms`: readers
+     that found the name a moment ago finish. Leaves have no bytes and go at once.
+  3. Steps are bounded: a job over a million artifacts is many small commits, between which others write.
+  4. The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.delete.run import DeleteTask
+from quire.jobs.places import Place
+from quire.jobs.trouble import Trouble
+from quire.manifest import tables as t
+from quire.manifest.ops.refs import unpack_artifact
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbStatus, JobKind
+
+STEP_ARTIFACTS = 512
+"""Artifacts deleted between two commits."""
+
+STEP_LEAVES = 16
+"""Leaves collected in one commit: each may release 256 chains."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePlan:
+    """One step of a delete job."""
+
+    leaves: tuple[ArtifactKey, ...]
+    task: DeleteTask
+    rowless: tuple[ArtifactKey, ...]
+    """Counts at zero that no catalog row belongs to: only the count goes. Namespaces are such too."""
+    orphans: tuple[ArtifactKey, ...]
+    """Rows of a dropped database that nothing ever referred to: they get a count of zero, and are due later."""
+    stale_pages: bool
+    """The page index of a dropped database is still there."""
+    plans: tuple[int, ...]
+    """Generations of a dropped database's checkpoint plans, which nobody will publish: what they wrote is garbage (P10)."""
+    due_at_ms: int
+    """When the earliest of what is too young now may go; 0 if nothing is left."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do now."""
+        return not any((self.leaves, self.task.places, self.rowless, self.orphans, self.stale_pages, self.plans))
+
+
+def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -> DeletePlan:
+    """The next step for a database (0: for the namespaces), less what this attempt has found that it cannot delete."""
+    now, grace = ctx.clock.now_ms(), int(ctx.settings.delete_grace_seconds * 1000)
+    leaves: list[ArtifactKey] = []
+    places: list[Place] = []
+    rowless: list[ArtifactKey] = []
+    due_at = 0
+    for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
+        key = unpack_artifact(raw)
+        if key.kind is ArtifactKind.LEAF:
+            leaves.append(key)
+        else:
+            row = artifact_row(txn, key)
+            since = t.GC_ZERO.codec.decode(value).value
+            due = max(since + grace, getattr(row, "purge_after_ms", 0))
+            if due > now:
+                due_at = min(due_at or due, due)
+            elif row is None:
+                rowless.append(key)
+            else:
+                place = ctx.place_of(txn, key, row)
+                if not trouble.spares(place):
+                    places.append(place)
+        if len(leaves) >= STEP_LEAVES or len(places) + len(rowless) >= STEP_ARTIFACTS:
+            break
+    orphans: list[ArtifactKey] = []
+    plans: list[int] = []
+    stale_pages = False
+    if not (leaves or places or rowless or due_at) and _is_dropped(txn, db_id):
+        orphans = list(islice(_orphans(txn, db_id), STEP_ARTIFACTS))
+        stale_pages = _any(txn, t.PAGE_VERSION_INDEX, db_id) or _any(txn, t.PAGE_VERSION_HEAD, db_id)
+        if not has_other_jobs(txn, db_id):
+            plans = [key[1] for key, _ in txn.scan(t.CHECKPOINT_PLAN, db_id)]
+    return DeletePlan(
+        leaves=tuple(leaves),
+        task=DeleteTask(tuple(places)),
+        rowless=tuple(rowless),
+        orphans=tuple(orphans),
+        stale_pages=stale_pages,
+        plans=tuple(plans),
+        due_at_ms=due_at,
+    )
+
+
+def is_bare(txn: ReadTxn, db_id: int) -> bool:
+    """Whether nothing of a dropped database is left but its tombstone, and what its last jobs may have stored."""
+    return _is_dropped(txn, db_id) and not any(
+        _any(txn, table, db_id)
+        for table in (
+            t.GC_REFCOUNTS,
+            t.SLOT_LEAF,
+            t.WAL_CATALOG,
+            t.CHUNK_CATALOG,
+            t.CHUNK_DELTA_INDEX,
+            t.PAGE_VERSION_INDEX,
+            t.PAGE_VERSION_HEAD,
+        )
+    )
+
+
+def has_other_jobs(txn: ReadTxn, db_id: int) -> bool:
+    """Whether jobs of other exclusive kinds are outstanding for a database: their gates keep its tombstone (rule 4)."""
+    return any(key[1] != JobKind.DELETE for key, _ in txn.scan(t.JOB_PENDING_INDEX, db_id))
+
+
+def _is_dropped(txn: ReadTxn, db_id: int) -> bool:
+    record = txn.database(db_id)
+    return record is not None and record.status is DbStatus.TOMBSTONED
+
+
+def _any(txn: ReadTxn, table: t.Table[Any], db_id: int) -> bool:
+    return next(iter(txn.raw_scan(table, db_id)), None) is not None
+
+
+def _orphans(txn: ReadTxn, db_id: int) -> Iterator[ArtifactKey]:
+    for (origin, slot, generation), _ in txn.scan(t.CHUNK_CATALOG, db_id):
+        key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
+        if txn.refcount(key) is None:
+            yield key
+    for (origin, slot, generation, delta), _ in txn.scan(t.CHUNK_DELTA_INDEX, db_id):
+        key = ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, delta)
+        if txn.refcount(key) is None:
+            yield key

@@ -1,0 +1,89 @@
+"""What a job handler is: a function from a job to its outcome, told when to stop.
+
+Terms
+  handler   does the work of one kind of job; may commit steps on its way, each of which may be repeated
+  outcome   `Done` (the job succeeds, in one batch with these operations) or `Later` (it is too early: come again)
+  progress  how a handler says how far it is, and learns that it must stop
+
+Rules
+  1. A handler may be killed anywhere and is then run again from its start: every step it takes can be repeated.
+  2. A handler calls `progress` between steps: that is where it is stopped, and where it learns that it lost its lease.
+  3. A handler that raises has failed this attempt. What will not get better by waiting (`HOPELESS`) fails the job for good, if
+     it is one that may be given up; anything else is tried again.
+  4. What a handler commits on its way goes through `steps.commit_step`, what it leads to into `Done`: so nothing is changed by
+     a handler whose job has been taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import Corruption, DatabaseTombstoned, InvalidInput, NotFound, WouldDropEverything
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.jobs.context import JobContext
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.base import Op
+
+HOPELESS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
+"""Errors that the next attempt would meet again: somebody has to do something first (rule 3). Other conflicts are not here: the
+next attempt plans on what is so by then."""
+
+
+class Interrupted(Exception):  # never leaves the worker
+    """The handler is to stop: the worker stops, or the lease is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The job has succeeded."""
+
+    result: Any = None
+    ops: tuple[Op, ...] = ()
+    """Its effects, in the transaction that completes it."""
+    after: tuple[Op, ...] = ()
+    """Effects that need the job's gate to be open again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """It is too early; this is no failure."""
+
+    until_ms: int
+
+
+Outcome = Done | Later
+Progress = Callable[[int, int], None]
+"""`progress(done, total)`; total 0 if unknown. Raises `Interrupted`."""
+
+Handler = Callable[[JobContext, Job, Progress], Outcome]
+
+
+def options(job: Job, **defaults: Any) -> dict[str, Any]:
+    """The payload of a job, with these defaults: a mapping of what the handler knows, each of its default's type."""
+    try:
+        given = job.payload
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the payload of the job is not msgpack: {error}", job_id=job.job_id) from error
+    if given is None:
+        return defaults
+    hint = f"it is a mapping with some of: {', '.join(defaults) or 'nothing'}"
+    if not isinstance(given, dict) or not given.keys() <= defaults.keys():
+        raise InvalidInput("the job does not know this payload", hint=hint, job_id=job.job_id, payload=given)
+    wrong = [name for name, value in given.items() if type(value) is not type(defaults[name])]
+    if wrong:
+        raise InvalidInput("a part of the job's payload has another type", hint=hint, job_id=job.job_id, wrong=wrong)
+    return {**defaults, **given}
+
+
+def artifact_of(job: Job) -> ArtifactKey:
+    """The artifact a job is about; `InvalidInput` if it names none with bytes."""
+    if job.record.artifact is None:
+        raise InvalidInput(
+            "the job names no artifact", hint="enqueue it with artifact=…, see quire.jobs.requests", job_id=job.job_id
+        )
+    origin, kind, number, generation, delta = job.record.artifact
+    return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)

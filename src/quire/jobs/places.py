@@ -1,0 +1,108 @@
+"""Where an artifact's bytes are: a file of the store, an object, or both.
+
+Terms
+  local    the file below the store's directory: a WAL segment, a stream's segment, a hot copy of a chunk
+  remote   the object, in the store's own object store or in the namespace its row names, whatever the URL (O2)
+
+Rules
+  1. A place is small, picklable and says everything an executor needs: no manifest is asked while bytes move.
+  2. Names are built in `durable.names` alone; a row's `suffix` replaces the canonical name below its namespace.
+  3. The row of a LOCAL artifact has a suffix from the moment before its first upload sends a byte: the object is announced.
+     Whoever deletes the artifact looks for an object then too, however that upload ended.
+
+Pure; safe to import on an executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.core.errors import InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
+from quire.durable.names import TEMPORARY, CachedChunkFile, StreamSegmentFile, Tier, WalSegmentFile, object_key
+from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRecord
+from quire.objects.api import ObjectStore
+from quire.objects.namespace import RemoteNamespace
+
+OpenStore = Callable[[str], ObjectStore]
+"""Opens (or has open) the object store at a URL."""
+
+
+class ArtifactRow(Protocol):
+    """What chunk, delta and WAL rows have in common."""
+
+    @property
+    def residency(self) -> Residency: ...
+    @property
+    def namespace_id(self) -> int: ...
+    @property
+    def suffix(self) -> str: ...
+    @property
+    def sha256(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one artifact's bytes may be."""
+
+    key: ArtifactKey
+    residency: Residency
+    local: str
+    """Path of the file, absolute."""
+    url: str
+    """Of the object store."""
+    object_key: str
+    size_bytes: int
+    sha256: bytes
+    """Of the object; empty if it was never computed."""
+    crc64: int = 0
+    """Of a WAL segment's `size_bytes` bytes; 0 if it was never computed."""
+    is_announced: bool = False
+    """An upload has begun, whatever became of it (rule 3)."""
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the catalog says that there is a file."""
+        return self.residency in (Residency.LOCAL, Residency.LOCAL_AND_REMOTE)
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether the catalog says that there is an object."""
+        return self.residency is not Residency.LOCAL
+
+    @property
+    def may_have_remote(self) -> bool:
+        """Whether there may be an object that the catalog does not promise."""
+        return self.has_remote or self.is_announced
+
+    @property
+    def staged(self) -> str:
+        """Where the file is written before it gets its name."""
+        return self.local + TEMPORARY
+
+    @property
+    def may_be_longer(self) -> bool:
+        """Whether the file may have more bytes than the artifact: WAL segments are preallocated (P1)."""
+        return self.key.kind is ArtifactKind.WAL
+
+
+def local_name(key: ArtifactKey, row: ArtifactRow) -> str:
+    """The path of an artifact's file, relative to the store."""
+    if key.kind is not ArtifactKind.WAL:
+        return CachedChunkFile(db_id=key.origin_db_id, key=key).path
+    if isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY:
+        return StreamSegmentFile(stream_id=key.origin_db_id, tier=Tier.HOT, segment_id=key.id).path
+    return WalSegmentFile(db_id=key.origin_db_id, segment_id=key.id).path
+
+
+def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord | None, own_url: str) -> tuple[str, str]:
+    """(URL of the object store, key in it) of an artifact's object."""
+    suffix = row.suffix or object_key(key)
+    if not row.namespace_id:
+        return own_url, suffix
+    if namespace is None:
+        raise InvalidInput("the artifact's namespace is not in the manifest", namespace_id=row.namespace_id)
+    space = RemoteNamespace(id=NamespaceId(row.namespace_id), url=namespace.url, prefix=namespace.prefix)
+    return namespace.url, space.key(suffix)

@@ -1,0 +1,228 @@
+"""What the owner does by itself: schedules, retention, leases, trimming, and the jobs that follow.
+
+Rules
+  1. A round is a handful of looks at the manifest and, where something is due, ordinary batches and jobs; what fails, for one
+     database or as a whole, is reported and does not keep the rest from being done.
+  2. Only the owner's clock decides.
+  3. Work that has bytes to move is a job; a round enqueues it, a worker does it: the same with threads and with Spark.
+  4. A retention policy that would take the last snapshots is left for a person to force.
+
+    >>> Round(snapshots=1).total
+    1
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from quire.core.errors import JobAlreadyPending, NameTaken, QuireError, StoreClosed, StoreUnusable, WouldDropEverything
+from quire.core.events import emit
+from quire.jobs.context import JobContext
+from quire.jobs.worker import Worker
+from quire.manifest import tables as t
+from quire.manifest.ops.audit import PruneAudit
+from quire.manifest.ops.local import PruneIdempotency
+from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
+from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
+
+SLOW_SECONDS = 60.0
+"""Between two rounds that look at many rows."""
+
+PRUNED_PER_ROUND = 10_000
+"""Answers to keyed batches forgotten in one round."""
+
+MakeSnapshot = Callable[[int, str, dict[str, str]], None]
+"""Makes a scheduled snapshot: (database, name, tags). An engine with an open segment seals it first."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round did."""
+
+    snapshots: int = 0
+    dropped: int = 0
+    leases_lost: int = 0
+    delete_jobs: int = 0
+    jobs_forgotten: int = 0
+    answers_forgotten: int = 0
+    audit_pruned: int = 0
+    checkpoints: int = 0
+    jobs: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+class Upkeep:
+    """The owner's maintenance loop."""
+
+    def __init__(self, ctx: JobContext, worker: Worker, make_snapshot: MakeSnapshot | None = None) -> None:
+        self._ctx = ctx
+        self._worker = worker
+        self._make_snapshot = make_snapshot or self._publish
+        self._made: dict[tuple[int, str], str] = {}
+        """The last snapshot of each schedule: one that was dropped again is not made twice."""
+        self._next_slow = 0.0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def start(self) -> None:
+        """Do a round now and then, in the background, and run jobs."""
+        if self._thread is None:
+            self._stopping.clear()
+            self._thread = threading.Thread(target=self._loop, name="quire-upkeep", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop and the worker."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._worker.stop()
+
+    def _loop(self) -> None:
+        while not self._stopping.wait(self._ctx.settings.interval_seconds):
+            try:
+                self.round()
+                self._worker.start()  # not before the first round: a command that is over in a second needs no threads
+            except (StoreClosed, StoreUnusable):
+                return
+            except Exception as error:  # a loop that dies in silence would be worse than any of its rounds
+                emit("error", "upkeep.round_failed", error=f"{type(error).__name__}: {error}")
+
+    def run_once(self) -> Round:
+        """A whole round, and the jobs that are due, in this thread."""
+        done = self.round(everything=True)
+        done.jobs = self._worker.drain()
+        return done
+
+    # ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def round(self, *, everything: bool = False) -> Round:
+        """What is due now, once; jobs are enqueued, not run. What looks at many rows comes only once a minute."""
+        done = Round()
+        steps: list[Callable[[Round], None]] = [self._schedules, self._leases, self._deletions, self._checkpoints]
+        if everything or self._ctx.clock.monotonic() >= self._next_slow:
+            self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
+            steps += [self._retention, self._deletions, self._tombstones, self._feed]
+            steps += [self._old_jobs, self._old_answers, self._old_audit]
+        for step in steps:
+            try:
+                step(done)
+            except (StoreClosed, StoreUnusable):
+                raise
+            except QuireError as error:
+                emit(
+                    "warning",
+                    "upkeep.step_failed",
+                    step=getattr(step, "__name__", "").removeprefix("_"),
+                    error=str(error),
+                )
+        return done
+
+    def _schedules(self, done: Round) -> None:
+        manifest = self._ctx.manifest
+        for db_id, policy in manifest.retention.databases():
+            for schedule, name in scheduled(policy, now_ms=self._ctx.clock.now_ms()):
+                if self._made.get((db_id, schedule)) == name:
+                    continue
+                with manifest.read() as txn:
+                    there = has_scheduled(txn, db_id, schedule, self._ctx.clock.now_ms())
+                if not there:
+                    try:
+                        self._make_snapshot(db_id, name, {SCHEDULE_TAG: schedule})
+                        done.snapshots += 1
+                    except NameTaken:
+                        pass  # somebody was quicker
+                    except (StoreClosed, StoreUnusable):
+                        raise
+                    except QuireError as error:
+                        emit("warning", "upkeep.snapshot_failed", db_id=db_id, name=name, error=str(error))
+                        continue
+                self._made[db_id, schedule] = name
+
+    def _publish(self, db_id: int, name: str, tags: dict[str, str]) -> None:
+        self._ctx.manifest.snapshots.publish(db_id, name, tags=tags)
+
+    def _retention(self, done: Round) -> None:
+        manifest = self._ctx.manifest
+        with manifest.read() as txn:
+            with_snapshots = sorted({key[0] for key, _ in txn.scan(t.SNAPSHOT_INDEX)})
+        for db_id in with_snapshots:
+            plan = manifest.retention.plan(db_id)
+            try:
+                try:
+                    done.dropped += len(manifest.retention.apply(plan))
+                except WouldDropEverything as error:
+                    emit("warning", "retention.refused", db_id=db_id, error=str(error))  # rule 4
+                    done.dropped += len(manifest.retention.apply(plan.expired_only()))
+            except (StoreClosed, StoreUnusable):
+                raise
+            except QuireError as error:  # a snapshot that was dropped meanwhile, say
+                emit("warning", "retention.failed", db_id=db_id, error=str(error))
+
+    def _leases(self, done: Round) -> None:
+        done.leases_lost += self._ctx.manifest.jobs.expire()
+
+    def _deletions(self, done: Round) -> None:
+        """Work without a job: batches that were built by hand, jobs that were cancelled."""
+        manifest = self._ctx.manifest
+        with manifest.read() as txn:
+            origins = set(txn.owners(t.GC_ZERO))
+        done.delete_jobs += manifest.jobs.ensure_deletions(origins)
+
+    def _checkpoints(self, done: Round) -> None:
+        """Databases with enough, or old enough, sealed WAL get a checkpoint job (DESIGN 5.7)."""
+        manifest, settings = self._ctx.manifest, self._ctx.settings
+        oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
+        due: list[int] = []
+        with manifest.read() as txn:
+            for db_id in txn.owners(t.WAL_CATALOG):
+                sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
+                heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
+                if sealed and (heavy or min(row.sealed_at_ms for row in sealed) <= oldest):
+                    record = txn.database(db_id)
+                    if record is not None and record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED:
+                        due.append(db_id)
+        for db_id in due:
+            if not manifest.jobs.outstanding(db_id, JobKind.CHECKPOINT):
+                try:
+                    manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id, {"sealed_only": True})
+                    done.checkpoints += 1
+                except JobAlreadyPending:
+                    pass  # somebody was quicker
+
+    def _tombstones(self, done: Round) -> None:
+        """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""
+        manifest = self._ctx.manifest
+        with manifest.read() as txn:
+            dropped = [db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED]
+            bare = [db_id for db_id in dropped if next(iter(txn.raw_scan(t.GC_REFCOUNTS, db_id)), None) is None]
+        done.delete_jobs += manifest.jobs.ensure_deletions(bare)
+
+    def _feed(self, _: Round) -> None:
+        self._ctx.manifest.feed.maintain()
+
+    def _old_jobs(self, done: Round) -> None:
+        done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)
+
+    def _old_answers(self, done: Round) -> None:
+        manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
+        with manifest.read() as txn:
+            expired = sum(row.expires_at_ms <= now for _, row in txn.scan(t.IDEMPOTENCY))
+        if expired:
+            manifest.submit([PruneIdempotency(PRUNED_PER_ROUND)]).result()
+            done.answers_forgotten += min(expired, PRUNED_PER_ROUND)
+
+    def _old_audit(self, done: Round) -> None:
+        manifest = self._ctx.manifest
+        horizon = self._ctx.clock.now_ms() - int(self._ctx.settings.audit_seconds * 1000)
+        with manifest.read() as txn:
+            aged = [db_id for db_id in txn.owners(t.AUDIT) if next(iter(txn.scan(t.AUDIT, db_id)))[0][1] < horizon]
+        for db_id in aged:
+            manifest.submit([PruneAudit(db_id, horizon)]).result()
+            done.audit_pruned += 1

@@ -1,0 +1,127 @@
+"""The verify job: of one artifact (the one it names), or of a database (payload `{"scope": "database"}`).
+
+Rules
+  1. A bad verdict is given only if a second look, at the row as it is by then, comes to the same.
+  2. Verdicts are committed every few artifacts, and an attempt that is interrupted loses only what came after the last commit.
+  3. One attempt looks at a bounded number of artifacts, then lets other jobs run.
+  4. What cannot be read now keeps nothing else from being verified; if something of that is left, the attempt has failed.
+
+Durable are only the verdicts, in rows: a crash anywhere leaves those that were committed, and the repeat looks at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from quire.core.errors import InvalidInput, UnknownArtifact
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey
+from quire.durable.failpoints import hit
+from quire.durable.names import object_key
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
+from quire.jobs.steps import commit_step
+from quire.jobs.trouble import Trouble
+from quire.jobs.verify.plan import place_to_verify, plan_verification, summary
+from quire.jobs.verify.publish import still_holds, verdict_ops
+from quire.jobs.verify.run import Finding, VerifyTask, verify
+from quire.manifest.jobqueue import Job
+
+STEP_ARTIFACTS = 16
+"""Artifacts between two commits: 1 GiB of full chunks."""
+
+ATTEMPT_ARTIFACTS = 1_024
+"""Looked at in one attempt: 64 GiB of full chunks."""
+
+PAUSE_MS = 1_000
+"""For how long the others may run between two attempts."""
+
+
+def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Compare rows, files and objects, and record what was found."""
+    scope = options(job, scope="")["scope"]
+    if scope == "database" and job.record.artifact is None:
+        return _verify_database(ctx, job, progress)
+    if scope:
+        raise InvalidInput(
+            "a verification is of one artifact, or has the scope `database`", job_id=job.job_id, scope=scope
+        )
+    return _verify_artifact(ctx, job)
+
+
+def _verify_artifact(ctx: JobContext, job: Job) -> Outcome:
+    key = artifact_of(job)
+    with ctx.manifest.read() as txn:
+        if place_to_verify(ctx, txn, key) is None:
+            raise UnknownArtifact("no such artifact in the catalog", artifact=key)
+    (finding,) = _look(ctx, [key])
+    if finding.error is not None:
+        raise finding.error
+    with ctx.manifest.read() as txn:
+        ops = verdict_ops(ctx, txn, [finding], job.record.created_at_ms)
+    if not ops:
+        return Later(ctx.clock.now_ms() + PAUSE_MS)  # it moved under our eyes: look again
+    return Done({"state": finding.state.name, "problems": list(finding.problems)}, ops=tuple(ops))
+
+
+def _verify_database(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    asked_at = job.record.created_at_ms
+    with ctx.manifest.read() as txn:
+        plan = plan_verification(txn, job.db_id, asked_at)
+    trouble, looked = Trouble(), 0
+    rest = iter(plan.keys)
+    while looked < ATTEMPT_ARTIFACTS and (step := list(islice(_unspared(ctx, rest, trouble), STEP_ARTIFACTS))):
+        progress(plan.seen + looked, plan.seen + plan.left)
+        findings = _look(ctx, step)
+        for each in findings:
+            if each.error is not None:
+                trouble.add(each.place, each.error)
+        _publish(ctx, job, findings)
+        looked += len(step)
+    if next(rest, None) is not None or plan.left > len(plan.keys):
+        return Later(ctx.clock.now_ms() + PAUSE_MS)
+    trouble.settle()
+    with ctx.manifest.read() as txn:
+        if plan_verification(txn, job.db_id, asked_at).left:
+            return Later(ctx.clock.now_ms() + PAUSE_MS)  # some moved under our eyes: look again
+        return Done(summary(txn, job.db_id, asked_at))
+
+
+def _unspared(ctx: JobContext, keys: Iterator[ArtifactKey], trouble: Trouble) -> Iterator[ArtifactKey]:
+    """The keys that are worth a look now (rule 4)."""
+    for key in keys:
+        if trouble.first is not None:
+            with ctx.manifest.read() as txn:
+                place = place_to_verify(ctx, txn, key)
+            if place is not None and trouble.spares(place):
+                continue
+        yield key
+
+
+def _look(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
+    """What these artifacts are, by the rows as they are now; bad ones by a second look (rule 1)."""
+    findings = _look_once(ctx, keys)
+    doubtful = [each.place.key for each in findings if each.is_bad]
+    return [each for each in findings if not each.is_bad] + (_look_once(ctx, doubtful) if doubtful else [])
+
+
+def _look_once(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
+    with ctx.manifest.read() as txn:
+        places = [place for key in keys if (place := place_to_verify(ctx, txn, key)) is not None]
+    return verify(VerifyTask(tuple(places)), disk=ctx.disk, open_store=ctx.open_store)
+
+
+def _publish(ctx: JobContext, job: Job, findings: list[Finding]) -> None:
+    """Commit the verdicts, and say aloud which are bad."""
+    with ctx.manifest.read() as txn:
+        ops = verdict_ops(ctx, txn, findings, job.record.created_at_ms)
+        bad = [each for each in findings if each.is_bad and still_holds(ctx, txn, each.place)]
+    for each in bad:
+        emit("error", "verify.damaged", artifact=object_key(each.place.key), problems=list(each.problems))
+    if ops:
+        try:
+            commit_step(ctx, job, ops)
+        except UnknownArtifact:
+            return  # one was deleted in between: the step's verdicts are not recorded, and the next attempt looks again
+        hit("jobs.verify.published")

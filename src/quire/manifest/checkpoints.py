@@ -1,0 +1,96 @@
+"""What sealing a segment and publishing a checkpoint say to the manifest: their arguments, and the batch of the latter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.core.ids import ArtifactKind
+from quire.manifest import tables as t
+from quire.manifest.ops.artifacts import PutChunk, PutDelta
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.slots import SetSlots
+from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRef, Residency, WalFormat
+from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalChunkUpdate:
+    """A sealed WAL artifact, as `append_wal_chunk` takes it."""
+
+    segment_id: int
+    first_lsn: int
+    last_lsn: int
+    used_bytes: int
+    generation: int = 0
+    frame_count: int = 0
+    size_pages: int = 0
+    format: WalFormat = WalFormat.PAGER
+    residency: Residency = Residency.LOCAL
+    crc64: int = 0
+    upload: bool = False
+    """Also enqueue an upload job for it, in the same batch."""
+
+    def op(self, db_id: int, shard: int) -> Op:
+        """The operation that records it."""
+        return AppendWalChunk(
+            db_id,
+            shard,
+            self.segment_id,
+            self.generation,
+            self.first_lsn,
+            self.last_lsn,
+            self.used_bytes,
+            self.frame_count,
+            self.size_pages,
+            self.format,
+            self.residency,
+            self.crc64,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullChunk:
+    """A checkpoint rewrote a slot: this base chunk replaces its chain."""
+
+    slot: int
+    record: ChunkRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaChunk:
+    """A checkpoint overlays a slot: this delta is added to its chain."""
+
+    slot: int
+    delta_id: int
+    record: DeltaRecord
+
+
+ChunkMutation = FullChunk | DeltaChunk
+
+
+def checkpoint_ops(
+    txn: ReadTxn, db_id: int, generation: int, mutations: Sequence[ChunkMutation], covered_lsn: int
+) -> list[Op]:
+    """The batch of a checkpoint, planned on what `txn` shows."""
+    ops: list[Op] = []
+    leaves: dict[int, Leaf] = {}
+    for mutation in mutations:
+        leaf, offset = place(mutation.slot)
+        chain: Chain
+        if isinstance(mutation, FullChunk):
+            ops.append(PutChunk(db_id, mutation.slot, generation, mutation.record))
+            chain = (Link(ArtifactKind.BASE, db_id, generation, covered_lsn),)
+        else:
+            before = txn.chain(db_id, mutation.slot)
+            base = before[0].origin_db_id if before else db_id
+            ops.append(PutDelta(db_id, mutation.slot, generation, mutation.delta_id, base, mutation.record))
+            chain = (*before, Link(ArtifactKind.DELTA, db_id, generation, covered_lsn, mutation.delta_id))
+        leaves.setdefault(leaf, {})[offset] = chain
+    for leaf, changes in leaves.items():
+        held = txn.get(t.LIVE_LEAF, db_id, leaf) or LeafRef(0, 0)
+        ops.append(SetSlots(db_id, leaf, generation, held.origin_db_id, held.generation, pack_leaf(changes)))
+    ops.append(AdvanceCheckpoint(db_id, generation, covered_lsn))
+    return ops

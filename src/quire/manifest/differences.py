@@ -1,0 +1,133 @@
+"""What differs between two versions of a database, from keys alone.
+
+Rules
+  1. What two versions share they share by key: a leaf, a chain or a segment with the same key is equal without being read.
+  2. Pages are an upper bound: a chunk that was rewritten may hold the same bytes as before.
+
+Pure functions over one read transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.core.ids import ArtifactKey
+from quire.core.limits import SLOTS_PER_LEAF
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import Pin
+from quire.manifest.slots import EMPTY, Chain, Leaf, unpack_leaf
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDiff:
+    """A slot whose chains differ."""
+
+    slot: int
+    before: Chain
+    after: Chain
+    pages: tuple[int, ...] | None
+    """Offsets of the pages that may differ; `None`: any of the slot, because the base is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDiff:
+    """What is not the same in two versions. Everything not named here is shared."""
+
+    slots: tuple[SlotDiff, ...]
+    removed: tuple[ArtifactKey, ...]
+    """Artifacts only the first version names."""
+    added: tuple[ArtifactKey, ...]
+    """Artifacts only the second version names."""
+    pages: int
+    """Pages of the chunks that may differ, an upper bound."""
+    pins_removed: tuple[Pin, ...]
+    pins_added: tuple[Pin, ...]
+    """WAL that only one of them pins: what it holds is not counted in `pages`."""
+
+    @property
+    def same(self) -> bool:
+        """Whether the two are one version."""
+        return not (self.slots or self.pins_added or self.pins_removed)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One version of a database, by its keys."""
+
+    leaves: dict[int, tuple[int, int]]
+    pins: tuple[Pin, ...]
+    pages_per_chunk: int
+    size_pages: int = 0
+    """0 if it is not known: then a slot counts as full."""
+
+    def pages_in(self, slot: int) -> int:
+        """How many pages a slot of this version has at most."""
+        if not self.size_pages:
+            return self.pages_per_chunk
+        return min(self.pages_per_chunk, max(self.size_pages - slot * self.pages_per_chunk, 0))
+
+
+def compare(txn: ReadTxn, first: View, second: View) -> SnapshotDiff:
+    """What differs from the first version to the second."""
+    slots: list[SlotDiff] = []
+    names: tuple[set[ArtifactKey], set[ArtifactKey]] = (set(), set())
+    for number in sorted(first.leaves.keys() | second.leaves.keys()):
+        keys = first.leaves.get(number), second.leaves.get(number)
+        if keys[0] == keys[1]:
+            continue
+        before, after = (_leaf(txn, number, key) for key in keys)
+        for offset in sorted(before.keys() | after.keys()):
+            chains = before.get(offset, EMPTY), after.get(offset, EMPTY)
+            if chains[0] != chains[1]:
+                slot = number * SLOTS_PER_LEAF + offset
+                slots.append(SlotDiff(slot, *chains, _pages(txn, slot, *chains)))
+                for named, chain in zip(names, chains):
+                    named.update(link.artifact(slot) for link in chain)
+    pins = set(first.pins), set(second.pins)
+    return SnapshotDiff(
+        tuple(slots),
+        tuple(sorted(names[0] - names[1])),
+        tuple(sorted(names[1] - names[0])),
+        sum(_whole(each.slot, first, second) if each.pages is None else len(each.pages) for each in slots),
+        tuple(pin for pin in first.pins if pin not in pins[1]),
+        tuple(pin for pin in second.pins if pin not in pins[0]),
+    )
+
+
+def _whole(slot: int, first: View, second: View) -> int:
+    """Pages of a slot of which nothing better is known: as many as either version has there."""
+    known = max(first.pages_in(slot), second.pages_in(slot))
+    # A size that is behind the slot map says nothing.
+    return known or max(first.pages_per_chunk, second.pages_per_chunk)
+
+
+def read_leaves(txn: ReadTxn, keys: list[tuple[int, int, int]]) -> Iterator[tuple[int, Leaf]]:
+    """(leaf number, chains) of leaves that something holds."""
+    for number, origin, generation in keys:
+        row = txn.get(t.SLOT_LEAF, origin, number, generation)
+        assert row is not None, "a held leaf has a row (S1)"
+        yield number, unpack_leaf(row.entries)
+
+
+def _leaf(txn: ReadTxn, number: int, key: tuple[int, int] | None) -> Leaf:
+    return next(read_leaves(txn, [(number, *key)]))[1] if key is not None else {}
+
+
+def _pages(txn: ReadTxn, slot: int, before: Chain, after: Chain) -> tuple[int, ...] | None:
+    """Pages of a slot that may differ: those of the deltas that only one chain has, if both stand on one base."""
+    if not before or not after or before[0] != after[0]:
+        return None
+    from pyroaring import BitMap  # only comparing needs it
+
+    shared = set(before) & set(after)
+    pages = BitMap()
+    for link in (*before, *after):
+        if link not in shared:
+            key = link.artifact(slot)
+            row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+            if row is None or not row.dirty_pages:
+                return None
+            pages |= BitMap.deserialize(row.dirty_pages)
+    return tuple(pages)

@@ -1,0 +1,355 @@
+"""The durable job queue: work that survives crashes, done by whoever holds its lease.
+
+Terms
+  worker    who takes jobs, by name; those of the owner's own process carry its prefix and die with it
+  lease     a worker's claim on a job until a moment; renewed while it works
+  attempt   one start of a job; it has a number, and only the running one can end or requeue the job
+  token     16 bytes that make enqueuing safe to repeat: the same token gives the same job
+
+Rules
+  1. A job is taken by one worker at a time: `StartJob` is decided by the manifest's writer, and the loser looks further.
+  2. A lease that has run out is a failed attempt: the job is pending again, or has failed for good. Exactly once, because the
+     requeueing operation names the attempt.
+  3. At open, jobs held by workers of the former owner's process are pending at once (that process is gone: we have its lock);
+     those of remote workers get one full lease to report (M10).
+  4. A job ends in one transaction with its effects: `complete(job, ops=…)`.
+
+Threads: any. Raises `JobAlreadyPending` (names the job that holds the gate), `UnknownJob`, `IllegalTransition` (the lease was
+lost: stop working on it).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.core.errors import IllegalTransition, InvalidInput, UnknownJob
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
+from quire.manifest.records import (
+    EXCLUSIVE_JOBS,
+    TERMINAL_JOB_STATES,
+    JobKind,
+    JobLeaseRecord,
+    JobRecord,
+    JobState,
+)
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
+    from quire.manifest.store import ManifestStore
+
+LEASE_SECONDS = 30.0
+"""How long a worker may be silent (M10)."""
+
+BACKOFF_SECONDS = 1.0
+BACKOFF_SECONDS_MAX = 300.0
+"""The wait after a failure: doubles from the first to the second."""
+
+ATTEMPTS = 5
+"""Failures after which a job has failed for good; 0 for jobs that are never given up."""
+
+ERROR_CHARS_MAX = 2_000
+"""How much of an error is kept with its job."""
+
+OWNER_PREFIX = "owner:"
+"""Workers inside the owner's process are named so: the next owner knows that they are gone."""
+
+DUE_JOBS = 16
+"""Jobs a worker looks at before it tries to take one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, and its lease if somebody works on it."""
+
+    job_id: int
+    record: JobRecord
+    lease: JobLeaseRecord | None = None
+
+    @property
+    def kind(self) -> JobKind:
+        return self.record.kind
+
+    @property
+    def state(self) -> JobState:
+        return self.record.state
+
+    @property
+    def db_id(self) -> int:
+        return self.record.db_id
+
+    @property
+    def payload(self) -> Any:
+        """What the enqueuer passed."""
+        return msgspec.msgpack.decode(self.record.payload) if self.record.payload else None
+
+    @property
+    def result(self) -> Any:
+        """What the job answered."""
+        return msgspec.msgpack.decode(self.record.result) if self.record.result else None
+
+
+class JobQueue:
+    """The jobs of one manifest: `manifest.jobs`."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        self._manifest = manifest
+        self.news = threading.Event()
+        """Set when something was enqueued here: workers of this process need not wait for their next look."""
+
+    # ── enqueuing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def enqueue(
+        self,
+        kind: JobKind,
+        db_id: int = 0,
+        payload: Any = None,
+        *,
+        artifact: ArtifactKey | None = None,
+        token: bytes = b"",
+        max_attempts: int = ATTEMPTS,
+        delay_seconds: float = 0,
+        ops: Iterable[Op] = (),
+    ) -> int:
+        """A new job, in one batch with `ops`; its id. With a `token`, repeating the call gives the first job's id."""
+        if token and len(token) != 16:
+            raise InvalidInput("a job's token has 16 bytes", hint="uuid4().bytes", bytes=len(token))
+        record = self.record(kind, db_id, payload, artifact=artifact, token=token, max_attempts=max_attempts)
+        if delay_seconds:
+            record = msgspec.structs.replace(record, not_before_ms=record.created_at_ms + int(delay_seconds * 1000))
+        job_id = self._manifest.allocate(Counter.JOB)
+        batch = [*ops, EnqueueJob(job_id, record)]
+        if not token:
+            self._manifest.submit(batch).result()
+            self.news.set()
+            return job_id
+        receipt = self._manifest.submit(batch, key=token, result=job_id.to_bytes(8, "big")).result()
+        self.news.set()
+        return int.from_bytes(receipt.result, "big")
+
+    def record(
+        self,
+        kind: JobKind,
+        db_id: int,
+        payload: Any = None,
+        *,
+        artifact: ArtifactKey | None = None,
+        token: bytes = b"",
+        max_attempts: int = ATTEMPTS,
+    ) -> JobRecord:
+        """A job as it is enqueued, for batches that are built elsewhere."""
+        held = (
+            (artifact.origin_db_id, artifact.kind, artifact.id, artifact.generation, artifact.delta_id)
+            if artifact
+            else None
+        )
+        return JobRecord(
+            kind,
+            db_id,
+            self._manifest.clock.now_ms(),
+            payload=b"" if payload is None else msgspec.msgpack.encode(payload),
+            max_attempts=max_attempts,
+            token=token,
+            artifact=held,
+        )
+
+    def deletions(self, origins: Iterable[int]) -> list[Op]:
+        """The operations that end every batch that lowers counts: have what reached zero deleted (M8).
+
+        Artifacts are deleted by the job of the database that made them, which need not be the one that let them go.
+        """
+        return [
+            EnsureJob(self._manifest.allocate(Counter.JOB), self.record(JobKind.DELETE, origin, max_attempts=0))
+            for origin in sorted(set(origins))
+        ]
+
+    def ensure_deletions(self, origins: Iterable[int]) -> int:
+        """Enqueue the delete jobs that these databases need and do not have; how many."""
+        origins = [origin for origin in origins if not self.outstanding(origin, JobKind.DELETE)]
+        if origins:
+            self._manifest.submit(self.deletions(origins)).result()
+            self.news.set()
+        return sum(self.outstanding(origin, JobKind.DELETE) > 0 for origin in origins)
+
+    # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def claim(
+        self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS
+    ) -> Job | None:
+        """The oldest job that is due, now leased to `worker`; `None` if there is none."""
+        while due := self._due(kinds):
+            for job in due:
+                if (claimed := self.claim_job(job.job_id, worker, lease_seconds=lease_seconds)) is not None:
+                    return claimed
+                # Another worker was first (rule 1): the next one.
+        return None
+
+    def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
+        """This very job, now leased to `worker`; `None` if it is not pending."""
+        expires = self._manifest.clock.now_ms() + int(lease_seconds * 1000)
+        try:
+            self._manifest.submit([StartJob(job_id, worker, expires)]).result()
+            return self.get(job_id)
+        except (IllegalTransition, UnknownJob):
+            return None
+
+    def _due(self, kinds: Collection[JobKind] | None) -> list[Job]:
+        """The oldest jobs that are due, a few of them: as many as may be taken by others while we try."""
+        now, due = self._manifest.clock.now_ms(), []
+        with self._manifest.read() as txn:
+            for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.PENDING):
+                record = txn.job(job_id)
+                if record and record.not_before_ms <= now and (kinds is None or record.kind in kinds):
+                    due.append(Job(job_id, record))
+                    if len(due) >= DUE_JOBS:
+                        break
+        return due
+
+    def renew(
+        self, job: Job, worker: str, *, done: int = 0, total: int = 0, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
+        """The worker is alive and this far. `IllegalTransition` if it no longer holds the job."""
+        expires = self._manifest.clock.now_ms() + int(lease_seconds * 1000)
+        self._manifest.submit([RenewJobLease(job.job_id, worker, expires, done, total)]).result()
+
+    def complete(self, job: Job, result: Any = None, *, ops: Iterable[Op] = (), after: Iterable[Op] = ()) -> None:
+        """The attempt has succeeded, in one batch with its effects; `after` are those that need the gate to be open again."""
+        packed = b"" if result is None else msgspec.msgpack.encode(result)
+        done = CompleteJob(job.job_id, JobState.SUCCEEDED, job.record.attempt, result=packed)
+        self._manifest.submit([*ops, done, *after]).result()
+
+    def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
+        """The attempt has failed: the job waits for another one, or has failed for good; which."""
+        record, text = job.record, error[:ERROR_CHARS_MAX]
+        failures = record.failures + 1
+        if permanent or (record.max_attempts and failures >= record.max_attempts):
+            op: Op = CompleteJob(job.job_id, JobState.FAILED_PERMANENT, record.attempt, text)
+            self._manifest.submit([op]).result()
+            emit("error", "job.failed", job_id=job.job_id, kind=record.kind.name, error=text)
+            return JobState.FAILED_PERMANENT
+        wait = min(BACKOFF_SECONDS * 2 ** min(failures - 1, 20), BACKOFF_SECONDS_MAX)
+        not_before = self._manifest.clock.now_ms() + int(wait * 1000)
+        self._manifest.submit([RequeueJob(job.job_id, record.attempt, not_before, text)]).result()
+        return JobState.PENDING
+
+    def defer(self, job: Job, until_ms: int) -> None:
+        """It is too early for the job: it waits until then, and has not failed."""
+        self._manifest.submit([RequeueJob(job.job_id, job.record.attempt, until_ms, deferred=True)]).result()
+
+    # ── from outside ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def cancel(self, job_id: int) -> None:
+        """End a job that has not ended. A worker on it notices when it renews."""
+        self._manifest.submit([CompleteJob(job_id, JobState.CANCELLED, error="cancelled")]).result()
+
+    def retry(self, job_id: int) -> int:
+        """Enqueue a job that failed or was cancelled once more; the new job's id. The old one stays as it ended."""
+        job = self.get(job_id)
+        if job.state not in (JobState.FAILED_PERMANENT, JobState.CANCELLED):
+            raise IllegalTransition(
+                "only a job that failed or was cancelled is retried", job_id=job_id, state=job.state.name
+            )
+        old = job.record
+        record = JobRecord(
+            old.kind,
+            old.db_id,
+            self._manifest.clock.now_ms(),
+            payload=old.payload,
+            max_attempts=old.max_attempts,
+            artifact=old.artifact,
+        )
+        again = self._manifest.allocate(Counter.JOB)
+        self._manifest.submit([EnqueueJob(again, record)]).result()
+        self.news.set()
+        return again
+
+    def expire(self) -> int:
+        """Requeue (or give up) jobs whose lease has run out; how many (rule 2)."""
+        now = self._manifest.clock.now_ms()
+        return self._take_back(lambda job: job.lease is None or job.lease.expires_at_ms <= now, "its lease ran out")
+
+    def recover(self) -> int:
+        """After opening: what workers of the former owner's process held is pending at once (rule 3); how many."""
+        taken = self._take_back(
+            lambda job: job.lease is None or job.lease.worker.startswith(OWNER_PREFIX), "its worker's process ended"
+        )
+        horizon = self._manifest.clock.now_ms() + int(LEASE_SECONDS * 1000)
+        for job in self.jobs(JobState.IN_FLIGHT):
+            if job.lease is not None and job.lease.expires_at_ms < horizon:
+                try:
+                    self.renew(job, job.lease.worker, done=job.lease.done, total=job.lease.total)
+                except (IllegalTransition, UnknownJob):
+                    pass  # it has just ended
+        return taken
+
+    def _take_back(self, is_lost: Any, why: str) -> int:
+        taken = 0
+        for job in self.jobs(JobState.IN_FLIGHT):
+            if is_lost(job):
+                try:
+                    state = self.fail(job, why)
+                except (IllegalTransition, UnknownJob):
+                    continue  # it has just ended, or somebody else took it back
+                taken += 1
+                emit("warning", "job.lease_lost", job_id=job.job_id, kind=job.kind.name, state=state.name)
+        return taken
+
+    def forget(self, *, older_than_seconds: float, limit: int = 1_000) -> int:
+        """Remove rows of jobs that ended long ago; how many."""
+        horizon = self._manifest.clock.now_ms() - int(older_than_seconds * 1000)
+        ops: list[Op] = []
+        for state in TERMINAL_JOB_STATES:
+            with self._manifest.read() as txn:
+                oldest = list(islice(_jobs(txn, state), limit))
+            ops += [ForgetJob(job.job_id) for job in oldest if job.record.finished_at_ms < horizon]
+        if ops:
+            self._manifest.submit(ops).result()
+        return len(ops)
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def get(self, job_id: int) -> Job:
+        """A job by id."""
+        with self._manifest.read() as txn:
+            job = _job(txn, job_id)
+        if job is None:
+            raise UnknownJob("no job has this id", hint="`quire jobs ls` lists them", job_id=job_id)
+        return job
+
+    def jobs(self, state: JobState | None = None) -> list[Job]:
+        """All jobs, or those in a state, oldest first."""
+        with self._manifest.read() as txn:
+            return list(_jobs(txn, state))
+
+    def outstanding(self, db_id: int, kind: JobKind) -> int:
+        """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
+        assert kind in EXCLUSIVE_JOBS, "only exclusive kinds have a gate"
+        with self._manifest.read() as txn:
+            gate = txn.get(t.JOB_PENDING_INDEX, db_id, kind)
+        return gate.value if gate else 0
+
+
+def worker_name(role: str) -> str:
+    """A name for a worker inside the owner's process."""
+    return f"{OWNER_PREFIX}{os.getpid()}:{role}"
+
+
+def _job(txn: ReadTxn, job_id: int) -> Job | None:
+    record = txn.job(job_id)
+    return None if record is None else Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
+
+
+def _jobs(txn: ReadTxn, state: JobState | None) -> Iterator[Job]:
+    if state is None:
+        for (job_id,), record in txn.scan(t.JOB_QUEUE):
+            yield Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
+        return
+    for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
+        if (job := _job(txn, job_id)) is not None:
+            yield job

@@ -1,0 +1,138 @@
+"""Operations on checkpoint and merge plans: committed before they run, published by whoever still holds their job (P10).
+
+What of a plan is stored, and why not all of it: docs/decisions/005-plans-by-digest.md.
+
+Terms
+  plan        which slots get which new artifacts, from which segments; stored with its digest under (database, generation)
+  generation  burned by the plan: no other plan ever writes objects of these names
+
+Rules
+  1. A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds somebody else's plan
+     abandons it first.
+  2. Publishing needs the plan's row and the running attempt of its job: a zombie's batch fails as a whole.
+  3. An abandoned plan's names enter the catalogs at zero references: the collector deletes what was already written.
+  4. The segments a plan absorbs are CHECKPOINT_READY while it runs, CHECKPOINTED when it is published, INDEXED again when it is
+     abandoned (P6).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from quire.core.errors import IllegalTransition, StalePlan
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.databases import burn_generation
+from quire.manifest.ops.jobs import job_of
+from quire.manifest.ops.refs import artifact_key, doom
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import (
+    ChunkRecord,
+    DeltaRecord,
+    JobState,
+    PlanRecord,
+    Residency,
+    UInt,
+    WalState,
+)
+
+
+def _require_attempt(tables: Overlay, job_id: int, attempt: int) -> None:
+    """Rule 2."""
+    _, job = job_of(tables, job_id)
+    if job.state is not JobState.IN_FLIGHT or job.attempt != attempt:
+        raise StalePlan(
+            "the job's attempt is over", hint="stop working on it", job_id=job_id, attempt=attempt, running=job.attempt
+        )
+
+
+def _move_segments(tables: Overlay, db_id: int, segments: list[int], at: WalState, to: WalState) -> None:
+    for segment_id in segments:
+        key = t.WAL_CATALOG.key.pack(db_id, segment_id)
+        row = tables.wal_catalog.get(key)
+        if row is None or row.state is not at:
+            raise StalePlan(
+                "a segment of the plan is in another state",
+                hint="plan again",
+                db_id=db_id,
+                segment_id=segment_id,
+                at=row.state.name if row else "gone",
+                expected=at.name,
+            )
+        tables.wal_catalog.put(key, replace(row, state=to))
+
+
+class BeginPlan(Op, frozen=True, tag=46):
+    """A plan is stored and its generation burned, before anything is written under it."""
+
+    component = int(Component.SLOT)
+    db_id: UInt
+    generation: UInt
+    record: PlanRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        _require_attempt(tables, self.record.job_id, self.record.attempt)
+        if tables.checkpoint_plan.any(t.DB.key.pack(self.db_id)):
+            raise IllegalTransition(
+                "the database has a plan already", hint="run it or abandon it first", db_id=self.db_id
+            )
+        burn_generation(tables, self.db_id, self.generation)
+        _move_segments(tables, self.db_id, self.record.segments, WalState.INDEXED, WalState.CHECKPOINT_READY)
+        tables.checkpoint_plan.put(t.CHECKPOINT_PLAN.key.pack(self.db_id, self.generation), self.record)
+
+
+class FinishPlan(Op, frozen=True, tag=47):
+    """A plan's results are part of this batch: the plan goes, its segments are absorbed."""
+
+    component = int(Component.SLOT)
+    db_id: UInt
+    generation: UInt
+    attempt: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        key, record = _plan_of(tables, self.db_id, self.generation)
+        _require_attempt(tables, record.job_id, self.attempt)
+        _move_segments(tables, self.db_id, record.segments, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED)
+        tables.checkpoint_plan.delete(key)
+
+
+class AbandonPlan(Op, frozen=True, tag=48):
+    """Nobody will publish this plan: its segments are free again, what was written under it is garbage (rule 3)."""
+
+    component = int(Component.SLOT)
+    db_id: UInt
+    generation: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.database(self.db_id)
+        key, record = _plan_of(tables, self.db_id, self.generation)
+        for segment_id in record.segments:
+            row_key = t.WAL_CATALOG.key.pack(self.db_id, segment_id)
+            row = tables.wal_catalog.get(row_key)
+            if row is not None and row.state is WalState.CHECKPOINT_READY:
+                tables.wal_catalog.put(row_key, replace(row, state=WalState.INDEXED))
+        for slot, delta_id, is_delta in record.artifacts:
+            kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
+            self._doom(tables, ArtifactKey(self.db_id, kind, slot, self.generation, delta_id), at_ms)
+        tables.checkpoint_plan.delete(key)
+
+    def _doom(self, tables: Overlay, name: ArtifactKey, at_ms: int) -> None:
+        remote = Residency.REMOTE_ARCHIVED
+        if name.kind is ArtifactKind.BASE:
+            row_key = t.CHUNK_CATALOG.key.pack(name.origin_db_id, name.id, name.generation)
+            tables.chunk_catalog.put(row_key, ChunkRecord(remote, 0, at_ms))
+        else:
+            row_key = t.CHUNK_DELTA_INDEX.key.pack(name.origin_db_id, name.id, name.generation, name.delta_id)
+            tables.chunk_delta_index.put(row_key, DeltaRecord(0, remote, 0, at_ms))
+        doom(tables, artifact_key(name), at_ms)
+
+
+def _plan_of(tables: Overlay, db_id: int, generation: int) -> tuple[bytes, PlanRecord]:
+    key = t.CHECKPOINT_PLAN.key.pack(db_id, generation)
+    record = tables.checkpoint_plan.get(key)
+    if record is None:
+        raise StalePlan("the database has no such plan", hint="plan again", db_id=db_id, generation=generation)
+    return key, record

@@ -1,0 +1,322 @@
+"""A replica: another environment that follows a manifest's feed and ends byte-identical in everything the feed tells.
+
+Terms
+  source     the manifest that is followed
+  position   the last change the replica has applied: the end of its own change log
+  local      rows about the source's environment, not about its data: cursors, leases, readers, answers, metrics (`tables.py`)
+
+Rules
+  1. A change and the position behind it are one transaction of the replica; it is acknowledged to the source after that. So a
+     replica that is killed at any moment goes on where it stood: nothing is missed, what comes again is skipped.
+  2. A gap is refused: the replica never pretends to have what it has not seen.
+  3. A copy begins without the source's local rows. The log, its bounds and the marks of ids stay: sequences and ids go on along
+     the line, so no name means two things after a failover.
+  4. A replica belongs to the store it began with (`store_id`); the feed of another is refused, and so is its own if the two
+     have gone separate ways since, as far as both logs still show it.
+  5. A closed replica is an ordinary manifest: `ManifestStore.open` makes it the next owner, and it is no replica any more.
+     Answers to keyed batches (M11) were the source's own: a batch repeated across the failover is a new one.
+
+    >>> import tempfile
+    >>> from quire.manifest.records import DbKind
+    >>> from quire.manifest.store import ManifestStore
+    >>> directory = tempfile.mkdtemp()
+    >>> with ManifestStore.open(directory + "/manifest.lmdb") as manifest:
+    ...     with Replica.from_copy(manifest, directory + "/replica.lmdb", name="replica") as replica:
+    ...         db_id = manifest.register_db("shop", DbKind.PAGES)
+    ...         print(replica.position, replica.catch_up(manifest.feed, "replica"))
+    ...         replica.verify_against(manifest)
+    0 1
+
+Threads: one at a time; one process writes a replica (`StalePlan` if two do). Raises `CursorLost` and `OutOfRange` (the feed
+does not connect), `InvalidInput` (a gap), `StalePlan`, `ManifestDamaged`, `AlreadyExists`, and what opening a manifest raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+
+from quire.core.clock import SystemClock
+from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, ReadOnly, StalePlan, UnknownCursor
+from quire.core.settings import ManifestSettings
+from quire.durable.files import OsDisk
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start
+from quire.manifest.env import ManifestEnv, translate
+from quire.manifest.feed import PAGE_RECORDS, ChangeFeed
+from quire.manifest.migrations import SCHEMA, STORE_ID, migrate
+from quire.manifest.ops.base import LOCAL_COUNTERS
+from quire.manifest.ops.cursors import OLDEST_SEQUENCE, settle_oldest
+from quire.manifest.overlay import Overlay
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import MetaRecord
+from quire.manifest.replay import position_of, replay
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
+
+STAGING = ".copying"
+"""What is appended to a path while a copy is made; a copy that was cut short is removed by the next one."""
+
+INDEXES_OF_LOCAL = frozenset({t.CURSOR_NAMES.name})
+"""Derived tables that index a local one."""
+
+CLEARED = tuple(
+    table
+    for table in t.TABLES.values()
+    if (table.policy is t.Policy.LOCAL and table not in (CHANGE_LOG, t.META, t.MIGRATIONS))
+    or table.name in INDEXES_OF_LOCAL
+)
+"""What a copy begins without (rule 3). The ledger of migrations is about the file, so it stays."""
+
+KEPT_META = frozenset({SCHEMA, STORE_ID, OLDEST_SEQUENCE, *map(t.META.key.pack, LOCAL_COUNTERS.values())})
+
+COMPARED = tuple(
+    table for table in t.TABLES.values() if table.policy is not t.Policy.LOCAL and table.name not in INDEXES_OF_LOCAL
+)
+"""What the feed tells: logged tables and the indexes derived of them."""
+
+_COPY_AGAIN = "make a new copy: Replica.from_copy"
+
+
+class Replica:
+    """An environment that follows. Make one with `open` or `from_copy`."""
+
+    def __init__(self, env: ManifestEnv) -> None:
+        self._env = env
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def open(cls, path: str, *, settings: ManifestSettings | None = None) -> Replica:
+        """The replica at `path`; a new and empty one, at position 0, if there is none."""
+        env = ManifestEnv(path, settings or ManifestSettings(), write=True)
+        try:
+            with ReadTxn(env) as txn:
+                fresh = txn.get(t.META, "schema") is None
+            migrate(env, SystemClock())
+            replica = cls(env)
+            if fresh:
+                replica._call_itself("")  # the name a new manifest gives itself is not that of the store it will follow
+        except BaseException:
+            env.close()
+            raise
+        return replica
+
+    @classmethod
+    def from_copy(
+        cls, manifest: ManifestStore, path: str, *, name: str = "", settings: ManifestSettings | None = None
+    ) -> Replica:
+        """A replica that begins as a copy of the manifest, which stays in use meanwhile.
+
+        With `name` a cursor is registered before the copy is made: else what comes next may be trimmed before `catch_up`.
+        """
+        if os.path.exists(path):
+            raise AlreadyExists("something is there already", hint="remove it, or copy to another path", path=path)
+        made = bool(name) and _register(manifest.feed, name)
+        disk, staging = OsDisk(), path + STAGING
+        try:
+            _discard(disk, staging)
+            manifest.env.copy(staging)
+            env = ManifestEnv(staging, settings or ManifestSettings(), write=True, create=False)
+            try:
+                _clear_local(env)  # its commit also syncs what was copied
+            finally:
+                env.close()
+            disk.rename(staging, path)
+            _discard(disk, staging)
+            disk.sync_dir(os.path.dirname(os.path.abspath(path)))
+            return cls.open(path, settings=settings)
+        except BaseException:
+            if made:
+                manifest.feed.drop(name)
+            raise
+
+    def close(self) -> None:
+        """Close the environment; further use raises `StoreClosed`."""
+        self._env.close()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def position(self) -> int:
+        """The last change applied; 0 before the first."""
+        return position_of(self._env)
+
+    @property
+    def store_id(self) -> str:
+        """The store this is a replica of, once it has met it."""
+        with self.read() as txn:
+            return (txn.get(t.META, "store_id") or MetaRecord()).text
+
+    def read(self) -> ReadTxn:
+        """A snapshot of the replica, for a moment."""
+        return ReadTxn(self._env)
+
+    # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def apply(self, changes: Iterable[ChangeRecord]) -> int:
+        """Apply changes in order, skipping those it has; the position afterwards. A gap is refused (rule 2)."""
+        return replay(changes, self._env)
+
+    def catch_up(self, feed: ChangeFeed, name: str, *, limit: int = PAGE_RECORDS) -> int:
+        """Follow the feed up to its head, page by page, under this cursor's name; the position afterwards.
+
+        In a process that only reads the source, nothing can be acknowledged: the owner does it, with `replica.position`.
+        """
+        acked = self._join(feed, name)
+        position = self.position
+        while True:
+            page = feed.fetch(name, limit, after=position)
+            position = self.apply(page.changes)
+            if position > acked:
+                with suppress(ReadOnly):
+                    feed.acknowledge(name, position)
+                acked = position
+            if page.at_head:
+                return position
+
+    def _join(self, feed: ChangeFeed, name: str) -> int:
+        """Hold the feed against this replica before anything is applied (rule 4); what the cursor has acknowledged."""
+        position = self.position
+        if (theirs := feed.store_id()) != self.store_id:
+            if position and self.store_id:
+                raise StalePlan(
+                    "this is a replica of another store", hint=_COPY_AGAIN, ours=self.store_id, theirs=theirs
+                )
+            self._call_itself(theirs)
+        try:
+            cursor = feed.cursor(name)
+        except UnknownCursor:
+            cursor = feed.register(position, name=name)
+            if cursor.acked_sequence != position:
+                feed.drop(name)
+                raise CursorLost(
+                    "the feed does not connect to this replica",
+                    hint=_COPY_AGAIN,
+                    position=position,
+                    oldest_sequence=cursor.oldest_sequence,
+                    head_sequence=cursor.head_sequence,
+                ) from None
+        self._refuse_parted(feed, name, position)
+        return cursor.acked_sequence
+
+    def _refuse_parted(self, feed: ChangeFeed, name: str, position: int) -> None:
+        """The last change applied must be the source's own of that number, if both still have it."""
+        with self.read() as txn:
+            ours = txn.get(CHANGE_LOG, position)
+        if ours is None:
+            return
+        with suppress(CursorLost):  # the source has trimmed it: nothing to compare with
+            theirs = feed.fetch(name, 1, after=position - 1).changes
+            if theirs and theirs[0] != ours:
+                raise StalePlan("replica and source have gone separate ways", hint=_COPY_AGAIN, sequence=position)
+
+    def trim(self, keep: int = PAGE_RECORDS) -> None:
+        """Forget all but the last `keep` changes of the replica's own log, which grows with every change otherwise."""
+        overlay = Overlay(self._env.handles)
+        overlay.head = self.position
+        while True:
+            with self.read() as txn:
+                first = next(txn.scan(CHANGE_LOG), None)
+            if first is None or first[0][0] > overlay.head - keep:
+                return
+            self._commit(overlay, lambda: settle_oldest(overlay, wish=overlay.head - keep + 1))
+
+    def _call_itself(self, store_id: str) -> None:
+        overlay = Overlay(self._env.handles)
+        self._commit(overlay, lambda: overlay.meta.put(STORE_ID, MetaRecord(text=store_id)))
+
+    def _commit(self, overlay: Overlay, change: Callable[[], None]) -> None:
+        txn = self._env.begin_write()
+        try:
+            overlay.begin(txn)
+            change()
+            overlay.flush()
+            txn.commit()
+        except (lmdb.Error, OSError) as error:
+            txn.abort()
+            raise translate(error, self._env.path) from error
+        except BaseException:
+            txn.abort()
+            raise
+        overlay.settle()
+
+    # ── verifying ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def verify_against(self, manifest: ManifestStore) -> None:
+        """Compare every row the feed tells of, byte for byte; `ManifestDamaged` names the first that differs.
+
+        Both must stand at the same position: catch up while nothing is written.
+        """
+        with self.read() as ours, manifest.read() as theirs:
+            positions = ours.feed_bounds()[1], theirs.feed_bounds()[1]
+            if positions[0] != positions[1]:
+                raise StalePlan(
+                    "replica and source do not stand at the same change",
+                    hint="catch up first, while nothing is written",
+                    replica=positions[0],
+                    source=positions[1],
+                )
+            for table in COMPARED:
+                for mine, source in zip_longest(ours.raw_scan(table), theirs.raw_scan(table)):
+                    if mine != source:
+                        raise _difference(table, mine, source, positions[0])
+
+
+Row = tuple[bytes, bytes] | None
+
+
+def _difference(table: t.Table[Any], mine: Row, source: Row, position: int) -> ManifestDamaged:
+    key = min(row[0] for row in (mine, source) if row is not None)
+    ours = mine[1].hex() if mine is not None and mine[0] == key else None
+    theirs = source[1].hex() if source is not None and source[0] == key else None
+    what = "has no" if ours is None else "has another" if theirs is not None else "has a"
+    return ManifestDamaged(
+        f"the replica {what} row of {table.name}" + (" that its source has not" if theirs is None else ""),
+        hint=_COPY_AGAIN,
+        table=table.name,
+        key=table.key.unpack(key),
+        replica=ours and ours[:128],
+        source=theirs and theirs[:128],
+        position=position,
+    )
+
+
+def _register(feed: ChangeFeed, name: str) -> bool:
+    """Have a cursor of this name; whether it had to be made."""
+    try:
+        feed.cursor(name)
+    except UnknownCursor:
+        feed.register(Start.LATEST, name=name)
+        return True
+    return False
+
+
+def _clear_local(env: ManifestEnv) -> None:
+    """Rule 3."""
+    txn = env.begin_write()
+    try:
+        for table in CLEARED:
+            txn.drop(env.handles[table.name], delete=False)
+        with txn.cursor(db=env.handles[t.META.name]) as cursor:
+            strange = [key for key in cursor.iternext(keys=True, values=False) if key not in KEPT_META]
+        for key in strange:
+            txn.delete(key, db=env.handles[t.META.name])
+        txn.commit()
+    except BaseException:
+        txn.abort()
+        raise
+
+
+def _discard(disk: OsDisk, staging: str) -> None:
+    for leftover in (staging, staging + "-lock"):
+        if disk.exists(leftover):
+            disk.remove(leftover)

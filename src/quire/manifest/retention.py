@@ -1,0 +1,244 @@
+"""Which snapshots are kept, and which are made by themselves.
+
+Terms
+  rule       one reason to keep a snapshot; a snapshot goes only if no rule keeps it
+  bucket     an hour, a day or an ISO week, in UTC; of each the newest snapshot counts, one of this schedule before others
+  schedule   the owner makes a snapshot in every bucket that has none yet, named after the bucket
+
+Rules
+  1. A database without a policy, or with one that has no rule, loses nothing. Snapshots that expire go when their
+     time has come.
+  2. Deciding is a pure function of the snapshots, the policy and one clock, the owner's.
+  3. A policy never takes the last snapshots by itself: if it would leave none, applying it raises unless forced.
+  4. Applying is one batch of ordinary drops, with the delete job.
+  5. Scheduled snapshots are tagged; the rule "named" keeps only those that a person named.
+
+    >>> from quire.manifest.records import RetentionRecord
+    >>> policy = RetentionRecord(keep_last=1)
+    >>> ages = [SnapshotInfo(1, n, "", SnapshotKind.ANONYMOUS, n * 1000, 1, 0, 0, 0, 0, 0, 0, 0, {}) for n in (1, 2)]
+    >>> [(each.snapshot.snapshot_id, each.keep, each.why) for each in decide(ages, policy, now_ms=5000)]
+    [(1, False, 'no rule keeps it'), (2, True, 'among the last 1')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from quire.core.errors import InvalidInput, UnknownDatabase, WouldDropEverything
+from quire.core.ids import U32_MAX
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import SetRetention
+from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.records import RetentionRecord, SnapshotKind
+from quire.manifest.snapshots import SnapshotInfo
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
+    from quire.manifest.store import ManifestStore
+
+EXPIRED = "expired"
+"""Why a snapshot goes that had a time to live of its own."""
+
+SCHEDULE_TAG = "schedule"
+"""The tag that a scheduled snapshot carries, with the schedule's name."""
+
+BUCKETS: dict[str, Callable[[datetime], str]] = {
+    "hourly": lambda moment: moment.strftime("%Y-%m-%dT%H"),
+    "daily": lambda moment: moment.strftime("%Y-%m-%d"),
+    "weekly": lambda moment: "{}-W{:02}".format(*moment.isocalendar()),
+}
+"""Schedule → the name of the bucket a moment lies in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a snapshot, and why."""
+
+    snapshot: SnapshotInfo
+    keep: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What a policy would do to a database now."""
+
+    db_id: int
+    policy: RetentionRecord | None
+    decisions: tuple[Decision, ...]
+
+    @property
+    def dropped(self) -> list[SnapshotInfo]:
+        return [each.snapshot for each in self.decisions if not each.keep]
+
+    def expired_only(self) -> RetentionPlan:
+        """The same without what the policy would drop: only what has reached the end of its own time goes."""
+        kept = (Decision(each.snapshot, each.why != EXPIRED, each.why) for each in self.decisions)
+        return RetentionPlan(self.db_id, self.policy, tuple(kept))
+
+    @property
+    def drops_everything(self) -> bool:
+        """Whether nothing would be left."""
+        return bool(self.decisions) and not any(each.keep for each in self.decisions)
+
+
+def bucket(schedule: str, at_ms: int) -> str:
+    """
+    >>> [bucket(each, 1_700_000_000_000) for each in BUCKETS]
+    ['2023-11-14T22', '2023-11-14', '2023-W46']
+    """
+    return BUCKETS[schedule](datetime.fromtimestamp(at_ms / 1000, UTC))
+
+
+def check_policy(policy: RetentionRecord) -> RetentionRecord:
+    """The policy, if it makes sense."""
+    unknown = [each for each in policy.schedules if not isinstance(each, str) or each not in BUCKETS]
+    if unknown:
+        raise InvalidInput("there is no such schedule", hint=f"schedules: {', '.join(BUCKETS)}", schedules=unknown)
+    for name in ("keep_last", "keep_generations", "keep_seconds", *BUCKETS):
+        value = getattr(policy, name)
+        if type(value) is not int or value < 0:
+            raise InvalidInput("a retention rule is a whole number, 0 for off", rule=name, value=value)
+    if type(policy.keep_named) is not bool:
+        raise InvalidInput("named snapshots are kept or not: True or False", rule="keep_named", value=policy.keep_named)
+    return policy
+
+
+def has_rules(policy: RetentionRecord) -> bool:
+    """Whether the policy drops anything at all (rule 1)."""
+    return any((policy.keep_last, policy.keep_generations, policy.keep_seconds, *(getattr(policy, b) for b in BUCKETS)))
+
+
+def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *, now_ms: int) -> list[Decision]:
+    """What becomes of each snapshot, in the order given (rule 2)."""
+    snapshots = list(snapshots)
+    expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
+    living = sorted((s for s in snapshots if s.snapshot_id not in expired), key=_age, reverse=True)
+    why: dict[int, str] = {}
+    if policy is None or not has_rules(policy):
+        why = {each.snapshot_id: "there is no rule" for each in living}
+    else:
+        for keeps, reason in _rules(living, policy, now_ms):
+            why.setdefault(keeps, reason)
+    return [
+        Decision(each, False, EXPIRED)
+        if each.snapshot_id in expired
+        else Decision(each, each.snapshot_id in why, why.get(each.snapshot_id, "no rule keeps it"))
+        for each in snapshots
+    ]
+
+
+def _age(snapshot: SnapshotInfo) -> tuple[int, int]:
+    return snapshot.created_at_ms, snapshot.snapshot_id
+
+
+def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: int) -> Iterable[tuple[int, str]]:
+    """(snapshot id, reason) for every rule that keeps a snapshot."""
+    for each in newest_first:
+        if policy.keep_named and is_personal(each):
+            yield each.snapshot_id, "named"
+        if policy.keep_seconds and now_ms - each.created_at_ms < policy.keep_seconds * 1000:
+            yield each.snapshot_id, f"younger than {policy.keep_seconds:,} s"
+    for each in newest_first[: policy.keep_last]:
+        yield each.snapshot_id, f"among the last {policy.keep_last}"
+    generations = sorted({each.generation for each in newest_first}, reverse=True)[: policy.keep_generations]
+    for each in newest_first:
+        if each.generation in generations:
+            yield each.snapshot_id, f"among the last {policy.keep_generations} generations"
+    for schedule in BUCKETS:
+        for place, members in islice(_by_bucket(newest_first, schedule).items(), getattr(policy, schedule)):
+            own = [each for each in members if each.tags.get(SCHEDULE_TAG) == schedule]
+            yield (own or members)[0].snapshot_id, f"{schedule}: the newest of {place}"
+
+
+def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, list[SnapshotInfo]]:
+    buckets: dict[str, list[SnapshotInfo]] = {}
+    for each in newest_first:
+        buckets.setdefault(bucket(schedule, each.created_at_ms), []).append(each)
+    return buckets
+
+
+def is_personal(snapshot: SnapshotInfo) -> bool:
+    """Whether a person named it (rule 5)."""
+    return snapshot.kind is SnapshotKind.NAMED and SCHEDULE_TAG not in snapshot.tags
+
+
+def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[tuple[str, str]]:
+    """(schedule, name) of the snapshots that should be there by now.
+
+    >>> scheduled(RetentionRecord(schedules=["hourly", "daily"]), now_ms=1_700_000_000_000)
+    [('hourly', 'hourly-2023-11-14T22'), ('daily', 'daily-2023-11-14')]
+    """
+    return [(schedule, f"{schedule}-{bucket(schedule, now_ms)}") for schedule in policy.schedules]
+
+
+def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, now_ms: int) -> bool:
+    """Whether the schedule's snapshot of now's bucket is there. Looks back no further than the bucket."""
+    place, snapshot_id = bucket(schedule, now_ms), U32_MAX
+    while (found := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
+        (_, snapshot_id), record = found
+        if bucket(schedule, record.created_at_ms) != place:
+            return False
+        if record.tags.get(SCHEDULE_TAG) == schedule:
+            return True
+        snapshot_id -= 1
+    return False
+
+
+class Retention:
+    """Policies of one manifest: `manifest.retention`."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        self._manifest = manifest
+
+    def get(self, db: int | str) -> RetentionRecord | None:
+        """The policy of a database; `None` if it has none."""
+        with self._manifest.read() as txn:
+            db_id = db if isinstance(db, int) else txn.database_id(db)
+            if txn.database(db_id) is None:
+                raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+            return txn.get(t.RETENTION, db_id)
+
+    def set(self, db: int | str, policy: RetentionRecord | None) -> None:
+        """Give a database a policy, or none. Nothing is dropped before it is applied."""
+        if policy is not None:
+            check_policy(policy)
+        with self._manifest.read() as txn:
+            db_id = db if isinstance(db, int) else txn.database_id(db)
+        self._manifest.submit([SetRetention(db_id, policy)]).result()
+
+    def plan(self, db: int | str, policy: RetentionRecord | None = None) -> RetentionPlan:
+        """What the database's policy (or another one) would do now: the dry run."""
+        if policy is not None:
+            check_policy(policy)
+        chosen = policy if policy is not None else self.get(db)
+        with self._manifest.read() as txn:
+            db_id = db if isinstance(db, int) else txn.database_id(db)
+        decisions = decide(self._manifest.snapshots.of(db_id), chosen, now_ms=self._manifest.clock.now_ms())
+        return RetentionPlan(db_id, chosen, tuple(decisions))
+
+    def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
+        """Drop what the plan says, in one batch; what was dropped. A snapshot that is gone meanwhile fails the batch."""
+        dropped = plan.dropped
+        if plan.drops_everything and not force and any(each.why != EXPIRED for each in plan.decisions):
+            raise WouldDropEverything(
+                "the retention policy would drop every snapshot of the database",
+                hint="keep more, or say `--force` (force=True)",
+                db_id=plan.db_id,
+                snapshots=len(dropped),
+            )
+        if dropped:
+            ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
+            origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])
+            self._manifest.submit([*ops, *self._manifest.jobs.deletions(origins)]).result()
+        return dropped
+
+    def databases(self) -> list[tuple[int, RetentionRecord]]:
+        """(database, policy) of every database that has one."""
+        with self._manifest.read() as txn:
+            return [(key[0], record) for key, record in txn.scan(t.RETENTION)]

@@ -1,0 +1,379 @@
+"""Snapshots and forks: keep what a database is now, branch it, compare two versions, see who came from whom.
+
+Terms
+  anchor   the version a snapshot shows: an lsn, with the WAL segments that hold what no chunk holds yet
+  view     leaves (the slot map) + pins (WAL segments up to the anchor): everything that is needed to read that version
+  lineage  which database was forked from which, at which version
+
+Rules
+  1. Publishing and forking are one transaction that copies keys and raises counts, whatever the size of the database (M7).
+  2. The anchor is taken before the transaction and checked in it (P13): if a checkpoint has gone beyond it, it is taken again.
+     An engine with an open segment seals it first and passes its own anchor.
+  3. Dropping lowers counts; what reaches zero is work for the database's delete job, enqueued in the same transaction (M8).
+  4. Two versions are compared by their keys: what is shared is equal without being read.
+
+Threads: any. Raises `UnknownSnapshot`, `NameTaken`, `DatabaseTombstoned`, `UnknownDatabase`, `StalePlan` (the database is
+checkpointed faster than an anchor can be taken). With an anchor of the caller's own also `ArtifactGone` and
+`UnknownArtifact`: a segment it pins was truncated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.core.errors import (
+    ArtifactGone,
+    InvalidInput,
+    StalePlan,
+    UnknownArtifact,
+    UnknownDatabase,
+    UnknownSnapshot,
+)
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.manifest import tables as t
+from quire.manifest.differences import SnapshotDiff, View, compare, read_leaves
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
+
+if TYPE_CHECKING:
+    from quire.manifest.guard import ManifestGuard
+    from quire.manifest.store import ManifestStore
+
+ANCHOR_TRIES = 8
+"""How often an anchor is taken anew before giving up; each time a checkpoint must have come in between."""
+
+LIVE: int = 0
+"""In place of a snapshot id: the database as it is now."""
+
+_IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
+
+_OVERTAKEN = (StalePlan, ArtifactGone, UnknownArtifact)
+"""What a taken anchor meets if a checkpoint came in between: it went beyond it, or its segments were truncated after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The version to keep."""
+
+    lsn: int
+    segment_id: int = 0
+    size_pages: int = 0
+    pins: tuple[Pin, ...] = ()
+    time_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """A snapshot, without its leaves."""
+
+    db_id: int
+    snapshot_id: int
+    name: str
+    kind: SnapshotKind
+    created_at_ms: int
+    generation: int
+    anchor_lsn: int
+    size_pages: int
+    page_size: int
+    leaves: int
+    pins: int
+    expires_at_ms: int
+    anchor_time_ms: int
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDetail:
+    """A snapshot and what it holds."""
+
+    info: SnapshotInfo
+    slots: int
+    artifacts: int
+    chunk_bytes: int
+    """Of the chunks and deltas its chains name."""
+    wal_bytes: int
+    """Of the WAL it pins."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineageNode:
+    """A database and the forks made of it."""
+
+    db_id: int
+    name: str
+    status: DbStatus | None
+    """`None`: it is gone, and known only because something was forked from it."""
+    parent_db_id: int
+    parent_snapshot_id: int
+    parent_generation: int
+    parent_lsn: int
+    created_at_ms: int
+    forks: tuple[LineageNode, ...]
+
+
+class Snapshots:
+    """Snapshots and forks of one manifest: `manifest.snapshots`."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        self._manifest = manifest
+        self._lock = threading.Lock()
+        self._next: dict[int, int] = {}
+
+    # ── making and dropping ───────────────────────────────────────────────────────────────────────────────────────────
+    def publish(
+        self,
+        db: int | str,
+        name: str = "",
+        *,
+        anchor: Anchor | None = None,
+        tags: dict[str, str] | None = None,
+        expires_at_ms: int = 0,
+    ) -> SnapshotInfo:
+        """Keep the database as it is (or at `anchor`) under a name, or without one. Durable on return."""
+        db_id = self._db(db)
+        for _ in range(ANCHOR_TRIES):
+            taken = anchor or self._anchor(db_id)
+            guard, snapshot_id = self._submit(db_id, name, taken, tags or {}, expires_at_ms)
+            try:
+                guard.result()
+            except _OVERTAKEN:
+                if anchor is not None:
+                    raise
+                continue
+            return self.get(db_id, snapshot_id)
+        raise StalePlan("checkpoints come faster than a snapshot can be taken", hint="try again", db_id=db_id)
+
+    def _submit(
+        self, db_id: int, name: str, anchor: Anchor, tags: dict[str, str], expires_at_ms: int
+    ) -> tuple[ManifestGuard, int]:
+        with self._manifest.read() as txn:
+            record = txn.database(db_id)
+        with self._lock:  # ids rise in the order of the queue, or the later one would be refused
+            snapshot_id = max(record.next_snapshot_id if record else 1, self._next.get(db_id, 1))
+            op = PublishSnapshot(
+                db_id,
+                snapshot_id,
+                SnapshotKind.NAMED if name else SnapshotKind.ANONYMOUS,
+                name,
+                anchor.lsn,
+                anchor.segment_id,
+                anchor.size_pages,
+                list(anchor.pins),
+                expires_at_ms,
+                anchor.time_ms,
+                tags,
+            )
+            guard = self._manifest.submit([op])
+            self._next[db_id] = snapshot_id + 1
+        return guard, snapshot_id
+
+    def drop(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
+        """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
+        info = self.get(db, snapshot)
+        origins = self.origins(info.db_id, [info.snapshot_id])
+        self._manifest.submit(
+            [DropSnapshot(info.db_id, info.snapshot_id), *self._manifest.jobs.deletions(origins)]
+        ).result()
+        return info
+
+    def origins(self, db_id: int, snapshot_ids: Iterable[int]) -> set[int]:
+        """The databases that made what these snapshots hold: whose delete jobs have work when they go."""
+        found = {db_id}
+        with self._manifest.read() as txn:
+            for snapshot_id in snapshot_ids:
+                if (record := txn.snapshot(db_id, snapshot_id)) is not None:
+                    found.update(origin for _, origin, _ in record.leaves)
+                    found.update(pin.origin_db_id for pin in record.pins)
+        return found
+
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, anchor: Anchor | None = None) -> int:
+        """A new database that begins as `db` is now, or was at snapshot `at`; its id. Shares everything until it diverges."""
+        source = self._db(db)
+        snapshot_id = self.get(source, at).snapshot_id if at is not None else LIVE
+        if snapshot_id and anchor is not None:
+            raise InvalidInput("a fork begins at a snapshot or at an anchor, not both", snapshot=at)
+        for _ in range(ANCHOR_TRIES):
+            taken = anchor or (Anchor(0) if snapshot_id else self._anchor(source))
+            db_id = self._manifest.allocate(Counter.DB)
+            op = ForkDb(
+                db_id,
+                source,
+                new_name,
+                snapshot_id,
+                taken.lsn,
+                taken.segment_id,
+                taken.size_pages,
+                list(taken.pins),
+            )
+            try:
+                self._manifest.submit([op]).result()
+            except _OVERTAKEN:
+                if anchor is not None:
+                    raise
+                continue
+            return db_id
+        raise StalePlan("checkpoints come faster than a fork can be made", hint="try again", db_id=source)
+
+    def _anchor(self, db_id: int) -> Anchor:
+        with self._manifest.read() as txn:
+            return published_anchor(txn, db_id)
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def of(self, db: int | str) -> list[SnapshotInfo]:
+        """The snapshots of a database, oldest first."""
+        with self._manifest.read() as txn:
+            db_id = _db_id(txn, db)
+            return [_info(db_id, key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)]
+
+    def get(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
+        """A snapshot by id or by name."""
+        with self._manifest.read() as txn:
+            db_id, snapshot_id, record = _find(txn, db, snapshot)
+            return _info(db_id, snapshot_id, record)
+
+    def describe(self, db: int | str, snapshot: int | str) -> SnapshotDetail:
+        """A snapshot and the sizes of what it holds."""
+        with self._manifest.read() as txn:
+            db_id, snapshot_id, record = _find(txn, db, snapshot)
+            slots, named = 0, set[ArtifactKey]()
+            for number, leaf in read_leaves(txn, record.leaves):
+                slots += len(leaf)
+                named.update(
+                    link.artifact(number * SLOTS_PER_LEAF + offset) for offset, chain in leaf.items() for link in chain
+                )
+            chunk_bytes = sum(_size(txn, key) for key in named)
+        wal_bytes = sum(pin.used_bytes for pin in record.pins)
+        return SnapshotDetail(_info(db_id, snapshot_id, record), slots, len(named), chunk_bytes, wal_bytes)
+
+    def diff(
+        self, db: int | str, before: int | str | None, after: int | str | None = None, *, other: int | str | None = None
+    ) -> SnapshotDiff:
+        """What differs from version `before` of `db` to `after` (of `other`, if it is a fork). `None` means: as it is now."""
+        with self._manifest.read() as txn:
+            first = _view(txn, db, before)
+            return compare(txn, first, _view(txn, db if other is None else other, after))
+
+    def lineage(self) -> list[LineageNode]:
+        """Every database as a tree of forks; roots first, oldest first."""
+        with self._manifest.read() as txn:
+            records = dict(txn.databases())
+        children: dict[int, list[int]] = {}
+        for db_id, record in records.items():
+            children.setdefault(record.parent_db_id, []).append(db_id)
+        roots = [*children.get(0, ()), *sorted(parent for parent in children if parent and parent not in records)]
+        order = list(roots)
+        for db_id in order:  # grows while it is walked: parents before their forks
+            order += sorted(children.get(db_id, ()))
+        nodes: dict[int, LineageNode] = {}
+        for db_id in reversed(order):  # no recursion: forks of forks may be many deep
+            forks = tuple(nodes[child] for child in sorted(children.get(db_id, ())))
+            nodes[db_id] = _node(db_id, records.get(db_id), forks)
+        return [nodes[db_id] for db_id in roots]
+
+    def _db(self, db: int | str) -> int:
+        if isinstance(db, int):
+            return db
+        with self._manifest.read() as txn:
+            return txn.database_id(db)
+
+
+def _node(db_id: int, record: DbRecord | None, forks: tuple[LineageNode, ...]) -> LineageNode:
+    if record is None:
+        return LineageNode(db_id, "", None, 0, 0, 0, 0, 0, forks)
+    return LineageNode(
+        db_id,
+        record.name,
+        record.status,
+        record.parent_db_id,
+        record.parent_snapshot_id,
+        record.parent_generation,
+        record.parent_lsn,
+        record.created_at_ms,
+        forks,
+    )
+
+
+def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
+    """The newest version of which every segment is sealed."""
+    wal = txn.wal_state(db_id)
+    if wal is None:
+        return Anchor(0)  # the op knows what to say about a database that is not there
+    pins = tuple(
+        Pin(row.origin_db_id, segment_id, row.last_lsn, row.used_bytes)
+        for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
+        if row.state in _IN_WAL and row.last_lsn > wal.checkpointed_lsn
+    )
+    lsn = max((pin.upto_lsn for pin in pins), default=wal.checkpointed_lsn)
+    # Without pins the newest segment is one that chunks hold: a fork's numbering goes on behind it all the same (P12).
+    segment_id = max((pin.segment_id for pin in pins), default=wal.last_sealed_segment)
+    return Anchor(lsn, segment_id, wal.size_pages, pins)
+
+
+def _db_id(txn: ReadTxn, db: int | str) -> int:
+    if not isinstance(db, int):
+        return txn.database_id(db)
+    if txn.database(db) is None:
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db)
+    return db
+
+
+def _find(txn: ReadTxn, db: int | str, snapshot: int | str) -> tuple[int, int, SnapshotRecord]:
+    db_id = _db_id(txn, db)
+    snapshot_id = snapshot
+    if isinstance(snapshot, str):
+        index = txn.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
+        snapshot_id = index.value if index else 0
+    record = txn.snapshot(db_id, int(snapshot_id))
+    if record is None:
+        raise UnknownSnapshot(
+            "the database has no such snapshot", hint="`quire snapshot ls` lists them", db=db, snapshot=snapshot
+        )
+    return db_id, int(snapshot_id), record
+
+
+def _info(db_id: int, snapshot_id: int, record: SnapshotRecord) -> SnapshotInfo:
+    return SnapshotInfo(
+        db_id,
+        snapshot_id,
+        record.name,
+        record.kind,
+        record.created_at_ms,
+        record.generation,
+        record.anchor_lsn,
+        record.size_pages,
+        record.page_size,
+        len(record.leaves),
+        len(record.pins),
+        record.expires_at_ms,
+        record.anchor_time_ms,
+        record.tags,
+    )
+
+
+def _size(txn: ReadTxn, key: ArtifactKey) -> int:
+    row: Any
+    if key.kind is ArtifactKind.BASE:
+        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
+    else:
+        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+    return row.size_bytes if row is not None else 0
+
+
+def _view(txn: ReadTxn, db: int | str, snapshot: int | str | None) -> View:
+    db_id = _db_id(txn, db)
+    record = txn.database(db_id)
+    page_size = record.page_size if record else 0
+    pages = (record.pages_per_chunk if record else 0) or (CHUNK_BYTES // page_size if page_size else 0)
+    if snapshot is None:
+        leaves = {key[1]: (leaf.origin_db_id, leaf.generation) for key, leaf in txn.scan(t.LIVE_LEAF, db_id)}
+        anchor = published_anchor(txn, db_id)
+        return View(leaves, anchor.pins, pages, anchor.size_pages)
+    _, _, found = _find(txn, db_id, snapshot)
+    held = {number: (origin, gen) for number, origin, gen in found.leaves}
+    return View(held, tuple(found.pins), pages, found.size_pages)

@@ -1,0 +1,279 @@
+"""What each operation touches: the tables it may write, the databases it concerns. And filters of the feed made of that.
+
+Terms
+  touches   a declaration per type of operation: names of tables, and how to find the ids of databases in its fields
+  filter    databases, tables, or both; an operation passes if it concerns one of the databases and may write one of the tables
+
+Rules
+  1. The tables are those an operation may write, in any case of it: an operation outside the list never changes a table, one
+     inside may still leave it alone. `generation_watermarks` is written by the writer, from the change record: by no operation.
+  2. An operation concerns every database it names in a field: its own, an artifact's origin, the source of a fork, the origin
+     of a pinned segment. What it finds through other rows is not looked up: operations that name only a job (start, requeue,
+     complete, forget), a namespace, a counter or nothing concern no database. Reference counts of other databases' artifacts
+     that an operation moves along the way do not count either.
+  3. An operation that is not declared here passes every filter: too much is seen, never too little. A test names the missing.
+  4. A filtered change keeps its sequence, time and generations; of its operations only those that pass are left.
+  5. Names are resolved to ids when a filter is made: a database that is renamed or dropped later stays the one that was meant.
+
+Constants and pure functions, any thread. `ChangeFilter.resolve` raises `UnknownDatabase` and `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.core.errors import InvalidInput, UnknownDatabase
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.ops import (
+    artifacts,
+    audit,
+    corrections,
+    cursors,
+    databases,
+    jobs,
+    local,
+    pageindex,
+    plans,
+    refs,
+    slots,
+    wal,
+)
+from quire.manifest.ops import snapshots as snaps
+from quire.manifest.ops.base import Counter, Op, ReserveIds
+from quire.manifest.reads import ReadTxn, table_named
+
+Concerns = Callable[[Any], Iterable[int]]
+Names = Iterable[str | int] | str | int
+"""Databases by name or id; one alone needs no list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touches:
+    """What operations of one type touch."""
+
+    tables: frozenset[str]
+    databases: Concerns
+    """The databases an operation names; 0, which means none, may be among them."""
+
+
+def _nothing(_op: Any) -> tuple[int, ...]:
+    return ()
+
+
+def _fields(*names: str) -> Concerns:
+    """Databases named in fields of the operation, or of its record: `record.db_id`."""
+    if len(names) == 1:
+        only = attrgetter(*names)
+        return lambda op: (only(op),)
+    return attrgetter(*names)
+
+
+def _touches(*tables: t.Table[Any], databases: Concerns = _nothing) -> Touches:
+    return Touches(frozenset(table.name for table in tables), databases)
+
+
+def _pinned(*names: str) -> Concerns:
+    """Databases named in fields, and the origins of pinned segments."""
+    own = _fields(*names)
+    return lambda op: (*own(op), *(pin.origin_db_id for pin in op.pins))
+
+
+def _of_job(op: jobs.EnqueueJob) -> tuple[int, ...]:
+    artifact = op.record.artifact
+    return (op.record.db_id,) if artifact is None else (op.record.db_id, artifact[0])
+
+
+def _of_count(op: corrections.CorrectRefcount) -> tuple[int, ...]:
+    return (int.from_bytes(op.key[:4], "big"),)
+
+
+_COUNTS = (t.GC_REFCOUNTS, t.GC_ZERO)
+_CATALOGS = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
+_JOB = (t.JOB_QUEUE, t.JOBS_BY_STATE)
+_CURSOR = (t.CHANGE_CURSORS, t.META, CHANGE_LOG)
+_PAGES = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
+_DERIVED = tuple(table for table in t.TABLES.values() if table.policy is t.Policy.DERIVED)
+_DB, _ORIGIN = _fields("db_id"), _fields("origin_db_id")
+_ENQUEUED = _touches(*_JOB, t.JOB_PENDING_INDEX, t.GC_REFCOUNTS, t.ID_WATERMARKS, databases=_of_job)
+
+TOUCHES: dict[type[Op], Touches] = {
+    ReserveIds: _touches(t.ID_WATERMARKS, t.META),
+    # databases
+    databases.RegisterDb: _touches(
+        t.DB,
+        t.WAL_STATE,
+        t.DB_NAMES,
+        t.GC_REFCOUNTS,
+        t.ID_WATERMARKS,
+        databases=_fields("db_id", "record.parent_db_id"),
+    ),
+    databases.UpdateDbStatus: _touches(t.DB, databases=_DB),
+    databases.RenameDb: _touches(t.DB, t.DB_NAMES, databases=_DB),
+    databases.ReserveGeneration: _touches(t.DB, databases=_DB),
+    databases.SetDbPageSize: _touches(t.DB, databases=_DB),
+    databases.SetRetention: _touches(t.RETENTION, databases=_DB),
+    databases.DropDb: _touches(
+        t.DB,
+        t.DB_NAMES,
+        t.LIVE_LEAF,
+        t.WAL_CATALOG,
+        t.WAL_MANIFEST,
+        t.RETENTION,
+        t.AUDIT,
+        *_COUNTS,
+        databases=_DB,
+    ),
+    databases.RemoveDb: _touches(t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, *_COUNTS, databases=_DB),
+    # artifacts, slots, counts
+    artifacts.PutChunk: _touches(t.CHUNK_CATALOG, t.GC_REFCOUNTS, databases=_ORIGIN),
+    artifacts.PutDelta: _touches(
+        t.CHUNK_DELTA_INDEX, t.GC_REFCOUNTS, databases=_fields("origin_db_id", "base_origin_db_id")
+    ),
+    artifacts.UpdateArtifact: _touches(*_CATALOGS, t.AUDIT, *_COUNTS, databases=_ORIGIN),
+    artifacts.PutNamespace: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS),
+    slots.SetSlots: _touches(t.SLOT_LEAF, t.LIVE_LEAF, *_COUNTS, databases=_fields("db_id", "expected_origin_db_id")),
+    slots.CollectLeaf: _touches(t.SLOT_LEAF, *_COUNTS, databases=_ORIGIN),
+    refs.RemoveArtifact: _touches(*_CATALOGS, t.REMOTE_NAMESPACE, t.AUDIT, *_COUNTS, databases=_ORIGIN),
+    corrections.CorrectRefcount: _touches(*_COUNTS, databases=_of_count),
+    corrections.CorrectIndex: _touches(*_DERIVED),
+    audit.PruneAudit: _touches(t.AUDIT, databases=_DB),
+    # write-ahead log and pages
+    wal.OpenSegment: _touches(t.WAL_CATALOG, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),
+    wal.AppendWalChunk: _touches(t.WAL_CATALOG, t.WAL_MANIFEST, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),
+    wal.MoveWalState: _touches(t.WAL_CATALOG, t.WAL_MANIFEST, *_COUNTS, databases=_DB),
+    wal.AdvanceWal: _touches(t.WAL_STATE, databases=_DB),
+    wal.AdvanceCheckpoint: _touches(t.WAL_STATE, databases=_DB),
+    plans.BeginPlan: _touches(t.CHECKPOINT_PLAN, t.DB, t.WAL_CATALOG, databases=_DB),
+    plans.FinishPlan: _touches(t.CHECKPOINT_PLAN, t.WAL_CATALOG, databases=_DB),
+    plans.AbandonPlan: _touches(t.CHECKPOINT_PLAN, *_CATALOGS, *_COUNTS, databases=_DB),
+    wal.DiscardSegment: _touches(t.WAL_CATALOG, *_COUNTS, databases=_DB),
+    pageindex.PublishPages: _touches(*_PAGES, databases=_DB),
+    pageindex.DropPageVersions: _touches(*_PAGES, databases=_DB),
+    pageindex.ForgetPages: _touches(*_PAGES, databases=_DB),
+    # snapshots and forks
+    snaps.PublishSnapshot: _touches(
+        t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.DB, t.AUDIT, t.GC_REFCOUNTS, databases=_pinned("db_id")
+    ),
+    snaps.DropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, *_COUNTS, databases=_DB),
+    snaps.ForkDb: _touches(
+        t.DB,
+        t.DB_NAMES,
+        t.LIVE_LEAF,
+        t.WAL_CATALOG,
+        t.WAL_STATE,
+        t.AUDIT,
+        t.GC_REFCOUNTS,
+        t.ID_WATERMARKS,
+        databases=_pinned("db_id", "source_db_id"),
+    ),
+    # jobs
+    jobs.EnqueueJob: _ENQUEUED,
+    jobs.EnsureJob: _ENQUEUED,
+    jobs.StartJob: _touches(*_JOB, t.JOB_LEASES, t.WAL_STATE),
+    jobs.RequeueJob: _touches(*_JOB, t.JOB_LEASES, t.WAL_STATE),
+    jobs.CompleteJob: _touches(*_JOB, t.JOB_LEASES, t.JOB_PENDING_INDEX, t.WAL_STATE, *_COUNTS),
+    jobs.ForgetJob: _touches(*_JOB),
+    jobs.RenewJobLease: _touches(t.JOB_LEASES),
+    # local: never in a change record
+    local.RecordMetric: _touches(t.METRICS),
+    local.PutReader: _touches(t.SNAPSHOT_READERS, t.META, databases=_DB),
+    local.DropReader: _touches(t.SNAPSHOT_READERS, databases=_DB),
+    local.SetFloor: _touches(t.SNAPSHOT_FLOOR, databases=_DB),
+    local.PruneIdempotency: _touches(t.IDEMPOTENCY),
+    cursors.RegisterCursor: _touches(t.CHANGE_CURSORS, t.CURSOR_NAMES, t.META),
+    cursors.AcknowledgeChanges: _touches(*_CURSOR),
+    cursors.DropCursor: _touches(*_CURSOR, t.CURSOR_NAMES),
+    cursors.LoseCursor: _touches(*_CURSOR),
+    cursors.RetainChanges: _touches(t.META, CHANGE_LOG),
+    cursors.TrimChanges: _touches(CHANGE_LOG),
+}
+"""Every type of operation and what it touches. A new one goes here too: see rule 3."""
+
+
+def databases_of(op: Op) -> frozenset[int]:
+    """The databases an operation concerns (rule 2).
+
+    >>> sorted(databases_of(snaps.ForkDb(7, 3, "copy")))
+    [3, 7]
+    """
+    declared = TOUCHES.get(type(op))
+    return frozenset(declared.databases(op)) - {0} if declared is not None else frozenset()
+
+
+def tables_of(op: Op) -> frozenset[str]:
+    """The tables an operation may write (rule 1)."""
+    declared = TOUCHES.get(type(op))
+    return declared.tables if declared is not None else frozenset(t.TABLES)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeFilter:
+    """What a subscriber wants to see. Make one with `resolve`."""
+
+    databases: frozenset[int] | None
+    """`None`: any, and those without a database too."""
+    kinds: frozenset[type[Op]] | None
+    """The types of operations that may write one of the tables; `None`: all."""
+
+    @classmethod
+    def resolve(cls, txn: ReadTxn, databases: Names | None, tables: Iterable[str] | str | None) -> ChangeFilter | None:
+        """The filter for these databases and tables, as they are now (rule 5); `None` if there is nothing to filter by."""
+        if databases is None and tables is None:
+            return None
+        ids = None if databases is None else frozenset(_database(txn, each) for each in _listed(databases, "databases"))
+        kinds = None if tables is None else _kinds(frozenset(_listed(tables, "tables")))
+        return cls(ids, kinds)
+
+    def of(self, record: ChangeRecord) -> ChangeRecord | None:
+        """The change with the operations that pass, `None` if none does (rule 4)."""
+        passing = tuple([op for op in record.operations if self.passes(op)])
+        if len(passing) == len(record.operations):
+            return record
+        return replace(record, operations=passing) if passing else None
+
+    def passes(self, op: Op) -> bool:
+        """Whether one operation is wanted."""
+        declared = TOUCHES.get(type(op))
+        if declared is None:
+            return True
+        if self.kinds is not None and type(op) not in self.kinds:
+            return False
+        return self.databases is None or not self.databases.isdisjoint(declared.databases(op))
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    listed = [given] if isinstance(given, str | int) else list(given)
+    if not listed:
+        raise InvalidInput(f"a filter by {what} names at least one", hint=f"leave {what} out to see all")
+    return listed
+
+
+def _database(txn: ReadTxn, database: str | int) -> int:
+    """The id of a database that exists, or that existed: what happened to it may still be in the feed."""
+    if isinstance(database, str):
+        return txn.database_id(database)
+    if not 0 < database < txn.next_id(Counter.DB):
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=database)
+    return database
+
+
+def _kinds(names: frozenset[str]) -> frozenset[type[Op]]:
+    for name in names:
+        table = table_named(name)
+        if table.name not in FILTERABLE:
+            raise InvalidInput(
+                "no change in the feed writes this table",
+                hint=f"filter by one of {', '.join(sorted(FILTERABLE))}",
+                table=name,
+            )
+    return frozenset(op for op, declared in TOUCHES.items() if not names.isdisjoint(declared.tables))
+
+
+FILTERABLE = frozenset(name for op, declared in TOUCHES.items() if op.logged for name in declared.tables)
+"""Tables that logged operations write: by others a filter would let nothing through, for ever."""

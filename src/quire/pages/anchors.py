@@ -1,0 +1,62 @@
+"""Where a snapshot or a fork stands: the version, and the WAL segments that hold what no chunk holds yet (P12, P13).
+
+Rules
+  1. An anchor is taken in one transaction, after everything up to its version was sealed and published, and while a lease at or
+     below it is held: no checkpoint goes beyond it.
+  2. It pins what is not checkpointed: own segments and inherited ones alike, each under its origin's name, at most up to the
+     anchor. Segments that were opened later are left out.
+
+Pure reading.
+"""
+
+from __future__ import annotations
+
+from quire.core.errors import UnknownSnapshot
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import Pin, SnapshotRecord, WalState
+from quire.manifest.snapshots import Anchor
+from quire.pages.framemap import FrameMap, PinnedSegment, Regions
+from quire.pages.places import segment_place
+from quire.pages.publication import Mark
+
+_IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
+
+
+def anchor_at(txn: ReadTxn, db_id: int, mark: Mark) -> Anchor:
+    """The anchor of a version that is sealed and published."""
+    wal = txn.wal_state(db_id)
+    checkpointed = wal.checkpointed_lsn if wal is not None else 0
+    pins = tuple(
+        Pin(row.origin_db_id, segment_id, min(row.last_lsn, mark.lsn), row.used_bytes)
+        for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
+        if row.state in _IN_WAL and row.last_lsn > checkpointed and row.first_lsn <= mark.lsn
+    )
+    return Anchor(mark.lsn, mark.segment_id, mark.size_pages, pins, mark.commit_ms)
+
+
+def find_snapshot(txn: ReadTxn, db_id: int, snapshot: int | str) -> tuple[int, SnapshotRecord]:
+    """A snapshot of a database, by id or name."""
+    snapshot_id = snapshot
+    if isinstance(snapshot, str):
+        index = txn.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
+        snapshot_id = index.value if index is not None else 0
+    record = txn.snapshot(db_id, int(snapshot_id))
+    if record is None:
+        hint = "`quire snapshot ls` lists them"
+        raise UnknownSnapshot("the database has no such snapshot", hint=hint, db_id=db_id, snapshot=snapshot)
+    return int(snapshot_id), record
+
+
+def inherited_map(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) -> FrameMap:
+    """Page → newest version in segments that a fork has inherited and not absorbed yet (P12)."""
+    rows = [
+        (row.first_lsn, PinnedSegment(row.origin_db_id, key[1], row.last_lsn))
+        for key, row in txn.scan(t.WAL_CATALOG, db_id)
+        if row.origin_db_id != db_id and row.state in _IN_WAL
+    ]
+    pins = [
+        pin._replace(place=segment_place(txn, pin.origin_db_id, pin.segment_id, objects_url))
+        for _, pin in sorted(rows, key=lambda item: item[0])
+    ]
+    return FrameMap.of(regions, pins, max((pin.upto_lsn for pin in pins), default=0))

@@ -1,0 +1,325 @@
+"""The bytes of a chunk object: a header, frames of 16 pages, a footer that tells where everything is, a trailer.
+
+Terms
+  chunk     an immutable object with pages of one slot: a *base* has all that exist, a *delta* those that changed
+  offset    a page's place in its slot, 0 to pages_per_chunk - 1; byte positions are called so only inside frames' places
+  present   said of a page that this chunk has; the bitmap lists the offsets of present pages
+  rank      how many present pages come before one: page 7 of {2, 5, 7} has rank 2
+  frame     16 present pages in a row, by rank, the last frame maybe fewer; compressed alone, so it can be read alone
+  plain     the pages of a frame one after the other; *stored* is what stands in the object
+  identity  what the chunk is: artifact key, plan digest, lsns, page size. Two runs of one plan may compress differently
+            and still make the same artifact (P11), so sameness is judged by this and never by bytes
+
+Rules
+  1. Little-endian, no padding, no alignment. Header, frames, footer, trailer follow each other without a gap.
+  2. The page of rank r is page r % 16 of frame r // 16. So one rank in the bitmap leads to everything, every frame but
+     the last is full, and a delta of scattered pages still compresses 16 at a time. (With frames of 16 *aligned*
+     offsets a page's place would need a count per frame, and a delta of 100 scattered pages would be 100 frames.)
+  3. A frame is stored as one zstd frame that names its plain size, or plain if that would not be smaller: it is plain
+     exactly if both lengths are equal. Frames of a chunk without compression are all plain.
+  4. Every byte is under a crc64: the header, each frame as stored, the footer, the trailer; and each plain page has one.
+  5. The footer begins with a copy of the header: one read of the end of the object tells everything.
+  6. No number is believed before it was checked against what a chunk can hold: damage costs an error, not gigabytes.
+
+Pure functions, any thread (each has its own zstd context); importable on executors (no lmdb).
+Format page: `docs/formats/chunk.md`.
+Raises `Corruption`, `ChecksumMismatch` and `FormatTooNew` for bytes, `InvalidInput` and `OutOfRange` for callers.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InvalidInput, OutOfRange
+from quire.core.ids import ArtifactKey, ArtifactKind, some_u32, u16, u32, u64
+from quire.core.limits import CHUNK_BYTES, KIB, PAGE_SIZE_MAX, PAGE_SIZE_MIN
+from quire.durable.checksums import Bytes, crc64
+from quire.durable.names import object_key
+from quire.manifest.records import Compression
+
+MAGIC = b"QCHUNK01"
+END_MAGIC = b"QCHUNKND"
+VERSION = 1
+
+HEADER = struct.Struct("<8sHBBIIIIIHHIQQ32sQ")
+"""magic, version, kind, compression, page_size, pages_per_chunk, origin_db_id, chunk_id, generation, delta_id, reserved (0),
+base_generation, lsn_start, covered_lsn, plan_digest, crc64 of the 88 bytes before it"""
+FOOTER = struct.Struct("<96sIIII")
+"""copy of the header, page_count, frame_count, bitmap_bytes, reserved (0); then bitmap, frame entries, page checksums"""
+FRAME = struct.Struct("<IIQ")
+"""where the stored frame begins in the object, its length, its crc64"""
+PAGE_CRC = struct.Struct("<Q")
+"""crc64 of one plain page"""
+TRAILER = struct.Struct("<QIHHQQ8s")
+"""where the footer begins, its length, version, reserved (0), crc64 of the footer, crc64 of the 24 bytes before, magic"""
+
+HEADER_BYTES = 96
+FOOTER_HEAD_BYTES = 112
+FRAME_ENTRY_BYTES = 16
+PAGE_CRC_BYTES = 8
+TRAILER_BYTES = 40
+HEADER_SIGNED_BYTES = 88
+TRAILER_SIGNED_BYTES = 24
+PLAN_DIGEST_BYTES = 32
+
+PAGES_PER_FRAME = 16
+"""Enough for zstd to find what pages have in common; little enough to read and unpack for the sake of one page."""
+LEVEL = 3
+"""zstd's level. Part of no rule: a reader does not care."""
+FRAME_BYTES_MAX = PAGES_PER_FRAME * PAGE_SIZE_MAX
+PAGES_MAX = CHUNK_BYTES // PAGE_SIZE_MIN
+BITMAP_BYTES_MAX = 16_416
+"""Two containers of 65,536 offsets at 8 KiB each, and their heads: what the smallest portable form of 131,072 bits needs."""
+FOOTER_BYTES_MAX = (
+    FOOTER_HEAD_BYTES + BITMAP_BYTES_MAX + PAGES_MAX // PAGES_PER_FRAME * FRAME_ENTRY_BYTES + PAGES_MAX * PAGE_CRC_BYTES
+)
+OBJECT_BYTES_MIN = HEADER_BYTES + FOOTER_HEAD_BYTES + TRAILER_BYTES
+OBJECT_BYTES_MAX = HEADER_BYTES + CHUNK_BYTES + FOOTER_BYTES_MAX + TRAILER_BYTES
+TAIL_BYTES = 160 * KIB
+"""What a reader fetches first, from the end: the whole footer of any chunk with pages of 4 KiB or more."""
+
+if (HEADER.size, FOOTER.size, FRAME.size, PAGE_CRC.size, TRAILER.size) != (
+    HEADER_BYTES,
+    FOOTER_HEAD_BYTES,
+    FRAME_ENTRY_BYTES,
+    PAGE_CRC_BYTES,
+    TRAILER_BYTES,
+):
+    raise AssertionError("the chunk's structs disagree with their literal sizes")
+if HEADER_SIGNED_BYTES != HEADER_BYTES - 8 or TRAILER_BYTES - 8 - len(END_MAGIC) != TRAILER_SIGNED_BYTES:
+    raise AssertionError("a checksum of the chunk does not stand where it is looked for")
+_PAGES_OF_4_KIB = CHUNK_BYTES // (4 * KIB)
+_TABLES_OF_4_KIB = _PAGES_OF_4_KIB // PAGES_PER_FRAME * FRAME_ENTRY_BYTES + _PAGES_OF_4_KIB * PAGE_CRC_BYTES
+if FOOTER_HEAD_BYTES + BITMAP_BYTES_MAX // 2 + _TABLES_OF_4_KIB + TRAILER_BYTES > TAIL_BYTES:
+    raise AssertionError("the footer of a full chunk of 4 KiB pages must fit the first read")
+if OBJECT_BYTES_MAX >= 1 << 32:
+    raise AssertionError("positions in a chunk must fit 32 bits")
+
+HINT = "`quire verify` shows what is affected; restore the object from a copy of the store"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkIdentity:
+    """What a chunk is, whatever its bytes look like."""
+
+    key: ArtifactKey
+    plan_digest: bytes
+    """SHA-256 of the plan that made it (P10)."""
+    covered_lsn: int
+    """The newest lsn the chain holds once this chunk is its end (P8)."""
+    page_size: int
+    pages_per_chunk: int
+    lsn_start: int = 0
+    """The first lsn it absorbed; 0 if that is not known."""
+    base_generation: int = 0
+    """For a delta, the base it was written over. A merge may put another base under it later: nothing to check against."""
+
+    @property
+    def name(self) -> str:
+        """The object's key, below its namespace's prefix."""
+        return object_key(self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramePlace:
+    """Where a frame is, and what it must be."""
+
+    number: int
+    offset: int
+    """In the object, in bytes."""
+    length: int
+    crc64: int
+    plain_bytes: int
+
+
+def full_chunk_pages(page_size: int) -> int:
+    """`pages_per_chunk` of a database with pages of this size.
+
+    >>> full_chunk_pages(4096)
+    16384
+    """
+    return CHUNK_BYTES // page_size
+
+
+def check_identity(identity: ChunkIdentity) -> None:
+    """Refuse what no chunk can be."""
+    key, page_size = identity.key, identity.page_size
+    if key.kind not in (ArtifactKind.BASE, ArtifactKind.DELTA):
+        raise InvalidInput("a chunk is a base or a delta", key=key)
+    if key.kind is ArtifactKind.BASE and (key.delta_id or identity.base_generation):
+        raise InvalidInput("only a delta has a delta_id and a base", key=key, base_generation=identity.base_generation)
+    some_u32("origin_db_id", key.origin_db_id)
+    for name, value in (("chunk_id", key.id), ("generation", key.generation)):
+        u32(name, value)
+    u32("base_generation", identity.base_generation)
+    u16("delta_id", key.delta_id)
+    if u64("lsn_start", identity.lsn_start) > u64("covered_lsn", identity.covered_lsn):
+        raise OutOfRange("a chunk ends before it begins", start=identity.lsn_start, covered=identity.covered_lsn)
+    if not PAGE_SIZE_MIN <= page_size <= PAGE_SIZE_MAX or page_size & (page_size - 1):
+        raise OutOfRange("a page is a power of two from 512 to 65,536 bytes", page_size=page_size)
+    if not 1 <= identity.pages_per_chunk <= full_chunk_pages(page_size):
+        raise OutOfRange("a chunk covers at most 64 MiB", pages=identity.pages_per_chunk, page_size=page_size)
+    if len(identity.plan_digest) != PLAN_DIGEST_BYTES:
+        raise InvalidInput("a plan's digest has 32 bytes", size=len(identity.plan_digest))
+
+
+# ── header and trailer ────────────────────────────────────────────────────────────────────────────────────────────────
+def encode_header(identity: ChunkIdentity, compression: Compression) -> bytes:
+    """The 96 bytes that open a chunk, and its footer."""
+    check_identity(identity)
+    key = identity.key
+    signed = HEADER.pack(
+        MAGIC,
+        VERSION,
+        key.kind,
+        compression,
+        identity.page_size,
+        identity.pages_per_chunk,
+        key.origin_db_id,
+        key.id,
+        key.generation,
+        key.delta_id,
+        0,
+        identity.base_generation,
+        identity.lsn_start,
+        identity.covered_lsn,
+        identity.plan_digest,
+        0,
+    )[:HEADER_SIGNED_BYTES]
+    return signed + PAGE_CRC.pack(crc64(signed))
+
+
+def decode_header(data: Bytes, name: str) -> tuple[ChunkIdentity, Compression]:
+    """What a header says; the same for its copy in the footer."""
+    if len(data) != HEADER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
+        raise damaged("the object does not start as a chunk", name, part="header")
+    fields = HEADER.unpack(data)
+    if crc64(memoryview(data)[:HEADER_SIGNED_BYTES]) != fields[-1]:
+        raise mismatch("the header of the chunk fails its checksum", name, part="header")
+    (
+        _,
+        version,
+        kind,
+        compression,
+        page_size,
+        pages,
+        origin,
+        slot,
+        generation,
+        delta,
+        _,
+        base,
+        start,
+        covered,
+        digest,
+        _,
+    ) = fields
+    check_version(version, name)
+    try:
+        identity = ChunkIdentity(
+            key=ArtifactKey(origin, ArtifactKind(kind), slot, generation, delta),
+            plan_digest=digest,
+            covered_lsn=covered,
+            page_size=page_size,
+            pages_per_chunk=pages,
+            lsn_start=start,
+            base_generation=base,
+        )
+        check_identity(identity)
+        return identity, Compression(compression)
+    except (ValueError, InvalidInput) as error:
+        raise damaged("the header describes a chunk that cannot be", name, part="header", cause=str(error)) from error
+
+
+def encode_trailer(footer_offset: int, footer: Bytes) -> bytes:
+    """The last 40 bytes of a chunk."""
+    signed = TRAILER.pack(footer_offset, len(footer), VERSION, 0, crc64(footer), 0, END_MAGIC)[:TRAILER_SIGNED_BYTES]
+    return signed + PAGE_CRC.pack(crc64(signed)) + END_MAGIC
+
+
+def decode_trailer(data: Bytes, size_bytes: int, name: str) -> tuple[int, int, int]:
+    """(where the footer begins, its length, its crc64) of an object of this size."""
+    if len(data) != TRAILER_BYTES or bytes(data[-len(END_MAGIC) :]) != END_MAGIC:
+        what = "the object does not end as a chunk: it was cut short, or is something else"
+        raise damaged(what, name, part="trailer", size_bytes=size_bytes)
+    offset, length, version, _, footer_crc, own_crc, _ = TRAILER.unpack(data)
+    if crc64(memoryview(data)[:TRAILER_SIGNED_BYTES]) != own_crc:
+        raise mismatch("the trailer of the chunk fails its checksum", name, part="trailer", size_bytes=size_bytes)
+    check_version(version, name)
+    fits = offset >= HEADER_BYTES and FOOTER_HEAD_BYTES <= length <= FOOTER_BYTES_MAX
+    if not fits or offset + length + TRAILER_BYTES != size_bytes:
+        what = "the trailer points to a footer that cannot be there"
+        raise damaged(what, name, part="trailer", footer_offset=offset, footer_bytes=length, size_bytes=size_bytes)
+    return offset, length, footer_crc
+
+
+# ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class _Contexts(threading.local):
+    """zstd's contexts are for one thread at a time, and making one costs more than unpacking a small frame."""
+
+    def __init__(self) -> None:
+        # A frame's window is never wider than the frame, so a wider one is a lie that would be paid in memory.
+        self.unpack = zstandard.ZstdDecompressor(max_window_size=FRAME_BYTES_MAX)
+
+
+_contexts = _Contexts()
+
+
+def compressor(level: int = LEVEL) -> zstandard.ZstdCompressor:
+    """What a writer packs its frames with; for one thread at a time."""
+    return zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
+
+
+def pack_frame(plain: memoryview, packer: zstandard.ZstdCompressor | None) -> bytes:
+    """A frame as it is stored (rule 3)."""
+    if packer is not None:
+        packed = packer.compress(plain)
+        if len(packed) < len(plain):
+            return packed
+    return bytes(plain)
+
+
+def unpack_frame(stored: Bytes, place: FramePlace, name: str, **where: Any) -> Bytes:
+    """The pages of a frame, one after the other; their own checksums are the caller's to compare. `where` is what an
+    error should say besides the frame: for whose sake it was read."""
+    where |= {"frame": place.number, "offset": place.offset, "length": place.length}
+    if len(stored) != place.length or crc64(stored) != place.crc64:
+        raise mismatch("a frame fails its checksum", name, **where)
+    if place.length == place.plain_bytes:
+        return stored
+    try:
+        # Asked before anything is unpacked: zstd would allocate what the frame claims, however much that is (rule 6).
+        claimed = zstandard.frame_content_size(stored)
+        if claimed == place.plain_bytes:
+            plain = _contexts.unpack.decompress(stored, max_output_size=place.plain_bytes, allow_extra_data=False)
+            if len(plain) == place.plain_bytes:
+                return plain
+        cause = f"it claims {claimed} bytes"
+    except zstandard.ZstdError as error:
+        cause = str(error)
+    raise damaged("a frame does not unpack to its pages", name, **where, plain_bytes=place.plain_bytes, cause=cause)
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def check_version(version: int, name: str) -> None:
+    """Refuse what a newer quire wrote: its bytes may mean anything."""
+    if version > VERSION:
+        what = "the chunk was written by a newer quire"
+        raise FormatTooNew(what, hint="upgrade quire", object=name, version=version, known=VERSION)
+    if version < 1:
+        raise damaged("the chunk has no version", name, version=version)
+
+
+def damaged(what: str, name: str, **where: Any) -> Corruption:
+    """An error about the object `name` that says where in it."""
+    return Corruption(what, hint=HINT, object=name, **where)
+
+
+def mismatch(what: str, name: str, **where: Any) -> ChecksumMismatch:
+    """The same for bytes that differ from their checksum."""
+    return ChecksumMismatch(what, hint=HINT, object=name, **where)

@@ -1,0 +1,195 @@
+"""Reads pages of a chunk by ranged reads: one read for one page, once the footer is known.
+
+Terms: see `quire.pages.chunk_format`.
+
+Rules
+  1. A page is delivered only if its frame and it itself have their checksums; `None` means that the chunk does not have
+     the page, and nothing else.
+  2. One page costs one ranged read of its frame (at most 16 pages, usually a third of that). Opening costs one read more,
+     two if pages are below 4 KiB; a chunk that is smaller than that first read needs no other.
+  3. Many pages share reads: frames at most 64 KiB apart are fetched together, up to 4 MiB at a time. That, and one
+     unpacked frame, is what a reader holds.
+  4. What fails a check is read once more before it is called damage.
+
+Any number of threads; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`.
+Raises `Corruption` and `ChecksumMismatch` (object, page, frame, offset), `FormatTooNew`, `OutOfRange` for a page offset that
+no chunk of the database has, and what reading raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from pyroaring import BitMap, FrozenBitMap
+
+from quire.core.errors import Corruption, OutOfRange
+from quire.core.ids import ArtifactKey
+from quire.core.limits import KIB, MIB
+from quire.durable.checksums import Bytes, crc64
+from quire.durable.names import object_key
+from quire.pages.chunk_footer import ChunkFooter, ReadRange, Tail, check_expected, load_footer, read_exactly
+from quire.pages.chunk_format import PAGES_PER_FRAME, ChunkIdentity, FramePlace, damaged, mismatch, unpack_frame
+
+GAP_BYTES = 64 * KIB
+"""Frames this far apart are fetched together: a request to an object store costs more than so many bytes."""
+PIECE_BYTES = 4 * MIB
+"""The longest single read, so that walking a chunk takes little memory; longer ones would not be faster."""
+
+_NO_TAIL = Tail(1 << 63, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A frame, and the (rank, offset) of the pages that are wanted from it."""
+
+    place: FramePlace
+    pages: list[tuple[int, int]]
+
+
+class ChunkReader:
+    """A chunk behind `read_range`. `footer` is what an earlier reader of the same object had: then nothing is fetched to
+    open it. `expect` is the artifact it should be, `name` is for messages."""
+
+    def __init__(
+        self,
+        read_range: ReadRange,
+        size_bytes: int,
+        *,
+        name: str = "",
+        footer: ChunkFooter | None = None,
+        expect: ArtifactKey | None = None,
+    ) -> None:
+        # Constant after construction.
+        self._read_range = read_range
+        self._size_bytes = size_bytes
+        self._expect = expect
+        self.name = name or (object_key(expect) if expect is not None else "")
+        # Set once, together, whoever comes first: what two threads load at once is equal.
+        self._loaded: tuple[ChunkFooter, Tail] | None = None
+        if footer is not None:
+            if footer.size_bytes != size_bytes:
+                what = "the object has another size than its footer says"
+                raise damaged(what, self.name, size_bytes=size_bytes, expected=footer.size_bytes)
+            check_expected(footer.identity, expect, self.name)
+            self._loaded = footer, _NO_TAIL
+
+    @property
+    def footer(self) -> ChunkFooter:
+        """What the chunk says about itself; fetched and checked at first use."""
+        return self._load()[0]
+
+    @property
+    def identity(self) -> ChunkIdentity:
+        return self.footer.identity
+
+    @property
+    def pages(self) -> FrozenBitMap:
+        """The offsets of the pages it has."""
+        return self.footer.pages
+
+    def read_page(self, offset: int) -> bytes | None:
+        """The page at `offset` of the slot; `None` if this chunk does not have it."""
+        footer = self.footer
+        rank = footer.rank(offset)
+        if rank is None:
+            return None
+        place = footer.frame(rank // PAGES_PER_FRAME)
+        return self._page(footer, self._fetch(place, offset), rank, offset)
+
+    def read_frame(self, offset: int) -> dict[int, bytes]:
+        """The page at `offset` with the others of its frame, for a cache: they cost no further read. Empty if the chunk
+        does not have the page."""
+        footer = self.footer
+        rank = footer.rank(offset)
+        if rank is None:
+            return {}
+        number = rank // PAGES_PER_FRAME
+        plain = self._fetch(footer.frame(number), offset)
+        first = number * PAGES_PER_FRAME
+        return {
+            page: self._page(footer, plain, first + index, page) for index, page in enumerate(footer.offsets_in(number))
+        }
+
+    def read_pages(self, offsets: Iterable[int]) -> dict[int, bytes]:
+        """Those of these pages that the chunk has."""
+        return dict(self.iter_pages(offsets))
+
+    def iter_pages(self, offsets: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
+        """(offset, image) of those of these pages that the chunk has, default all, in rising order (rule 3)."""
+        footer = self.footer
+        for piece in self._pieces(footer, offsets):
+            begin = piece[0].place.offset
+            data = memoryview(self._read(begin, piece[-1].place.offset + piece[-1].place.length - begin))
+            for wanted in piece:
+                at = wanted.place.offset - begin
+                plain = self._plain(wanted.place, data[at : at + wanted.place.length], wanted.pages[0][1])
+                for rank, offset in wanted.pages:
+                    yield offset, self._page(footer, plain, rank, offset)
+
+    def _pieces(self, footer: ChunkFooter, offsets: Iterable[int] | None) -> Iterator[list[_Wanted]]:
+        """The frames that hold wanted pages, those together that are fetched together."""
+        placed: Iterable[tuple[int, int]]
+        if offsets is None:
+            placed = enumerate(footer.pages)
+        else:
+            rank = footer.pages.rank
+            placed = ((rank(offset) - 1, offset) for offset in footer.pages & _bitmap(offsets, footer))
+        piece: list[_Wanted] = []
+        for number, pages in groupby(placed, lambda page: page[0] // PAGES_PER_FRAME):
+            place = footer.frame(number)
+            if piece:
+                last, first = piece[-1].place, piece[0].place
+                gap = place.offset - last.offset - last.length
+                if gap > GAP_BYTES or place.offset + place.length - first.offset > PIECE_BYTES:
+                    yield piece
+                    piece = []
+            piece.append(_Wanted(place, list(pages)))
+        if piece:
+            yield piece
+
+    def _fetch(self, place: FramePlace, page: int) -> Bytes:
+        return self._plain(place, self._read(place.offset, place.length), page)
+
+    def _plain(self, place: FramePlace, stored: Bytes, page: int) -> Bytes:
+        """The pages of a frame, read again if need be (rule 4)."""
+        try:
+            return unpack_frame(stored, place, self.name, page=page)
+        except Corruption:
+            again = read_exactly(self._read_range, place.offset, place.length, self.name)
+            return unpack_frame(again, place, self.name, page=page)
+
+    def _page(self, footer: ChunkFooter, plain: Bytes, rank: int, offset: int) -> bytes:
+        size = footer.identity.page_size
+        at = rank % PAGES_PER_FRAME * size
+        image = bytes(plain[at : at + size])
+        if crc64(image) != footer.page_crc(rank):
+            frame = rank // PAGES_PER_FRAME
+            where = {"page": offset, "frame": frame, "offset": footer.frame(frame).offset}
+            raise mismatch("a page fails its checksum though its frame has its own", self.name, **where)
+        return image
+
+    def _read(self, offset: int, length: int) -> bytes:
+        tail = self._load()[1]
+        if offset >= tail.offset:
+            return tail.data[offset - tail.offset : offset - tail.offset + length]
+        return read_exactly(self._read_range, offset, length, self.name)
+
+    def _load(self) -> tuple[ChunkFooter, Tail]:
+        if self._loaded is None:
+            footer, tail = load_footer(self._read_range, self._size_bytes, name=self.name, expect=self._expect)
+            self.name = self.name or footer.identity.name
+            self._loaded = footer, tail
+        return self._loaded
+
+
+def _bitmap(offsets: Iterable[int], footer: ChunkFooter) -> BitMap:
+    limit = footer.identity.pages_per_chunk
+    try:
+        pages = BitMap(offsets)
+    except OverflowError as error:
+        raise OutOfRange("a chunk has no such page offset", cause=str(error), pages_per_chunk=limit) from error
+    if pages and pages.max() >= limit:
+        raise OutOfRange("a chunk has no such page offset", value=pages.max(), pages_per_chunk=limit)
+    return pages

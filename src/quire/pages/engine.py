@@ -1,0 +1,407 @@
+"""The page engine of a store: opens its page databases, and does what time asks for.
+
+Terms
+  tick      a look at all open databases: heartbeats, readers that ran out, syncs nobody waited for, publication, sealing
+  budget    bytes of WAL that are not in chunks yet, per database and for the store (`quota.py`)
+  flush     to have everything that is written sealed, durable and published
+
+Rules
+  1. A database is recovered before it is opened, and opened once per process. One that has become unusable (M12) is recovered
+     and opened anew by the next `open`; what was opened before stays unusable, but its readers stay protected, and read on.
+  2. Publication runs behind, on the ticker's thread: at 4 MiB, after a second, or when a segment has ended (P6).
+  3. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and goes on with the others (M12).
+  4. Closing syncs, seals and publishes, so that nothing is left to recover.
+  5. A snapshot or fork holds a lease from before the seal until its transaction has committed (P13): no checkpoint passes it.
+  6. After fork() the child's engine is closed: files and threads are the parent's (M12).
+
+Threads: any; the ticker has one of its own.
+Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`, `ConfigMismatch`, `StoreClosed`; `Corruption` for a
+database whose WAL is damaged: `open_damaged` reads what the manifest knows of it, `open(…, salvage=True)` cuts the damage off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from quire.core.clock import Clock
+from quire.core.errors import ArtifactGone, QuireError, ReadOnly, StalePlan, StoreClosed, UnknownArtifact
+from quire.core.events import emit
+from quire.core.settings import PagesSettings
+from quire.durable.files import Disk
+from quire.manifest.snapshots import Anchor, SnapshotInfo
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ObjectStore
+from quire.pages.anchors import anchor_at, find_snapshot, inherited_map
+from quire.pages.cache import PageCache
+from quire.pages.databases import Shape, find_database, fix_shape
+from quire.pages.floors import Floors
+from quire.pages.framemap import Regions
+from quire.pages.metrics import PagesCollector, PagesFigures, database_figures
+from quire.pages.pagestore import PageStore
+from quire.pages.places import segment_place
+from quire.pages.publication import Mark
+from quire.pages.quota import StorageQuota
+from quire.pages.readers import Readers
+from quire.pages.recovery import published_mark, recover
+from quire.pages.sources import SegmentPlace, Sources
+from quire.pages.throttle import Throttle
+from quire.pages.view import SnapshotView, ViewReader
+from quire.pages.view_build import view_of
+from quire.pages.wal import Start, Wal
+
+TICK_SECONDS = 0.25
+"""Between two looks: a quarter of the shortest interval anything here has."""
+
+ANCHOR_TRIES = 8
+"""How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""
+
+R = TypeVar("R")
+
+
+class PageEngine:
+    """The page databases of one store."""
+
+    def __init__(
+        self,
+        *,
+        manifest: ManifestStore,
+        root: str,
+        disk: Disk,
+        clock: Clock,
+        open_store: Callable[[str], ObjectStore],
+        objects_url: str,
+        settings: PagesSettings,
+        ticking: bool = True,
+    ) -> None:
+        """`ticking=False`: nothing happens by itself; tests call `tick`."""
+        # constant after construction
+        self._manifest = manifest
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._objects_url = objects_url
+        self._settings = settings
+        self._ticking = ticking
+        self.cache = PageCache(settings.cache_bytes)
+        self.sources = Sources(
+            root=root,
+            disk=disk,
+            open_store=open_store,
+            cache=self.cache,
+            locate=self._locate,
+            throttle=Throttle(settings.cold_bytes_per_second, clock),
+        )
+        self._regions = Regions(self.sources)
+        self._floors = Floors(manifest, clock)
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self.quota = StorageQuota(manifest, settings, clock, self.stores, self._stopping)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._gates: dict[int, threading.Lock] = {}
+        """One per database: opening one does not hold up the others."""
+        self._open: dict[int, PageStore] = {}
+        self._published_at: dict[int, float] = {}
+        self._complaints: dict[int, str] = {}
+        """What the ticker has reported last, so that it says it once."""
+        self._ticker: threading.Thread | None = None
+        self._closed = False
+        manifest.env.fork_hooks.append(self._forked)
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, db: int | str, *, page_size: int = 0, salvage: bool = False) -> PageStore:
+        """A page database, recovered. Its first opening decides the page size (default 4096), for ever.
+
+        With `salvage=True` damage in the WAL is cut off together with everything behind it, instead of raising `Corruption`.
+        """
+        with self._manifest.read() as txn:
+            db_id, record = find_database(txn, db)
+        shape = fix_shape(self._manifest, db_id, record, page_size, self._settings.page_size)
+        with self._gate(db_id):
+            former = self._open.get(db_id)
+            if former is not None and former.wal.failure is None:
+                return former
+            if former is not None:
+                former.wal.abandon(StoreClosed("the database was opened anew", db_id=db_id))
+            start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
+            store = self._make(db_id, shape, start, former.readers if former is not None else None)
+            with self._lock:
+                self._open[db_id] = store
+                self._start_ticker()
+            if former is not None:
+                former.wal.recent = {}  # published by recovery: its readers find it in the index from now on (rule 1)
+            return store
+
+    @contextmanager
+    def _gate(self, db_id: int) -> Iterator[None]:
+        with self._lock:
+            gate = self._gates.setdefault(db_id, threading.Lock())
+        with gate:
+            if self._closed:
+                raise StoreClosed("the store is closed", hint="open it again")
+            yield
+
+    def _make(self, db_id: int, shape: Shape, start: Start, readers: Readers | None) -> PageStore:
+        wal = Wal(
+            db_id=db_id,
+            page_size=shape.page_size,
+            root=self._root,
+            disk=self._disk,
+            manifest=self._manifest,
+            clock=self._clock,
+            start=start,
+            notify=self._wake.set,
+            notify_bytes=self._settings.publish_bytes,
+        )
+        with self._manifest.read() as txn:
+            inherited = inherited_map(txn, self._regions, db_id, self._objects_url)
+        return PageStore(
+            db_id=db_id,
+            page_size=shape.page_size,
+            pages_per_chunk=shape.pages_per_chunk,
+            manifest=self._manifest,
+            clock=self._clock,
+            wal=wal,
+            readers=readers or self._readers(db_id),
+            sources=self.sources,
+            regions=self._regions,
+            objects_url=self._objects_url,
+            wait_for_room=self.quota.wait,
+            inherited=inherited,
+            spill_bytes=self._settings.spill_bytes,
+        )
+
+    def _readers(self, db_id: int) -> Readers:
+        return Readers(
+            db_id, self._clock, lambda: self._floors.outside(db_id), long_seconds=self._settings.long_reader_seconds
+        )
+
+    def open_damaged(self, db: int | str) -> PageStore:
+        """A database whose WAL cannot be recovered, as the manifest knows it: to read, and to change nothing."""
+        with self._manifest.read() as txn:
+            db_id, record = find_database(txn, db)
+        shape = fix_shape(self._manifest, db_id, record, 0, self._settings.page_size)
+        mark = published_mark(self._manifest, self._disk, self._root, db_id)
+        store = self._make(db_id, shape, Start(mark.lsn + 1, 1, mark), None)
+        hint = "open it with salvage=True to write to it again"
+        store.wal.abandon(ReadOnly("the database was opened to be read", hint=hint, db_id=db_id))
+        return store
+
+    def close_database(self, db: int | str) -> None:
+        """Flush a database and let go of it; its readers are retired. One that is not open is fine."""
+        with self._manifest.read() as txn:
+            db_id = txn.database_id(db) if isinstance(db, str) else db
+        with self._gate(db_id):
+            store = self._open.get(db_id)
+            if store is None:
+                return
+            try:
+                store.wal.close()
+            finally:
+                self._forget(store)
+
+    def _forget(self, store: PageStore) -> None:
+        with self._lock:
+            if self._open.get(store.db_id) is store:
+                del self._open[store.db_id]
+            self._published_at.pop(store.db_id, None)
+            self._complaints.pop(store.db_id, None)
+        store.readers.retire_all()
+        self.cache.forget(store.db_id)
+
+    def stores(self) -> list[PageStore]:
+        """The databases that are open."""
+        with self._lock:
+            return list(self._open.values())
+
+    def _locate(self, origin: int, segment_id: int) -> SegmentPlace | None:
+        with self._manifest.read() as txn:
+            return segment_place(txn, origin, segment_id, self._objects_url)
+
+    # ── for jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def flush(self, db_id: int) -> None:
+        """Have everything that is written sealed, durable and published; nothing if the database is not open."""
+        store = self._open.get(db_id)
+        if store is not None:
+            self._flush(store)
+
+    def _flush(self, store: PageStore) -> Mark:
+        mark = store.wal.seal()
+        store.wal.sync(mark.lsn)
+        store.wal.publish()
+        return mark
+
+    def floor(self, db_id: int) -> int:
+        """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
+        return self._floors.floor(db_id, self._open.get(db_id))
+
+    def wal_bytes(self, db_id: int) -> int:
+        """Bytes of WAL of a database that no checkpoint has absorbed."""
+        return self.quota.used(db_id)
+
+    # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(
+        self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
+    ) -> SnapshotInfo:
+        """Keep the database as it is now, written but not yet durable transactions included, under a name or without one."""
+        publish = self._manifest.snapshots.publish
+        return self._anchored(
+            db,
+            lambda db_id, anchor: publish(db_id, name, anchor=anchor, tags=tags, expires_at_ms=expires_at_ms),
+        )
+
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+        """A new database that begins as `db` is now, or was at the snapshot `at`; its id. Shares everything with it."""
+        fork = self._manifest.snapshots.fork
+        if at is not None:
+            return fork(db, new_name, at=at)
+        return self._anchored(db, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
+
+    def _anchored(self, db: int | str, publish: Callable[[int, Anchor], R]) -> R:
+        """Rule 5. It never waits for an open write transaction: what that has not committed is not part of it."""
+        store = self.open(db)
+        wal, tags = store.wal, {"hold": "snapshot"}
+        hold, _ = store.readers.open_newest(lambda: (wal.durable.lsn, None), tags=tags, ttl_seconds=None)
+        try:
+            mark = self._flush(store)
+            for tries_left in reversed(range(ANCHOR_TRIES)):
+                with self._manifest.read() as txn:
+                    anchor = anchor_at(txn, store.db_id, mark)
+                try:
+                    return publish(store.db_id, anchor)
+                except (ArtifactGone, UnknownArtifact):
+                    # A segment below the hold was absorbed and truncated since: chunks have it now.
+                    if not tries_left:
+                        raise
+            raise StalePlan("checkpoints come faster than a snapshot can be taken", hint="try again")
+        finally:
+            store.readers.close(hold.reader_id)
+
+    def view(self, db: int | str, snapshot: int | str) -> SnapshotView:
+        """A snapshot as a value that can be sent to other processes (P16)."""
+        with self._manifest.read() as txn:
+            db_id, _ = find_database(txn, db)
+            snapshot_id, record = find_snapshot(txn, db_id, snapshot)
+            return view_of(txn, db_id, snapshot_id, record, self._objects_url)
+
+    def open_view(self, db: int | str, snapshot: int | str) -> ViewReader:
+        """A reader of a snapshot, by name or id. It needs no lease: the snapshot's row keeps what it reads."""
+        view = self.view(db, snapshot)
+
+        def is_gone() -> bool:
+            with self._manifest.read() as txn:
+                return txn.snapshot(view.db_id, view.snapshot_id) is None
+
+        return ViewReader(view, self.sources, regions=self._regions, is_gone=is_gone)
+
+    # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def figures(self) -> PagesFigures:
+        """Everything the engine counts, now."""
+        self.quota.total()
+        with self._manifest.read() as txn:
+            databases = tuple(
+                database_figures(
+                    txn,
+                    store,
+                    wal_bytes=self.quota.seen(store.db_id),
+                    wait_for_floor_ms=self._floors.waited_ms(store.db_id),
+                )
+                for store in self.stores()
+            )
+        throttle = self.sources.throttle
+        return PagesFigures(
+            databases=databases,
+            cache_bytes=self.cache.used_bytes,
+            cache_bytes_max=self.cache.bytes_max,
+            cache_hit_ratio=self.cache.hit_ratio,
+            cold_wait_seconds=throttle.waited_seconds if throttle is not None else 0.0,
+        )
+
+    def collector(self) -> PagesCollector:
+        """The same for Prometheus."""
+        return PagesCollector(self.figures)
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _start_ticker(self) -> None:
+        if self._ticker is None and self._ticking:
+            self._ticker = threading.Thread(target=self._run, name="quire-pages", daemon=True)
+            self._ticker.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait(TICK_SECONDS)
+            self._wake.clear()
+            for store in self.stores():
+                if self._stopping.is_set():
+                    return
+                self._tick_safely(store)
+
+    def _tick_safely(self, store: PageStore) -> None:
+        """Rule 3. Whatever it is, the ticker lives on: without it nothing is published, and no reader ever runs out."""
+        try:
+            self.quota.tick()
+            self.tick(store)
+            self._complaints.pop(store.db_id, None)
+        except Exception as error:
+            complaint = f"{type(error).__name__}: {error}"
+            if store.wal.failure is None and self._complaints.get(store.db_id) != complaint:
+                self._complaints[store.db_id] = complaint
+                emit("error", "pages.tick_failed", db_id=store.db_id, error=complaint)
+
+    def tick(self, store: PageStore) -> None:
+        """Everything that is due for one database."""
+        now, wal = self._clock.monotonic(), store.wal
+        store.readers.beat()
+        store.readers.expire()
+        if wal.failure is not None:
+            return
+        if store.is_dropped:
+            wal.abandon(StoreClosed("the database was dropped", db_id=store.db_id))
+            self._forget(store)
+            return
+        due = now - self._published_at.get(store.db_id, 0.0) >= self._settings.publish_seconds
+        if wal.written.lsn > wal.durable.lsn and due:
+            wal.sync()
+        if now - wal.opened_at >= self._settings.seal_seconds:
+            wal.seal()
+        if wal.has_ended() or wal.unpublished_bytes >= self._settings.publish_bytes or (due and wal.unpublished_bytes):
+            wal.publish()
+            self._published_at[store.db_id] = now
+        wal.prepare()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Close every database (rule 4); raises the first failure after all are closed. A second time: nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stopping.set()
+        self._wake.set()
+        if self._ticker is not None:
+            self._ticker.join()
+        failures: list[QuireError] = []
+        for store in self.stores():
+            poisoned = store.wal.failure is not None
+            try:
+                store.wal.close()
+            except Exception as error:
+                emit("error", "pages.close_failed", db_id=store.db_id, error=f"{type(error).__name__}: {error}")
+                if isinstance(error, QuireError) and not poisoned:
+                    failures.append(error)
+            self._forget(store)
+        self.sources.close()
+        if failures:
+            raise failures[0]
+
+    def _forked(self) -> None:
+        """Rule 6."""
+        self._closed = True
+        self._lock = threading.Lock()
+        self._gates = {}
+        for store in self._open.values():
+            store.wal.forked()
+            store.readers.forked()

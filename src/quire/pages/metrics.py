@@ -1,0 +1,136 @@
+"""What the page engine counts, by the seed's names, and the same for Prometheus.
+
+Everything is read when somebody asks: counting costs the engine nothing but a few additions. Labels are a database's id and
+name.
+
+  page_index.rows{db}                  WAL-backed page versions that the index tracks
+  snapshot_readers.active{db}          live leases
+  wal_segments.blocked_by_readers{db}  indexed segments that a checkpoint may not absorb yet because somebody reads below them
+  checkpoint.wait_for_floor_ms{db}     how long plans have found nothing but such segments
+
+Threads: any; figures of a busy engine are of slightly different moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import WalState
+from quire.pages.pagestore import PageStore
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_INDEXED = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseFigures:
+    """One open database."""
+
+    db_id: int
+    name: str
+    page_index_rows: int
+    readers_active: int
+    segments_blocked: int
+    wait_for_floor_ms: int
+    wal_bytes: int
+    unpublished_bytes: int
+    syncs: int
+    recycled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesFigures:
+    """The whole engine."""
+
+    databases: tuple[DatabaseFigures, ...]
+    cache_bytes: int
+    cache_bytes_max: int
+    cache_hit_ratio: float
+    cold_wait_seconds: float
+
+    def named(self) -> dict[str, dict[str, float]]:
+        """The seed's names: metric → database → value."""
+        of = {each.name: each for each in self.databases}
+        return {
+            "page_index.rows": {name: each.page_index_rows for name, each in of.items()},
+            "snapshot_readers.active": {name: each.readers_active for name, each in of.items()},
+            "wal_segments.blocked_by_readers": {name: each.segments_blocked for name, each in of.items()},
+            "checkpoint.wait_for_floor_ms": {name: each.wait_for_floor_ms for name, each in of.items()},
+        }
+
+
+def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for_floor_ms: int) -> DatabaseFigures:
+    """The figures of one database."""
+    record, wal = txn.database(store.db_id), txn.wal_state(store.db_id)
+    leases = store.readers.peek()
+    rows = blocked = 0
+    for _, row in txn.scan(t.WAL_CATALOG, store.db_id):
+        if row.origin_db_id != store.db_id:
+            continue
+        if row.state in _INDEXED:
+            rows += row.frame_count
+            blocked += bool(leases) and row.state is WalState.INDEXED and row.last_lsn > leases[0].lsn
+        elif row.state is WalState.OPEN and wal is not None:
+            rows += max(wal.indexed_upto_lsn - row.first_lsn + 1, 0)
+    return DatabaseFigures(
+        db_id=store.db_id,
+        name=record.name if record else str(store.db_id),
+        page_index_rows=rows,
+        readers_active=len(leases),
+        segments_blocked=blocked,
+        wait_for_floor_ms=wait_for_floor_ms,
+        wal_bytes=wal_bytes,
+        unpublished_bytes=store.wal.unpublished_bytes,
+        syncs=store.wal.syncs,
+        recycled=store.wal.recycled,
+    )
+
+
+class PagesCollector:
+    """A Prometheus collector over an engine: `REGISTRY.register(PagesCollector(engine.figures))`."""
+
+    def __init__(self, figures: Callable[[], PagesFigures]) -> None:
+        self._figures = figures
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing ahead of time: registering must not read the manifest."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The current figures."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures = self._figures()
+        gauges = (
+            ("quire_page_index_rows", "WAL-backed page versions that the index tracks", "page_index_rows"),
+            ("quire_snapshot_readers_active", "live leases", "readers_active"),
+            ("quire_wal_segments_blocked_by_readers", "segments that await the readers' floor", "segments_blocked"),
+            ("quire_wal_bytes", "WAL that no checkpoint has absorbed", "wal_bytes"),
+            ("quire_wal_unpublished_bytes", "WAL that is not in the page index yet", "unpublished_bytes"),
+        )
+        counters = (
+            ("quire_checkpoint_wait_for_floor_ms", "time plans have waited for readers", "wait_for_floor_ms"),
+            ("quire_wal_syncs", "syncs of the WAL", "syncs"),
+            ("quire_wal_recycled", "segment files used again", "recycled"),
+        )
+        for name, text, field in gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["db", "name"])
+            for each in figures.databases:
+                gauge.add_metric([str(each.db_id), each.name], getattr(each, field))
+            yield gauge
+        for name, text, field in counters:
+            counter = CounterMetricFamily(name, text, labels=["db", "name"])
+            for each in figures.databases:
+                counter.add_metric([str(each.db_id), each.name], getattr(each, field))
+            yield counter
+        yield GaugeMetricFamily("quire_page_cache_bytes", "bytes of pages in memory", value=figures.cache_bytes)
+        yield GaugeMetricFamily("quire_page_cache_hit_ratio", "reads the cache answered", value=figures.cache_hit_ratio)
+        yield CounterMetricFamily(
+            "quire_cold_wait_seconds", "time cold scans were held back", value=figures.cold_wait_seconds
+        )

@@ -1,0 +1,405 @@
+"""One page database: a writer at a time, any number of readers, each with a version of its own.
+
+Terms
+  version    the database as of one commit, named by its lsn (P5)
+  snapshot   a reader's lease on a version; it never blocks the writer and is never blocked by it
+  slot map   page → slot → chain of base and deltas; what no WAL version above `covered_lsn` answers, the chain does (P8)
+  head       a page's newest published version
+
+Rules
+  1. `begin` waits for the write lock and for room in the WAL budget; `commit` waits for neither (P7).
+  2. A transaction sees what was written before it and what it writes itself; readers see what is durable.
+  3. Reading (P8): unpublished versions first, then one manifest transaction for index and slot map. The newest version with
+     `covered_lsn < lsn ≤ snapshot` wins, else the chain; if the chain holds more than the snapshot may see, `SnapshotGone`.
+  4. A head at or below the snapshot is the newest version there is, so it answers alone: whatever the chain covers, nothing is
+     newer. Its segment may be gone by then; see rule 5.
+  5. What is missing or fails its check is looked up once more, in a new transaction and with new handles: its segment may have
+     been recycled since, its chunk evicted. A second failure is `Corruption`.
+  6. Pages are numbered from 0; a page at or beyond the size of its version is an error, not zeros (P15).
+
+Threads: any; a `WriteTxn` and a `Snapshot` belong to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import overload
+
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, DatabaseTombstoned, InvalidInput, ReadOnly, SnapshotGone, TimedOut
+from quire.core.ids import ArtifactKey
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbStatus
+from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
+from quire.manifest.store import ManifestStore
+from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
+from quire.pages.places import chunk_place as chunk_place
+from quire.pages.publication import Mark
+from quire.pages.readers import LEASE_SECONDS, Readers
+from quire.pages.snapshot import Snapshot
+from quire.pages.sources import ChunkPlace, Sources
+from quire.pages.spill import SPILL_BYTES
+from quire.pages.timetravel import At, find_version
+from quire.pages.tracing import span, tracing
+from quire.pages.transaction import WriteTxn
+from quire.pages.view import SnapshotView, ViewReader
+from quire.pages.view_build import view_of
+from quire.pages.wal import Wal
+
+LEAVES_KEPT = 1_024
+"""Decoded leaves of the slot map in memory, per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
+PLACES_KEPT = 16_384
+
+LOOKED_UP_AT_ONCE = 4_096
+"""Pages that are looked up in one transaction of the manifest (M4)."""
+
+_DATABASES = int(Component.DATABASE)
+
+UNPLACED = -1
+"""In place of a frame that is not known yet."""
+
+UNPUBLISHED_MAX = 36 << 20
+"""Two segments and a step (P6): beyond it `begin` publishes before it lets a writer in."""
+
+
+class PageStore:
+    """An opened page database. Made by the engine."""
+
+    def __init__(
+        self,
+        *,
+        db_id: int,
+        page_size: int,
+        pages_per_chunk: int,
+        manifest: ManifestStore,
+        clock: Clock,
+        wal: Wal,
+        readers: Readers,
+        sources: Sources,
+        regions: Regions,
+        objects_url: str,
+        wait_for_room: Callable[[PageStore, float], None],
+        inherited: FrameMap = EMPTY_MAP,
+        spill_bytes: int = SPILL_BYTES,
+    ) -> None:
+        # constant after construction
+        self.db_id = db_id
+        self.page_size = page_size
+        self.pages_per_chunk = pages_per_chunk
+        self.wal = wal
+        self.readers = readers
+        self.sources = sources
+        self._manifest = manifest
+        self._marks = manifest.writer
+        self._clock = clock
+        self._regions = regions
+        self._objects_url = objects_url
+        self._wait_for_room = wait_for_room
+        self._inherited = inherited
+        """Page → newest version in segments of an origin this database was forked from (P12)."""
+        self._spill_pages = max(spill_bytes // page_size, 1)
+        # the quota's
+        self.room_until = 0
+        """`wal.appended_bytes` at which the next writer asks for room again."""
+        # guarded by itself
+        self._write_lock = threading.Lock()
+        self._writer = 0
+        """The thread that holds it, for messages."""
+        # caches
+        self._resolved = sources.cache.resolved(db_id)
+        self._leaves: dict[tuple[int, int, int], Leaf] = {}
+        self._places: dict[ArtifactKey, ChunkPlace] = {}
+        self._status: tuple[int, DbStatus] = (-1, DbStatus.ACTIVE)
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def begin(self, timeout: float = 30.0) -> WriteTxn:
+        """The write transaction; waits up to `timeout` for the writer before it and for room in the WAL (rule 1)."""
+        if not self._write_lock.acquire(blocking=False):
+            timeout = self._wait_for_writer(timeout)
+        try:
+            self._writer = get_ident()
+            wal = self.wal
+            self._require_writable()
+            if wal.failure is not None:
+                wal.require()
+            if wal.unpublished_bytes > UNPUBLISHED_MAX:
+                wal.sync()
+                wal.publish()
+            if wal.appended_bytes >= self.room_until:
+                self._wait_for_room(self, timeout)
+            return WriteTxn(wal, self, self._require_writable, self._write_lock.release, self._spill_pages)
+        except BaseException:
+            self._write_lock.release()
+            raise
+
+    def _wait_for_writer(self, timeout: float) -> float:
+        """Take the write lock; what is left of the time."""
+        if timeout < 0:
+            raise InvalidInput("a timeout is not negative", timeout=timeout)
+        started = self._clock.monotonic()
+        if not self._write_lock.acquire(timeout=timeout):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise TimedOut(
+                "another transaction is writing to the database",
+                hint="commit or roll it back, or try again",
+                db_id=self.db_id,
+                writer=names.get(self._writer, "a thread that has ended"),
+                seconds=timeout,
+            )
+        return max(timeout - (self._clock.monotonic() - started), 0.0)
+
+    def _require_writable(self) -> None:
+        """The database takes writes; asked of the manifest only when something has happened to some database."""
+        generation = self._marks.generations.get(_DATABASES, 0)
+        if self._status[0] == generation and self._status[1] is DbStatus.ACTIVE:
+            return
+        if self._status[0] != generation:
+            with self._manifest.read() as txn:
+                record = txn.database(self.db_id)
+            self._status = (generation, DbStatus.TOMBSTONED if record is None else record.status)
+        status = self._status[1]
+        if status is DbStatus.READ_ONLY:
+            raise ReadOnly("the database is open for reading only", hint="set its status to ACTIVE", db_id=self.db_id)
+        if status is DbStatus.TOMBSTONED:
+            raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=self.db_id)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the manifest says that the database is gone."""
+        try:
+            self._require_writable()
+        except DatabaseTombstoned:
+            return True
+        except ReadOnly:
+            return False
+        return False
+
+    # ── opening versions ──────────────────────────────────────────────────────────────────────────────────────────────
+    @overload
+    def open_snapshot(
+        self,
+        *,
+        at: None = None,
+        tags: dict[str, str] | None = None,
+        ttl_seconds: float | None = LEASE_SECONDS,
+        written: bool = False,
+    ) -> Snapshot: ...
+
+    @overload
+    def open_snapshot(
+        self, *, at: At, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS
+    ) -> Snapshot | ViewReader: ...
+
+    def open_snapshot(
+        self,
+        *,
+        at: At | None = None,
+        tags: dict[str, str] | None = None,
+        ttl_seconds: float | None = LEASE_SECONDS,
+        written: bool = False,
+    ) -> Snapshot | ViewReader:
+        """A lease on the newest durable version, or on the one that was current `at` an lsn or a time (P14).
+
+        With `written=True` on the newest that is written: it may not survive a crash (Q2).
+        """
+        if at is not None:
+            return self._open_at(at, tags, ttl_seconds)
+        wal = self.wal
+
+        def newest() -> tuple[int, Mark]:
+            mark = wal.written if written else wal.durable
+            return mark.lsn, mark
+
+        lease, mark = self.readers.open_newest(newest, tags=tags, ttl_seconds=ttl_seconds)
+        return Snapshot(self, self.readers, lease, mark, page_size=self.page_size, cache=self.sources.cache)
+
+    def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
+        with self._manifest.read() as txn:
+            found = find_version(txn, self._regions, self.db_id, at, self.wal.durable, self._objects_url)
+            view = (
+                view_of(txn, self.db_id, found.snapshot_id, found.record, self._objects_url, at=found.mark)
+                if found.record is not None
+                else None
+            )
+        if view is not None:
+            return self.read_view(view)
+        lease = self.readers.open(found.mark.lsn, tags=tags, ttl_seconds=ttl_seconds)
+        return Snapshot(self, self.readers, lease, found.mark, page_size=self.page_size, cache=self.sources.cache)
+
+    def read_view(self, view: SnapshotView) -> ViewReader:
+        """A reader of a view of this database, which hears when the snapshot behind it is dropped."""
+
+        def is_gone() -> bool:
+            with self._manifest.read() as txn:
+                return txn.snapshot(view.db_id, view.snapshot_id) is None
+
+        return ViewReader(view, self.sources, regions=self._regions, is_gone=is_gone)
+
+    def durable_version(self) -> tuple[int, int]:
+        """(lsn, size in pages) of the newest durable version; the two belong together."""
+        mark = self.wal.durable
+        return mark.lsn, mark.size_pages
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def read(self, page: int, lsn: int) -> bytes:
+        """The page as of version `lsn` (rule 3); the caller has checked the page's number."""
+        if tracing():
+            return self._read_traced(page, lsn)
+        try:
+            return self._read(page, lsn)[1]
+        except Corruption:
+            return self._read(page, lsn, again=True)[1]
+
+    def _read_traced(self, page: int, lsn: int) -> bytes:
+        with span("PageStore.read_page", db_id=self.db_id, page=page, snapshot_lsn=lsn) as traced:
+            try:
+                at, image = self._read(page, lsn)
+            except Corruption:
+                traced.set(again=True)
+                at, image = self._read(page, lsn, again=True)
+            traced.set(epoch=at)
+            return image
+
+    def _read(self, page: int, lsn: int, *, again: bool = False) -> tuple[int, bytes]:
+        """(lsn of the version that answered, its image)."""
+        version = self.wal.newest(page, lsn)
+        if version is not None:
+            at, segment_id, frame = version
+            if again:
+                self.sources.forget_segment(self.db_id, segment_id)
+            image = self.sources.frame(self.db_id, segment_id, frame, page)
+        else:
+            with self._manifest.read() as txn:
+                at, where, chain = self._look_up(txn, page, lsn, again=again)
+            if where is not None:
+                _, origin, segment_id, frame = self._placed(where)
+                image = self.sources.frame(origin, segment_id, frame, page)
+            else:
+                found = self.sources.chain_page(chain, page % self.pages_per_chunk)
+                image = found if found is not None else self.sources.cache.zeros(self.page_size)
+        self.sources.cache.remember(self._resolved, page, (at, lsn, image))
+        return at, image
+
+    def _look_up(
+        self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False
+    ) -> tuple[int, Location | None, list[ChunkPlace]]:
+        """(lsn, where its frame is, or else its chain): rules 3 to 5."""
+        if not again:
+            head = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
+            if head is not None and head.lsn <= lsn:
+                return head.lsn, (head.lsn, self.db_id, head.segment_id, UNPLACED), []
+        slot = page // self.pages_per_chunk
+        chain = self._chain(txn, slot)
+        covered = chain[-1].covered_lsn if chain else 0
+        if covered > lsn:
+            raise SnapshotGone(
+                "this version of the page is no longer kept",
+                hint="open a newer snapshot; named snapshots keep theirs",
+                db_id=self.db_id,
+                page=page,
+                lsn=lsn,
+                covered_lsn=covered,
+            )
+        where = self._indexed(txn, page, lsn, covered)
+        if where is not None:
+            if again:
+                self.sources.forget_segment(where[1], where[2])
+            return where[0], where, []
+        places = [self._place(txn, link.artifact(slot), again=again) for link in chain]
+        return covered, None, places
+
+    def _placed(self, where: Location) -> Location:
+        """With its frame: a head does not say it, but it follows from the lsn. Not asked for under a transaction: it may take a
+        look at the segment."""
+        lsn, origin, segment_id, frame = where
+        if frame != UNPLACED:
+            return where
+        return lsn, origin, segment_id, lsn - self.sources.segment(origin, segment_id).header.first_lsn
+
+    def _indexed(self, txn: ReadTxn, page: int, lsn: int, covered: int) -> Location | None:
+        """The newest published version in (covered, lsn]."""
+        found = txn.at_or_below(t.PAGE_VERSION_INDEX, self.db_id, page, lsn)
+        if found is not None and found[0][2] > covered:
+            row = found[1]
+            return found[0][2], row.origin_db_id, row.segment_id, row.frame_no
+        inherited = self._inherited.find(page)
+        return inherited if inherited is not None and covered < inherited[0] <= lsn else None
+
+    def _chain(self, txn: ReadTxn, slot: int) -> Chain:
+        leaf, offset = place(slot)
+        held = txn.get(t.LIVE_LEAF, self.db_id, leaf)
+        if held is None:
+            return EMPTY
+        key = (held.origin_db_id, leaf, held.generation)
+        chains = self._leaves.get(key)
+        if chains is None:
+            row = txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
+            if row is None:
+                raise Corruption("a leaf of the slot map is missing", hint="run `quire manifest check`", leaf=key)
+            if len(self._leaves) >= LEAVES_KEPT:
+                self._leaves.clear()
+            chains = self._leaves[key] = unpack_leaf(row.entries)
+        return chains.get(offset, EMPTY)
+
+    def _place(self, txn: ReadTxn, key: ArtifactKey, *, again: bool) -> ChunkPlace:
+        found = self._places.get(key)
+        if found is None or again:
+            self.sources.forget_chunk(key)
+            if len(self._places) >= PLACES_KEPT:
+                self._places.clear()
+            found = self._places[key] = chunk_place(txn, key, self._objects_url)
+        return found
+
+    def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]:
+        """Several pages of one version, page → image; frames and chunk frames next to each other are read together."""
+        images: dict[int, bytes] = {}
+        frames: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        rest: list[int] = []
+        for page in pages:
+            entry = self._resolved.get(page)
+            if entry is not None and entry[0] <= lsn <= entry[1]:
+                images[page] = entry[2]
+                continue
+            version = self.wal.newest(page, lsn)
+            if version is None:
+                rest.append(page)
+            else:
+                frames.setdefault((self.db_id, version[1]), []).append((page, version[2]))
+        slots: dict[int, tuple[list[ChunkPlace], list[int]]] = {}
+        for start in range(0, len(rest), LOOKED_UP_AT_ONCE):
+            found: list[tuple[int, Location]] = []
+            with self._manifest.read() as txn:
+                for page in rest[start : start + LOOKED_UP_AT_ONCE]:
+                    _, where, chain = self._look_up(txn, page, lsn)
+                    if where is not None:
+                        found.append((page, where))
+                    else:
+                        slots.setdefault(page // self.pages_per_chunk, (chain, []))[1].append(page)
+            for page, where in found:
+                try:
+                    _, origin, segment_id, frame = self._placed(where)
+                    frames.setdefault((origin, segment_id), []).append((page, frame))
+                except Corruption:
+                    images[page] = self.read(page, lsn)
+        for (origin, segment_id), wanted in frames.items():
+            try:
+                images.update(self.sources.pages(origin, segment_id, wanted, cold=cold))
+            except Corruption:
+                images.update((page, self.read(page, lsn)) for page, _ in wanted)  # rule 5, page by page
+        for slot, (chain, wanted_pages) in slots.items():
+            images.update(self._of_chain(slot, chain, wanted_pages, lsn, cold=cold))
+        return images
+
+    def _of_chain(
+        self, slot: int, chain: list[ChunkPlace], pages: list[int], lsn: int, *, cold: bool
+    ) -> dict[int, bytes]:
+        first, zeros = slot * self.pages_per_chunk, self.sources.cache.zeros(self.page_size)
+        try:
+            found = self.sources.chain_pages(chain, [page - first for page in pages], cold=cold)
+        except Corruption:
+            return {page: self.read(page, lsn) for page in pages}
+        return {page: found.get(page - first, zeros) for page in pages}

@@ -1,0 +1,173 @@
+"""What a WAL has written and the manifest does not know yet, and how it gets there: page index first, then the end of segments.
+
+Terms
+  mark      a version of the database: its last lsn, its size in pages, the segment it ends in, its time
+  piece     the frames that one append has put into one segment
+  ended     a segment that takes no more frames; its row says so when its last transaction is published
+
+Rules
+  1. Publication goes in the order of lsns, in batches of about 8 k rows, never beyond what is durable (P5). That is the end of
+     a transaction, so a large one may be published in steps; only its end moves the applied mark and the size.
+  2. Repeating a batch gives the same rows: a crash between two of them is repaired by recovery doing it again.
+  3. A segment becomes Sealed and Indexed in one batch, when it has ended and nothing of it, or before it, is left to publish
+     (P6).
+  4. A segment's row has the size at its end; one that ends within a transaction has the larger of the sizes before and after
+     it, so that no checkpoint takes pages for gone that the rest of the transaction keeps (P15).
+
+Threads: `add` and `end` by the writer, under its append lock; `publish` by any, one at a time. Between the two there is no
+lock: each side has counters of its own, and a deque's ends are atomic.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.pageindex import PublishPages
+from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
+from quire.manifest.records import WalState
+from quire.manifest.store import ManifestStore
+from quire.pages.segment_file import Appended, SegmentFile
+from quire.pages.segment_scan import as_rows, parse_entries
+
+PUBLISH_ROWS = 8_192
+"""Rows of the page index in one batch, about: it holds the manifest's writer for some 50 ms."""
+
+
+class Mark(NamedTuple):
+    """A version of the database."""
+
+    lsn: int
+    size_pages: int
+    segment_id: int = 0
+    commit_ms: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A segment that this process writes, or has written."""
+
+    file: SegmentFile
+    size_pages: int = 0
+    """Rule 4."""
+    is_dirty: bool = False
+    """Whether it waits for a sync; see `Wal`."""
+    added: int = 0
+    """Pieces, counted by the writer."""
+    published: int = 0
+    """Pieces, counted by the publisher."""
+
+
+class Piece(NamedTuple):
+    """Frames of one append that are not published yet."""
+
+    segment: Segment
+    appended: Appended
+    mark: Mark | None
+    """`None` if the transaction goes on in the next segment."""
+    bytes: int
+
+
+class Publication:
+    """See the rules above."""
+
+    def __init__(self, db_id: int, manifest: ManifestStore, forget: Callable[[list[int], int], None]) -> None:
+        # constant after construction
+        self._db_id = db_id
+        self._manifest = manifest
+        self._forget = forget
+        # at its right end the writer's, at its left end the publisher's
+        self._pieces: deque[Piece] = deque()
+        self.ended: deque[Segment] = deque()
+        """Segments that have ended and whose rows do not say so yet."""
+        # the writer's
+        self.added_bytes = 0
+        # guarded by _publishing
+        self._publishing = threading.Lock()
+        self._taken: list[Piece] = []
+        """The batch that is under way, or has failed and will be tried again."""
+        self.published_bytes = 0
+
+    def add(self, piece: Piece) -> None:
+        """Frames were written."""
+        piece.segment.added += 1
+        self.added_bytes += piece.bytes
+        self._pieces.append(piece)
+
+    def end(self, segment: Segment) -> None:
+        """A segment takes no more frames."""
+        self.ended.append(segment)
+
+    def publish(self, durable: Callable[[], Mark]) -> int:
+        """Enter what is durable into the manifest; rows entered."""
+        with self._publishing:
+            rows = 0
+            while self._take(durable().lsn):
+                rows += self._publish(self._taken)
+                self._taken = []
+            self._seal_rows()
+            return rows
+
+    def _take(self, durable_lsn: int) -> bool:
+        """Have about a batch of pieces in hand; whether there is one. What a failed attempt has taken comes first."""
+        pieces, taken = self._pieces, self._taken
+        rows = sum(each.appended.frame_count for each in taken)
+        while pieces and rows < PUBLISH_ROWS and pieces[0].appended.last_lsn <= durable_lsn:
+            rows += pieces[0].appended.frame_count
+            taken.append(pieces.popleft())
+        return bool(taken)
+
+    def _publish(self, pieces: list[Piece]) -> int:
+        parts = [as_rows(each.segment.file.header, parse_entries(each.appended.entries)) for each in pieces]
+        rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        ops: list[Op] = [
+            PublishPages(self._db_id, rows[start : start + PUBLISH_ROWS].tobytes())
+            for start in range(0, len(rows), PUBLISH_ROWS)
+        ]
+        upto = pieces[-1].appended.last_lsn
+        mark = next((each.mark for each in reversed(pieces) if each.mark is not None), None)
+        applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
+        ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
+        hit("pages.wal.publishing")
+        self._manifest.submit(ops).result()
+        hit("pages.wal.published")
+        for each in pieces:
+            each.segment.published += 1
+            self.published_bytes += each.bytes
+        self._forget(np.unique(rows["page"]).tolist(), upto)
+        return len(rows)
+
+    def _seal_rows(self) -> None:
+        """Rule 3."""
+        while self.ended and self.ended[0].published == self.ended[0].added:
+            segment = self.ended[0]
+            file, header = segment.file, segment.file.header
+            used = header.geometry.frame_offset(file.used)
+            sealed = AppendWalChunk(
+                self._db_id,
+                0,
+                header.segment_id,
+                0,
+                header.first_lsn,
+                file.last_lsn,
+                used,
+                file.used,
+                segment.size_pages,
+            )
+            self._manifest.submit([sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)]).result()
+            hit("pages.wal.sealed")
+            emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
+            self.ended.popleft()
+            file.close()
+
+    def forked(self) -> None:
+        """In the child of a fork() nobody holds the lock."""
+        self._publishing = threading.Lock()

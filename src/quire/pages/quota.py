@@ -1,0 +1,147 @@
+"""How much WAL may wait for a checkpoint: per database and for the store; who is over it waits in `begin` (P7).
+
+Terms
+  used      bytes of a database's own segments that no checkpoint has absorbed; what a fork has inherited is its origin's
+  look      to add up what the manifest says; between two looks what was appended since is added
+  blocking  what keeps the bytes from being given back: the oldest reader, or the oldest segment
+
+Rules
+  1. Passing costs a comparison: a database is given room when the manifest is looked at, and asks again when that is used up.
+  2. Room is what its own budget and the store's leave, so its own is overrun by at most one transaction. The store's is shared
+     by all who are given room between two ticks; each tick gives it anew.
+  3. Whoever waits looks again every 50 ms, until its deadline; then `QuotaExceeded` names what blocks.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from quire.core.clock import Clock
+from quire.core.errors import QuotaExceeded, StoreClosed
+from quire.core.settings import PagesSettings
+from quire.manifest import tables as t
+from quire.manifest.records import DbKind, WalState
+from quire.manifest.store import ManifestStore
+from quire.pages.pagestore import PageStore
+
+LOOK_SECONDS = 0.05
+"""Between two looks of who waits."""
+
+_WAITING = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
+
+
+class StorageQuota:
+    """See the rules above."""
+
+    def __init__(
+        self,
+        manifest: ManifestStore,
+        settings: PagesSettings,
+        clock: Clock,
+        stores: Callable[[], list[PageStore]],
+        stopping: threading.Event,
+    ) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._settings = settings
+        self._clock = clock
+        self._stores = stores
+        self._stopping = stopping
+        # guarded by _lock, read by all
+        self._lock = threading.Lock()
+        self._used: dict[int, int] = {}
+        """Database → bytes, at the last look."""
+        self._appended: dict[int, int] = {}
+        """Database → what it had appended by then."""
+        self._total = 0
+
+    def used(self, db_id: int) -> int:
+        """Bytes of WAL of a database that no checkpoint has absorbed."""
+        self._look()
+        return self._used.get(db_id, 0)
+
+    def seen(self, db_id: int) -> int:
+        """The same, as of the last look."""
+        return self._used.get(db_id, 0)
+
+    def total(self) -> int:
+        """The same for the store."""
+        self._look()
+        return self._total
+
+    def tick(self) -> None:
+        """Give room anew, by what open databases have appended since the last look."""
+        with self._lock:
+            self._give()
+
+    def wait(self, store: PageStore, timeout: float) -> None:
+        """Return when the database and the store have room, or raise. Called when a database has used up what it was given."""
+        deadline = self._clock.monotonic() + timeout
+        self._look()
+        while store.wal.appended_bytes >= store.room_until:
+            if self._stopping.is_set():
+                raise StoreClosed("the store is closed", hint="open it again")
+            if self._clock.monotonic() >= deadline:
+                raise self._exceeded(store)
+            self._stopping.wait(LOOK_SECONDS)
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            stores = {store.db_id: store for store in self._stores()}
+            used: dict[int, int] = {}
+            # Before the manifest is asked: what is sealed meanwhile is counted twice rather than not at all.
+            appended = {db_id: store.wal.appended_bytes for db_id, store in stores.items()}
+            unsealed = {db_id: store.wal.open_bytes() for db_id, store in stores.items()}
+            with self._manifest.read() as txn:
+                databases = [db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES]
+                for db_id in databases:
+                    used[db_id] = unsealed.get(db_id, 0) + sum(
+                        row.used_bytes
+                        for _, row in txn.scan(t.WAL_CATALOG, db_id)
+                        if row.origin_db_id == db_id and row.state in _WAITING
+                    )
+            self._used, self._appended, self._total = used, appended, sum(used.values())
+            self._give()
+
+    def _give(self) -> None:
+        """Rule 2. REQUIRES the lock. A database that was never looked at gets nothing: its first writer looks."""
+        stores = [store for store in self._stores() if store.db_id in self._appended]
+        fresh = {store.db_id: store.wal.appended_bytes - self._appended[store.db_id] for store in stores}
+        left = self._settings.store_wal_bytes_max - self._total - sum(fresh.values())
+        for store in stores:
+            own = self._settings.wal_bytes_max - self._used.get(store.db_id, 0) - fresh[store.db_id]
+            # One byte more: who has exactly used its budget may still begin.
+            store.room_until = store.wal.appended_bytes + max(min(own, left) + 1, 0)
+
+    def _exceeded(self, store: PageStore) -> QuotaExceeded:
+        used = self._used.get(store.db_id, 0)
+        own = used > self._settings.wal_bytes_max
+        setting = "wal_bytes_max" if own else "store_wal_bytes_max"
+        return QuotaExceeded(
+            f"the {'database' if own else 'store'}'s WAL budget is used up",
+            hint=f"run a checkpoint, close old snapshots, or raise pages.{setting}",
+            db_id=store.db_id,
+            used_bytes=used if own else self._total,
+            budget_bytes=getattr(self._settings, setting),
+            blocking=self._blocking(store if own else self._largest(store)),
+        )
+
+    def _largest(self, store: PageStore) -> PageStore:
+        """The open database with most WAL: it is the one to look at when the store is over its budget."""
+        return max(self._stores(), key=lambda each: self._used.get(each.db_id, 0), default=store)
+
+    def _blocking(self, store: PageStore) -> str:
+        name = f"database {store.db_id}: "
+        leases = store.readers.peek()
+        with self._manifest.read() as txn:
+            rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state in _WAITING]
+        rows.sort(key=lambda item: item[1].first_lsn)
+        if rows and leases and leases[0].lsn < rows[0][1].last_lsn:
+            return name + leases[0].who
+        if rows:
+            return f"{name}segment {rows[0][0]}, {rows[0][1].state.name}: no checkpoint has absorbed it"
+        return name + "its open segment: no checkpoint has run"

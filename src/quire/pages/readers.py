@@ -1,0 +1,251 @@
+"""Readers and the floor: who still reads which version of a database, and how far a checkpoint may go.
+
+Terms
+  lease     a reader's right to one version until a moment; renewed by its heartbeat
+  floor     the lowest version a live reader may ask for, or the newest durable one if nobody reads
+  hold      a lease of the engine's own (a snapshot being published, a checkpoint being planned): it never expires
+  retired   a lease that ran out, or whose database was closed: it protects nothing any more
+
+Rules
+  1. A lease is taken at a version that is readable at that moment, under the lock that also computes the floor: so a floor that
+     was given out is never above a lease that exists, and never falls while a checkpoint works with it.
+  2. A lease that was not renewed in time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it
+     needs may be gone. It protects until it is retired, however late that is: no clock takes part in a read.
+  3. Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner
+     folds in through `outside`.
+  4. Leases that asked for it are renewed by `beat` for as long as somebody holds them: what was forgotten runs out.
+
+Threads: any; one lock per database, held for a few operations on dicts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from quire.core.clock import Clock
+from quire.core.errors import LeaseExpired, SnapshotGone, UnknownReader
+from quire.core.events import emit
+
+LEASE_SECONDS = 30.0
+HEARTBEAT_SECONDS = 5.0
+"""M10: how long a reader may be silent, and how often it speaks."""
+
+RETIRED_MAX = 4_096
+"""Reader ids remembered as retired, so that a late `renew` hears why."""
+
+_ids = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One reader. `expires_at` is monotonic; `None` for a hold."""
+
+    reader_id: int
+    lsn: int
+    opened_at_ms: int
+    opened_at: float
+    expires_at: float | None
+    ttl_seconds: float
+    tags: dict[str, str] = field(default_factory=dict)
+    open: bool = True
+    retired: bool = False
+    reported: bool = False
+    """Whether somebody was told that it is old."""
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+        tags = "".join(f" {name}={value}" for name, value in self.tags.items())
+        return f"reader {self.reader_id} at lsn {self.lsn}{tags}"
+
+
+M = TypeVar("M")
+
+
+class Readers:
+    """The readers of one database."""
+
+    def __init__(
+        self,
+        db_id: int,
+        clock: Clock,
+        outside: Callable[[], int | None] = lambda: None,
+        *,
+        long_seconds: float = 300.0,
+    ) -> None:
+        self.db_id = db_id
+        self._clock = clock
+        self._outside = outside
+        self._long_seconds = long_seconds
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        self._beating: weakref.WeakKeyDictionary[object, Lease] = weakref.WeakKeyDictionary()
+        self._beat_at = 0.0
+        self._retired: OrderedDict[int, None] = OrderedDict()
+        self._given_floor = 0
+        """The highest floor that was given out: no lease may be taken below it."""
+
+    # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, lsn: int, *, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS) -> Lease:
+        """A lease on version `lsn`; with `ttl_seconds=None` a hold. `SnapshotGone` below the floor."""
+        with self._lock:
+            if lsn < self._given_floor:
+                raise SnapshotGone(
+                    "this version may already be gone: a checkpoint was allowed to pass it",
+                    hint="open a newer one, or a snapshot",
+                    db_id=self.db_id,
+                    lsn=lsn,
+                    floor=self._given_floor,
+                )
+            return self._add(lsn, tags, ttl_seconds)
+
+    def open_newest(
+        self,
+        newest: Callable[[], tuple[int, M]],
+        *,
+        tags: dict[str, str] | None = None,
+        ttl_seconds: float | None = LEASE_SECONDS,
+    ) -> tuple[Lease, M]:
+        """A lease on what `newest` says at a moment when no floor is computed: it is never too late for that (rule 1)."""
+        with self._lock:
+            lsn, version = newest()
+            return self._add(lsn, tags, ttl_seconds), version
+
+    def _add(self, lsn: int, tags: dict[str, str] | None, ttl_seconds: float | None) -> Lease:
+        now = self._clock.monotonic()
+        expires = None if ttl_seconds is None else now + ttl_seconds
+        lease = Lease(next(_ids), lsn, self._clock.now_ms(), now, expires, ttl_seconds or 0.0, dict(tags or {}))
+        self._leases[lease.reader_id] = lease
+        return lease
+
+    def renew(self, reader_id: int) -> None:
+        """The reader is alive."""
+        with self._lock:
+            lease = self._leases.get(reader_id)
+            if lease is None:
+                raise self._unknown(reader_id)
+            if lease.expires_at is not None:
+                lease.expires_at = self._clock.monotonic() + lease.ttl_seconds
+
+    def close(self, reader_id: int) -> None:
+        """The reader is done. Closing one that was retired is fine; it was told."""
+        with self._lock:
+            lease = self._leases.pop(reader_id, None)
+            if lease is None:
+                if reader_id in self._retired:
+                    return
+                raise self._unknown(reader_id)
+            lease.open = False
+
+    def require(self, lease: Lease) -> None:
+        """`LeaseExpired` unless the lease is alive."""
+        if not lease.open:
+            raise self._expired(lease.reader_id) if lease.retired else self._closed(lease.reader_id)
+
+    def _unknown(self, reader_id: int) -> LeaseExpired | UnknownReader:
+        return self._expired(reader_id) if reader_id in self._retired else self._closed(reader_id)
+
+    def _expired(self, reader_id: int) -> LeaseExpired:
+        return LeaseExpired(
+            "the reader's lease has run out",
+            hint="open a new snapshot, and renew it at least every 30 s",
+            reader_id=reader_id,
+            db_id=self.db_id,
+        )
+
+    def _closed(self, reader_id: int) -> UnknownReader:
+        return UnknownReader(
+            "no reader has this id: it was closed, or never opened",
+            hint="open a snapshot first",
+            reader_id=reader_id,
+            db_id=self.db_id,
+        )
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def keep_alive(self, holder: object, lease: Lease) -> None:
+        """Renew this lease by itself from now on, for as long as `holder` is there (rule 4)."""
+        with self._lock:
+            self._beating[holder] = lease
+
+    def let_go(self, holder: object) -> None:
+        """Its holder renews it again, or has closed it."""
+        with self._lock:
+            self._beating.pop(holder, None)
+
+    def beat(self) -> None:
+        """Renew the leases that are kept alive, if it is time."""
+        now = self._clock.monotonic()
+        if now - self._beat_at < HEARTBEAT_SECONDS and self._beat_at:
+            return
+        with self._lock:
+            self._beat_at = now
+            for lease in list(self._beating.values()):
+                if lease.open and lease.expires_at is not None:
+                    lease.expires_at = now + lease.ttl_seconds
+
+    def expire(self) -> list[Lease]:
+        """Retire leases that ran out (rule 2); which. Old ones that are still alive are reported once."""
+        now = self._clock.monotonic()
+        with self._lock:
+            late = [each for each in self._leases.values() if each.expires_at is not None and each.expires_at <= now]
+            self._retire(late)
+            old = [
+                each
+                for each in self._leases.values()
+                if not each.reported and now - each.opened_at >= self._long_seconds and each.expires_at is not None
+            ]
+            for lease in old:
+                lease.reported = True
+        for lease in late:
+            where = {"db_id": self.db_id, "reader_id": lease.reader_id, "lsn": lease.lsn, "tags": lease.tags}
+            emit("warning", "reader.heartbeat_lost", **where)
+        for lease in old:
+            emit("info", "reader.long", db_id=self.db_id, reader=lease.who, seconds=round(now - lease.opened_at))
+        return late
+
+    def retire_all(self) -> None:
+        """The database is being closed: nothing protects its readers any more."""
+        with self._lock:
+            self._retire(list(self._leases.values()))
+
+    def _retire(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            lease.open, lease.retired = False, True
+            del self._leases[lease.reader_id]
+            self._retired[lease.reader_id] = None
+            if len(self._retired) > RETIRED_MAX:
+                self._retired.popitem(last=False)
+
+    # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def floor(self, high_lsn: int) -> int:
+        """The floor now (rule 1). Whoever asks may act on it: no lease is taken below it from here on."""
+        outside = self._outside()
+        with self._lock:
+            floor = min((lease.lsn for lease in self._leases.values()), default=high_lsn)
+            floor = min(floor, high_lsn, high_lsn if outside is None else outside)
+            self._given_floor = max(self._given_floor, floor)
+            return self._given_floor
+
+    @property
+    def given_floor(self) -> int:
+        """The highest floor anybody was given."""
+        return self._given_floor
+
+    def peek(self) -> list[Lease]:
+        """The live leases, oldest version first: who holds the floor back."""
+        with self._lock:
+            return sorted(self._leases.values(), key=lambda lease: lease.lsn)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def forked(self) -> None:
+        """In the child of a fork(): nobody holds the lock, and the readers are the parent's."""
+        self._lock = threading.Lock()
+        self.retire_all()

@@ -1,0 +1,280 @@
+"""What an owner does with a database's WAL before it writes again: find the last commit, and forget what lies behind it.
+
+What a crash can leave, and what is done about it
+  a segment file without a row           garbage: removed (P1)
+  an open segment that holds nothing     discarded: its row ends, its file is deleted by the collector
+  an open segment with commits           cut after its last whole transaction, sealed there, indexed; never appended to (P4)
+  several open segments                  in order; once one is cut, what later ones hold never happened either
+  a sealed segment that is not indexed   indexed from its own index region
+  published rows without the seal        the same batch again: rows are the same, marks only rise
+
+Terms
+  verdict   how many frames of each open segment are kept, for all of them at once
+  salvage   to cut at damage as if it were a torn tail: asked for by a person, who is told what is lost
+
+Rules
+  1. Everything here may be repeated: a crash in recovery is recovered from by recovery. Segments are settled before the
+     verdict, so it comes out the same again; rows are published in steps first, then one batch ends all open segments: a
+     verdict that discards later segments because of an earlier one must not be half carried out.
+  2. A torn tail is normal and logged as info; a frame that had been synced and is bad is `Corruption` (P3), for this database
+     alone.
+  3. Nothing at or below `indexed_upto_lsn` is read but the index region.
+  4. A segment that ends within a transaction has the larger of the sizes before and after it (publication.py, rule 4).
+
+Thread: the opener's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.errors import Corruption, UnknownDatabase
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.durable.names import WalSegmentFile, pages_wal_dir, parse_path
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.pageindex import PublishPages
+from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, DiscardSegment, MoveWalState
+from quire.manifest.records import WalRecord, WalState, WalStateRecord
+from quire.manifest.store import ManifestStore
+from quire.pages.publication import PUBLISH_ROWS, Mark
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment, sealed_entries
+from quire.pages.wal import Start
+
+Rows = list[tuple[int, WalRecord]]
+"""(segment, row), oldest first."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """One open segment and what its scan says."""
+
+    segment_id: int
+    scan: SegmentScan
+    limit: int | None
+    """How many frames it can have, by the first lsn of the next one."""
+    kept: int = 0
+    """How many of its frames are kept: the verdict."""
+
+    @property
+    def entries(self) -> NDArray[np.void]:
+        return np.concatenate([self.scan.entries, self.scan.unfinished])[: self.kept]
+
+    @property
+    def last_lsn(self) -> int:
+        return self.scan.header.lsn(self.kept - 1)
+
+
+def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salvage: bool = False) -> Start:
+    """Bring a database's WAL into order; where writing goes on."""
+    state, rows = _read(manifest, db_id)
+    own = [(segment_id, row) for segment_id, row in rows if row.origin_db_id == db_id]
+    _sweep(disk, root, db_id, {segment_id for segment_id, _ in own})
+    for segment_id, row in own:
+        if row.state is WalState.SEALED:
+            _index(manifest, disk, root, db_id, segment_id, row, state)
+    found = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
+    if found:
+        _judge(db_id, found)
+        _carry_out(manifest, db_id, found, state)
+    state, rows = _read(manifest, db_id)
+    at = state.last_applied_lsn
+    mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, found))
+    return Start(state.lsn_reserved + 1, state.next_segment_id, mark)
+
+
+def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:
+    """The newest version the manifest knows, for who must not change anything."""
+    state, rows = _read(manifest, db_id)
+    at = state.last_applied_lsn
+    return Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, []))
+
+
+def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
+    with manifest.read() as txn:
+        state = txn.wal_state(db_id)
+        rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
+    if state is None:
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+    return state, rows
+
+
+def _sweep(disk: Disk, root: str, db_id: int, known: set[int]) -> None:
+    folder = os.path.join(root, pages_wal_dir(db_id))
+    disk.make_dirs(folder)
+    for name in disk.names(folder):
+        parsed = parse_path(f"{pages_wal_dir(db_id)}/{name}")
+        if isinstance(parsed, WalSegmentFile) and parsed.segment_id not in known:
+            emit("info", "wal.file_without_row", db_id=db_id, segment_id=parsed.segment_id)
+            disk.remove(os.path.join(folder, name))
+
+
+def _open(disk: Disk, root: str, db_id: int, segment_id: int) -> SegmentFile:
+    path = os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
+    try:
+        return SegmentFile.open(disk, path, db_id=db_id, segment_id=segment_id)
+    except FileNotFoundError as error:
+        raise Corruption(
+            "a WAL segment's file is missing",
+            hint="restore it from a copy; the other databases of the store are not affected",
+            path=path,
+            db_id=db_id,
+            segment_id=segment_id,
+        ) from error
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _scan(disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, *, salvage: bool) -> list[_Found]:
+    """Scan open segments from the last to the first: later ones prove what had been synced."""
+    found: list[_Found] = []
+    proven = state.indexed_upto_lsn
+    following: int | None = None
+    for segment_id, row in reversed(rows):
+        with _open(disk, root, db_id, segment_id) as file:
+            header = file.header
+            if following is None:
+                limit = None
+                last = header.lsn(header.geometry.capacity - 1)
+                indexed, known = min(state.indexed_upto_lsn, last), 0
+            else:
+                limit = min(max(following - header.first_lsn, 0), header.geometry.capacity)
+                indexed, known = state.indexed_upto_lsn, proven
+            scan = _scan_one(file, indexed, known, limit, salvage=salvage)
+        found.append(_Found(segment_id, scan, limit))
+        proven, following = max(proven, scan.proven_lsn), row.first_lsn
+    found.reverse()
+    return found
+
+
+def _scan_one(file: SegmentFile, indexed: int, proven: int, limit: int | None, *, salvage: bool) -> SegmentScan:
+    try:
+        return recover_segment(file, indexed_upto_lsn=indexed, proven_lsn=proven, limit=limit)
+    except Corruption as damage:
+        if not salvage or "frame" not in damage.where:
+            raise
+        emit("error", "wal.salvaged", error=str(damage), lost="everything from this frame on")
+        return recover_segment(file, indexed_upto_lsn=indexed, limit=damage.where["frame"])
+
+
+def _judge(db_id: int, found: Sequence[_Found]) -> None:
+    """Decide, oldest first, how much of each segment happened."""
+    whole = True
+    for number, each in enumerate(found):
+        scan, limit = each.scan, each.limit
+        if whole:
+            goes_on = limit is not None and scan.good == limit and _is_finished_by(found[number + 1 :])
+            each.kept = scan.good if goes_on else scan.cut
+        if scan.cut_reason is not CutReason.NOTHING and each.kept < scan.cut + scan.cut_frames:
+            emit(
+                "info",
+                "wal.torn_tail",
+                db_id=db_id,
+                segment_id=each.segment_id,
+                kept=each.kept,
+                forgotten=scan.cut + scan.cut_frames - each.kept,
+                why=scan.cut_reason.value,
+            )
+        whole = whole and (limit is None or each.kept == limit)
+
+
+def _is_finished_by(later: Sequence[_Found]) -> bool:
+    """Whether a transaction that began before these segments has its commit in them."""
+    for each in later:
+        if each.scan.cut:
+            return True
+        if each.limit is None or each.scan.good < each.limit:
+            return False
+    return False
+
+
+def _segment_of(rows: Rows, lsn: int) -> int:
+    return next((segment_id for segment_id, row in rows if row.first_lsn <= lsn <= row.last_lsn), 0)
+
+
+def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, found: Sequence[_Found]) -> int:
+    """The time of the newest commit: those to come are not earlier, whatever the clock says by then (P14)."""
+    latest = max((each.scan.last_commit_ms for each in found if each.kept), default=0)
+    if latest:
+        return latest
+    for segment_id, row in rows:
+        if row.first_lsn <= lsn <= row.last_lsn:
+            try:
+                with _open(disk, root, row.origin_db_id, segment_id) as file:
+                    return file.read_head(lsn - file.header.first_lsn).commit_ms
+            except Corruption:
+                return row.sealed_at_ms  # whoever reads the page will hear of it
+    return 0
+
+
+# ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _carry_out(manifest: ManifestStore, db_id: int, found: Sequence[_Found], state: WalStateRecord) -> None:
+    """Publish the rows of what is kept, then end all segments in one batch (rule 1)."""
+    kept = [each for each in found if each.kept]
+    for each in kept:
+        header = each.scan.header
+        for batch in _publications(db_id, as_rows(header, each.entries), state.indexed_upto_lsn):
+            manifest.submit(batch).result()
+            hit("pages.recovery.published")
+    ops: list[Op] = []
+    sizes = _sizes(kept, state.size_pages)
+    if kept:
+        last = kept[-1].last_lsn
+        ops.append(AdvanceWal(db_id, 0, indexed_upto_lsn=last, last_applied_lsn=last, size_pages=sizes[-1]))
+    for each, size in zip(kept, sizes):
+        header, used = each.scan.header, each.scan.header.geometry.frame_offset(each.kept)
+        ops += [
+            AppendWalChunk(db_id, 0, each.segment_id, 0, header.first_lsn, each.last_lsn, used, each.kept, size),
+            MoveWalState(db_id, each.segment_id, WalState.INDEXED),
+        ]
+    discarded = [each.segment_id for each in found if not each.kept]
+    if discarded:
+        ops += [DiscardSegment(db_id, each) for each in discarded]
+        ops += manifest.jobs.deletions([db_id])
+    hit("pages.recovery.sealing")
+    manifest.submit(ops).result()
+    hit("pages.recovery.sealed")
+
+
+def _sizes(kept: Sequence[_Found], before: int) -> list[int]:
+    """The size in pages for each segment's row (rule 4); `before` is the size before the first of them."""
+    sizes: list[int] = []
+    commits = [each.entries["db_size"][each.entries["db_size"] != 0].tolist() for each in kept]
+    for number, each in enumerate(kept):
+        before = commits[number][-1] if commits[number] else before
+        is_within = not each.entries["db_size"][-1]
+        after = next((later[0] for later in commits[number + 1 :] if later), before) if is_within else before
+        sizes.append(max(before, after))
+    return sizes
+
+
+def _index(
+    manifest: ManifestStore, disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord, state: WalStateRecord
+) -> None:
+    with _open(disk, root, db_id, segment_id) as file:
+        entries = sealed_entries(file.header, file.read_index(row.frame_count), row.frame_count, path=file.path)
+        rows = as_rows(file.header, entries)
+    for ops in _publications(db_id, rows, state.indexed_upto_lsn):
+        manifest.submit(ops).result()
+    commits = np.flatnonzero(entries["db_size"])
+    size = int(entries["db_size"][commits[-1]]) if len(commits) else None
+    applied = int(entries["lsn"][commits[-1]]) if len(commits) else 0
+    mark = AdvanceWal(db_id, 0, indexed_upto_lsn=row.last_lsn, last_applied_lsn=applied, size_pages=size)
+    manifest.submit([mark, MoveWalState(db_id, segment_id, WalState.INDEXED)]).result()
+    hit("pages.recovery.indexed")
+
+
+def _publications(db_id: int, rows: NDArray[np.void], indexed_upto_lsn: int) -> Iterator[list[Op]]:
+    """Batches that enter these rows, as far as they are not entered."""
+    fresh = rows[rows["lsn"] > np.uint64(indexed_upto_lsn)]
+    for start in range(0, len(fresh), PUBLISH_ROWS):
+        part = fresh[start : start + PUBLISH_ROWS]
+        upto = int(part["lsn"][-1])
+        yield [PublishPages(db_id, part.tobytes()), AdvanceWal(db_id, 0, lsn_reserved=upto, indexed_upto_lsn=upto)]

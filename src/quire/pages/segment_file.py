@@ -1,0 +1,392 @@
+"""A WAL segment as a file: made, recycled, appended to, synced, and read frame by frame.
+
+Terms
+  used     how many frames were appended in this life; the next one has this number
+  slice    what is encoded and written at a time, about 1 MiB: a large transaction then needs no memory of its own size
+  former   the file of a segment that nobody needs any more, about to begin another life
+
+States of a segment that is written
+  open ──an append or a sync failed──▶ in doubt ──close()──▶ closed
+
+Rules
+  1. `create` and `recycle` return when header and name are durable (P1); only then may the manifest name the segment. What
+     a crash leaves before that is a file without a row: garbage.
+  2. A recycled file stays in its database and gets a new salt: its old frames are invalid from then on. The new header is
+     synced under the old name, then renamed, so the new name never shows an old header.
+  3. Frames are written before their entries: after a killed process (the machine lives on) an entry implies its frame.
+     Power loss keeps no order at all; that is the scan's business.
+  4. A segment that was opened is never appended to (P4); only the object that made it can.
+  5. Input that is refused changes nothing. After any other failure of an append or a sync nobody knows what is on disk:
+     the segment takes nothing more and every call that writes raises `StoreUnusable`.
+  6. A frame is handed out only if its checksum fits this segment, this place and, if told, this page.
+
+Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used`
+moves only when an append is through. Format page: `docs/formats/segment.md`.
+Raises `StoreUnusable`, `ReadOnly`, `OutOfRange`, `InvalidInput`; `ChecksumMismatch` for a bad frame, and what the header
+and the disk raise.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+from quire.core.errors import (
+    AlreadyExists,
+    ChecksumMismatch,
+    Corruption,
+    InvalidInput,
+    OutOfRange,
+    ReadOnly,
+    StorageFault,
+    StoreUnusable,
+)
+from quire.core.limits import MIB
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, File, preallocate
+from quire.pages.segment import (
+    ENTRY_BYTES,
+    FRAME_HEAD_BYTES,
+    HEADER_BYTES,
+    HINT,
+    ZERO,
+    Encoded,
+    FrameHead,
+    Geometry,
+    PageWrite,
+    SegmentHeader,
+    check_frame,
+    check_pages,
+    decode_header,
+    encode,
+)
+
+SLICE_BYTES = 1 * MIB
+
+
+class Appended(NamedTuple):
+    """Where a transaction, or the part of one that was appended, went; and its entries."""
+
+    first_frame: int
+    frame_count: int
+    last_lsn: int
+    entries: bytes
+
+
+class SegmentFile:
+    """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
+
+    __slots__ = ("_file", "_header", "_slice", "_trouble", "_used", "_writable")
+
+    def __init__(self, file: File, header: SegmentHeader, *, writable: bool) -> None:
+        # Constant after construction.
+        self._file = file
+        self._header = header
+        self._writable = writable
+        self._slice = max(1, SLICE_BYTES // header.geometry.stride)
+        # Moved by the appending thread, read by all.
+        self._used = 0
+        # Only ever set.
+        self._trouble: StoreUnusable | None = None
+
+    @classmethod
+    def create(
+        cls,
+        disk: Disk,
+        path: str,
+        *,
+        db_id: int,
+        segment_id: int,
+        first_lsn: int,
+        page_size: int,
+        file_bytes: int,
+        created_at_ms: int = 0,
+    ) -> SegmentFile:
+        """Make a zero-filled segment file (rule 1). A full disk is `DiskFull` and leaves nothing behind."""
+        header = SegmentHeader(
+            geometry=Geometry.fitting(page_size=page_size, file_bytes=file_bytes),
+            db_id=db_id,
+            segment_id=segment_id,
+            first_lsn=first_lsn,
+            salt=secrets.randbits(64),
+            created_at_ms=created_at_ms,
+        )
+        try:
+            file = preallocate(disk, path, file_bytes)
+        except FileExistsError as error:
+            raise AlreadyExists("there is a segment file already", hint="remove or recycle it", path=path) from error
+        try:
+            hit("pages.segment.created")
+            _write_header(file, header)
+        except BaseException:
+            file.close()
+            # The first fault is the news; failing to clean up on top of it must not hide it.
+            with suppress(StorageFault, FileNotFoundError):
+                disk.remove(path)
+            raise
+        return cls(file, header, writable=True)
+
+    @classmethod
+    def recycle(
+        cls, disk: Disk, former: str, path: str, *, db_id: int, segment_id: int, first_lsn: int, created_at_ms: int = 0
+    ) -> SegmentFile:
+        """Begin a new life of the file `former` under the name `path` (rule 2), with the geometry it has.
+
+        The caller knows that nobody needs the former segment: its row is gone. If this fails, the file under either name
+        is garbage.
+        """
+        if disk.exists(path):
+            raise AlreadyExists("there is a segment file already", hint="remove it first", path=path)
+        file = disk.open(former)
+        try:
+            old = read_header(file)
+            if old.db_id != db_id:
+                raise InvalidInput("a segment is recycled inside one database only", path=former, db_id=old.db_id)
+            if first_lsn <= old.first_lsn or file.size() < old.geometry.file_bytes:
+                raise InvalidInput(
+                    "the file cannot be recycled: lsns do not go back, and the file must be whole",
+                    hint="remove the file and make a new one",
+                    path=former,
+                    first_lsn=first_lsn,
+                    former_lsn=old.first_lsn,
+                    size=file.size(),
+                )
+            header = SegmentHeader(
+                geometry=old.geometry,
+                db_id=db_id,
+                segment_id=segment_id,
+                first_lsn=first_lsn,
+                salt=secrets.randbits(64),
+                created_at_ms=created_at_ms,
+            )
+            _write_header(file, header)
+            hit("pages.segment.recycled")
+        finally:
+            file.close()
+        disk.rename(former, path)
+        disk.sync_dir(os.path.dirname(path) or ".")
+        # Opened anew, so that errors and `path` show the name it has now.
+        return cls(disk.open(path), header, writable=True)
+
+    @classmethod
+    def open(cls, disk: Disk, path: str, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentFile:
+        """Open a segment to read it; the ids, if given, must be those in its header."""
+        file = disk.open(path, write=False)
+        try:
+            return cls(file, read_header(file, db_id=db_id, segment_id=segment_id), writable=False)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def header(self) -> SegmentHeader:
+        return self._header
+
+    @property
+    def used(self) -> int:
+        """Frames appended through this object; 0 for a segment that was opened to read."""
+        return self._used
+
+    @property
+    def room(self) -> int:
+        """Frames that can still be appended."""
+        return self._header.geometry.capacity - self._used if self._writable else 0
+
+    @property
+    def last_lsn(self) -> int:
+        """The lsn of the last frame appended; the one before the segment's first, if there is none."""
+        return self._header.first_lsn + self._used - 1
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def append(
+        self, pages: Sequence[PageWrite], *, db_size: int, durable_upto_lsn: int = 0, commit_ms: int = 0
+    ) -> Appended:
+        """Write a transaction, or (`db_size=0`) a part that the next segment goes on with. Durable after `sync`."""
+        self._check()
+        header, first, count, step = self._header, self._used, len(pages), self._slice
+        if count > step:
+            # So that ordinary bad input is refused before the first slice is written.
+            check_pages(header, first, pages)
+            head, pages = pages[:step], pages[step:]
+            encoded = encode(header, first, head, db_size=0, durable_upto_lsn=durable_upto_lsn)
+        else:
+            encoded = encode(
+                header, first, pages, db_size=db_size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms
+            )
+            pages = ()
+        try:
+            entries = self._write_pieces(encoded)
+            for start in range(0, len(pages), step):
+                part = pages[start : start + step]
+                size = db_size if start + len(part) == len(pages) else 0
+                number = first + step + start
+                entries += self._write_pieces(
+                    encode(header, number, part, db_size=size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms)
+                )
+            hit("pages.segment.frames")
+            self._file.write_at(entries, header.geometry.entry_offset(first))
+        except BaseException as error:
+            self._doubt("an append", error)
+            raise
+        self._used = first + count
+        return Appended(first, count, header.first_lsn + first + count - 1, entries)
+
+    def _write_pieces(self, encoded: Encoded) -> bytes:
+        for offset, data in encoded.pieces:
+            self._file.write_at(data, offset)
+        return encoded.entries
+
+    def sync(self) -> int:
+        """Make everything appended so far durable; returns the lsn up to which it is."""
+        self._check()
+        # Read before the sync starts: what is appended meanwhile may or may not be covered.
+        lsn = self.last_lsn
+        try:
+            hit("pages.segment.sync")
+            self._file.sync()
+        except BaseException as error:
+            self._doubt("a sync", error)
+            raise
+        return lsn
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def read_frame(self, frame_no: int, *, page: int | None = None) -> bytes:
+        """The page in a frame, verified (rule 6); `page` is which one the caller expects there."""
+        geometry = self._header.geometry
+        if not 0 <= frame_no < geometry.capacity:
+            raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
+        data = self._file.read_at(geometry.stride, geometry.frame_offset(frame_no))
+        head = self._checked(frame_no, data, page)
+        return bytes(geometry.page_size) if head.flags & ZERO else data[FRAME_HEAD_BYTES:]
+
+    def read_frames(self, frame_nos: Sequence[int]) -> list[memoryview]:
+        """The pages in several frames, verified, in the order asked for; one read for each run of neighbours.
+
+        They are views: each keeps the bytes of its whole run alive, so copy what is to be kept.
+        """
+        geometry = self._header.geometry
+        stride, zeros = geometry.stride, memoryview(bytes(geometry.page_size))
+        images: dict[int, memoryview] = {}
+        for first, count in _runs(sorted(set(frame_nos))):
+            data = memoryview(self.read_raw(first, count))
+            for number in range(count):
+                frame = data[number * stride : (number + 1) * stride]
+                head = self._checked(first + number, frame, None)
+                images[first + number] = zeros if head.flags & ZERO else frame[FRAME_HEAD_BYTES:]
+        return [images[frame_no] for frame_no in frame_nos]
+
+    def read_head(self, frame_no: int) -> FrameHead:
+        """A frame's head; the whole frame is verified."""
+        return self._checked(frame_no, self.read_raw(frame_no, 1), None)
+
+    def read_raw(self, first: int, count: int) -> bytes:
+        """The bytes of neighbouring frames, unverified; fewer where the file ends."""
+        geometry = self._header.geometry
+        if first < 0 or count < 0 or first + count > geometry.capacity:
+            raise OutOfRange("the segment has no such frames", first=first, count=count, capacity=geometry.capacity)
+        return self._file.read_at(count * geometry.stride, geometry.frame_offset(first))
+
+    def read_index(self, count: int | None = None) -> bytes:
+        """The first `count` entries (default: the whole region), unverified."""
+        capacity = self._header.geometry.capacity
+        count = capacity if count is None else count
+        if not 0 <= count <= capacity:
+            raise OutOfRange("the segment has no such entries", count=count, capacity=capacity)
+        return self._file.read_at(count * ENTRY_BYTES, HEADER_BYTES)
+
+    def settle(self) -> None:
+        """Make what is read from here on what is on disk, and durable: before anything is concluded from it.
+
+        A killed writer leaves bytes that are readable but not yet on disk; publishing them and losing power would turn them
+        into corruption. And after a failed fsync Linux calls pages clean that are not on disk: drop those (advice only).
+        """
+        self._file.sync()
+        with suppress(OSError, AttributeError):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file and nothing else; what was appended but not synced may be lost."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
+        head = check_frame(self._header, frame_no, data)
+        if head is None or (page is not None and head.page != page):
+            found = {} if head is None else {"found_page": head.page}
+            raise ChecksumMismatch(
+                "a frame of the WAL is not what was written there",
+                hint=HINT,
+                path=self.path,
+                db_id=self._header.db_id,
+                segment_id=self._header.segment_id,
+                frame=frame_no,
+                offset=self._header.geometry.frame_offset(frame_no),
+                page=page,
+                **found,
+            )
+        return head
+
+    def _check(self) -> None:
+        if not self._writable:
+            raise ReadOnly("an opened segment is never appended to", hint="make a new segment", path=self.path)
+        if self._trouble is not None:
+            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+
+    def _doubt(self, doing: str, error: BaseException) -> None:
+        """Nobody knows what is on disk (rule 5): raises, now and in later calls. Returns if `error` is no `Exception`."""
+        self._trouble = StoreUnusable(
+            f"{doing} to a WAL segment failed, and what reached the disk is unknown",
+            hint="repair the cause, then reopen the store",
+            path=self.path,
+            segment_id=self._header.segment_id,
+            frame=self._used,
+            cause=str(error),
+        )
+        if isinstance(error, Exception):
+            raise self._trouble from error
+
+
+def read_header(file: File, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
+    """The header of an open segment file, whose region of entries must be there in full."""
+    header = decode_header(file.read_at(HEADER_BYTES, 0), file.path, db_id=db_id, segment_id=segment_id)
+    if (size := file.size()) < header.geometry.frames_offset:
+        raise Corruption(
+            "the segment ends within its index", hint=HINT, path=file.path, size=size, min=header.geometry.frames_offset
+        )
+    return header
+
+
+def _write_header(file: File, header: SegmentHeader) -> None:
+    file.write_at(header.encode(), 0)
+    file.sync()
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising numbers as (first, count) of neighbours.
+
+    >>> list(_runs([2, 3, 4, 7, 9, 10]))
+    [(2, 3), (7, 1), (9, 2)]
+    """
+    first = count = 0
+    for number in numbers:
+        if count and number == first + count:
+            count += 1
+        else:
+            if count:
+                yield first, count
+            first, count = number, 1
+    if count:
+        yield first, count

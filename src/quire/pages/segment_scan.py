@@ -1,0 +1,355 @@
+"""Reads what a WAL segment holds, and gives a verdict on how it ends: cleanly, torn, or corrupt.
+
+Terms
+  good     how many leading frames are as they were written: each entry valid and, above `indexed_upto_lsn`, each frame too
+  cut      the end of the last commit among them: what recovery keeps. Frames from `cut` to `good` are a transaction
+           without its commit; the next segment may go on with it, otherwise it never happened
+  limit    how many frames the segment can have, as far as others know: its capacity, or fewer if it was sealed
+           or a later segment goes on from there
+  proven   the lsn up to which frames are known to have been synced: the largest of the caller's `indexed_upto_lsn` and
+           `proven_lsn`, and the `durable_upto_lsn` of every valid commit frame, *also of those behind the bad frame*
+  shown    a place that names the lsn it should have, in its entry or its head: something was written there in this life
+
+Rules (the verdict, P2 and P3)
+  1. The first bad frame is at or below `proven`: `Corruption`. A sync that covered it had succeeded.
+  2. Otherwise it is the torn tail that a crash leaves: everything behind the cut is forgotten, whatever it holds.
+  3. At or below `indexed_upto_lsn` entries alone decide, so a recovery reads 1 % of the WAL; above, entry and frame must
+     both be valid and say the same, since a crash may keep one without the other.
+  4. Nothing is appended behind a cut (P4): the salt would make forgotten frames valid again.
+  5. An lsn of a later segment, as `indexed_upto_lsn` or as a proof, may be given only together with `limit`: frames that
+     were never written here are not missing.
+
+Why rule 1 raises no false alarm: a frame says `durable_upto_lsn` = D only after a sync of every frame up to D returned, and
+in one life of a file no place is written twice. Why rule 2 may be silent: power loss keeps, drops or garbles any unsynced
+sector, so a bad frame followed by good ones is normal for what was not yet synced.
+
+Pure functions over bytes with numpy, any thread; a body costs one crc64 call, an entry no Python at all. Executors use
+`sealed_entries`, `as_rows` and `page_map`. Format page: `docs/formats/segment.md`.
+Raises `Corruption` (path, segment, frame, lsn, offset), `OutOfRange`, and what reading raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.errors import Corruption, OutOfRange
+from quire.core.limits import MIB
+from quire.durable.checksums import Bytes, crc64, crc64_rows
+from quire.pages.segment import (
+    ENTRY_BYTES,
+    ENTRY_CHECKED_BYTES,
+    FRAME_CHECKED_BYTES,
+    FRAME_HEAD_BYTES,
+    HINT,
+    SHARED_BYTES,
+    ZERO,
+    SegmentHeader,
+)
+from quire.pages.segment_file import SegmentFile
+
+_SHARED = [
+    ("page", "<u4"), ("db_size", "<u4"), ("lsn", "<u8"), ("prev_lsn", "<u8"), ("prev_segment", "<u4"), ("flags", "<u4"),
+]  # fmt: skip
+ENTRY_DTYPE = np.dtype([*_SHARED, ("frame_crc64", "<u8"), ("entry_crc64", "<u8")])
+HEAD_DTYPE = np.dtype(
+    [*_SHARED, ("durable_upto_lsn", "<u8"), ("commit_ms", "<u8"), ("reserved", "<u8"), ("crc64", "<u8")]
+)
+ROW_DTYPE = np.dtype(
+    [
+        ("page", "<u4"), ("frame_no", "<u4"), ("lsn", "<u8"), ("prev_lsn", "<u8"), ("frame_crc64", "<u8"),
+        ("segment_id", "<u4"), ("origin_db_id", "<u4"), ("flags", "<u4"), ("reserved", "<u4"),
+    ]
+)  # fmt: skip
+"""A page version as the manifest's `PublishPages` takes it, packed; a test compares the two."""
+COMMIT_DTYPE = np.dtype([("frame_no", "<u4"), ("db_size", "<u4"), ("lsn", "<u8"), ("commit_ms", "<u8")])
+"""`commit_ms` is 0 where the frame was not read: at or below `indexed_upto_lsn`, except for the last."""
+
+READ_BYTES = 4 * MIB
+"""Frames are read and checked this much at a time."""
+
+if (ENTRY_DTYPE.itemsize, HEAD_DTYPE.itemsize, ROW_DTYPE.itemsize) != (ENTRY_BYTES, FRAME_HEAD_BYTES, 48):
+    raise AssertionError("the numpy types disagree with the segment's structs")
+
+Entries = NDArray[np.void]
+ReadFrames = Callable[[int, int], Bytes]
+"""(first frame, count) → their bytes, fewer where the file ends."""
+
+
+class CutReason(Enum):
+    """Why a segment ends at its cut."""
+
+    NOTHING = "nothing was cut"
+    UNFINISHED = "the frames behind the cut have no commit"
+    BAD_ENTRY = "an index entry is missing or damaged"
+    BAD_FRAME = "a frame is missing or damaged, though its index entry is good"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentScan:
+    """What a segment holds up to the cut, and how it ended."""
+
+    header: SegmentHeader
+    entries: Entries
+    """`ENTRY_DTYPE`, up to the cut: whole transactions only."""
+    unfinished: Entries
+    """From the cut to `good`: frames whose commit is not in this segment."""
+    commits: NDArray[np.void]
+    """`COMMIT_DTYPE`."""
+    last_lsn: int
+    """Of the last commit; the lsn before the segment's first, if there is none."""
+    size_pages: int
+    """After the last commit; 0 if there is none."""
+    last_commit_ms: int
+    proven_lsn: int
+    cut_frames: int
+    """How many frames behind the cut are forgotten, counted to the last place where this life shows."""
+    cut_reason: CutReason
+
+    @property
+    def cut(self) -> int:
+        """How many frames are kept: the number of the first that is not."""
+        return len(self.entries)
+
+    @property
+    def good(self) -> int:
+        return len(self.entries) + len(self.unfinished)
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of the file the kept frames take."""
+        return self.header.geometry.frame_offset(self.cut)
+
+
+def recover_segment(
+    file: SegmentFile, *, indexed_upto_lsn: int = 0, proven_lsn: int = 0, limit: int | None = None
+) -> SegmentScan:
+    """Scan a segment of a writer that is gone: settles the file, then reads it; see `scan_segment`."""
+    file.settle()
+    return scan_segment(
+        file.header,
+        file.read_index(),
+        file.read_raw,
+        path=file.path,
+        indexed_upto_lsn=indexed_upto_lsn,
+        proven_lsn=proven_lsn,
+        limit=limit,
+    )
+
+
+def scan_segment(
+    header: SegmentHeader,
+    index: Bytes,
+    read_frames: ReadFrames,
+    *,
+    path: str,
+    indexed_upto_lsn: int = 0,
+    proven_lsn: int = 0,
+    limit: int | None = None,
+) -> SegmentScan:
+    """What the segment holds, with a verdict (rules 1 to 5).
+
+    `index` is the region of entries. `limit` and `proven_lsn` are what the caller knows from elsewhere: the row of a sealed
+    segment, the first lsn of the next one.
+    """
+    entries = parse_entries(index)
+    limit = _limit(header, entries, limit)
+    entries = entries[:limit]
+    valid = valid_entries(header, entries)
+    with_entry = _leading(valid)
+    start = min(max(indexed_upto_lsn - header.first_lsn + 1, 0), limit)
+    frames = _Frames(header, entries, with_entry, start)
+    frames.read(read_frames)
+    good = frames.good()
+    proven = max(indexed_upto_lsn, proven_lsn, frames.durable_upto_lsn)
+    if good < limit and header.lsn(good) <= proven:
+        what = "a frame's index entry" if good == with_entry else "a frame"
+        page = None if good == with_entry else int(entries["page"][good])
+        raise _corruption(header, path, good, f"{what} that had been synced is missing or damaged", page)
+    sizes = entries["db_size"][:good]
+    commit_frames = np.flatnonzero(sizes)
+    cut = int(commit_frames[-1]) + 1 if len(commit_frames) else 0
+    if 0 < cut <= start:
+        frames.read_trusted_commit(cut - 1, read_frames, path)
+    commits = np.zeros(len(commit_frames), COMMIT_DTYPE)
+    commits["frame_no"], commits["db_size"] = commit_frames, sizes[commit_frames]
+    commits["lsn"], commits["commit_ms"] = entries["lsn"][commit_frames], frames.commit_ms[commit_frames]
+    shown = frames.shown_behind(cut)
+    return SegmentScan(
+        header=header,
+        entries=entries[:cut],
+        unfinished=entries[cut:good],
+        commits=commits,
+        last_lsn=header.lsn(cut - 1),
+        size_pages=int(sizes[cut - 1]) if cut else 0,
+        last_commit_ms=int(frames.commit_ms[cut - 1]) if cut else 0,
+        proven_lsn=proven,
+        cut_frames=shown,
+        cut_reason=_reason(shown, cut=cut, good=good, with_entry=with_entry),
+    )
+
+
+def sealed_entries(header: SegmentHeader, index: Bytes, frame_count: int, *, path: str) -> Entries:
+    """The first `frame_count` entries of a segment that is known to hold them; `index` may end there.
+
+    Frames are not looked at: each is verified when it is read. For snapshots, forks and executors (P12, K2).
+    """
+    entries = parse_entries(index)
+    entries = entries[: _limit(header, entries, frame_count)]
+    good = _leading(valid_entries(header, entries))
+    if good < frame_count:
+        raise _corruption(header, path, good, "a sealed segment's index entry is missing or damaged")
+    return entries
+
+
+def parse_entries(index: Bytes) -> Entries:
+    """Bytes of the index region as an array, without a copy and without a check; a part of an entry is left out."""
+    return np.frombuffer(index, ENTRY_DTYPE, count=len(index) // ENTRY_BYTES)
+
+
+def valid_entries(header: SegmentHeader, entries: Entries) -> NDArray[np.bool_]:
+    """Which entries, the first being frame 0's, are this segment's, in their place."""
+    numbers = np.arange(len(entries), dtype=np.uint64)
+    found = crc64_rows(_bytes_of(entries)[:, :ENTRY_CHECKED_BYTES], np.uint64(header.crc64) ^ numbers)
+    valid: NDArray[np.bool_] = found == entries["entry_crc64"]
+    valid &= entries["lsn"] == numbers + np.uint64(header.first_lsn)
+    return valid
+
+
+def as_rows(header: SegmentHeader, entries: Entries) -> NDArray[np.void]:
+    """Entries of one segment as `ROW_DTYPE`; its `tobytes()` is what `PublishPages` takes."""
+    rows = np.zeros(len(entries), ROW_DTYPE)
+    for name in ("page", "lsn", "prev_lsn", "frame_crc64", "flags"):
+        rows[name] = entries[name]
+    rows["frame_no"] = entries["lsn"] - np.uint64(header.first_lsn)
+    rows["segment_id"], rows["origin_db_id"] = header.segment_id, header.db_id
+    return rows
+
+
+def page_map(versions: NDArray[np.void], upto_lsn: int) -> NDArray[np.void]:
+    """The newest version of each page at or below `upto_lsn`, by page; of entries, or of rows from several segments."""
+    versions = versions[versions["lsn"] <= np.uint64(upto_lsn)]
+    lsns = versions["lsn"]
+    if np.any(lsns[1:] < lsns[:-1]):
+        versions = versions[np.argsort(lsns, kind="stable")]
+    # The first of each page, counted from the end, is its newest.
+    _, places = np.unique(versions["page"][::-1], return_index=True)
+    newest: NDArray[np.void] = versions[::-1][places]
+    return newest
+
+
+class _Frames:
+    """What the frames from `start` on say: which are valid and agree with their entries, and what the commits prove."""
+
+    def __init__(self, header: SegmentHeader, entries: Entries, with_entry: int, start: int) -> None:
+        self._header = header
+        self._entries = entries
+        self._with_entry = with_entry
+        self._start = start
+        self._agree = np.zeros(len(entries), np.bool_)
+        self._shown = entries["lsn"] == np.arange(len(entries), dtype=np.uint64) + np.uint64(header.first_lsn)
+        self.commit_ms = np.zeros(len(entries), np.uint64)
+        self.durable_upto_lsn = 0
+
+    def read(self, read_frames: ReadFrames) -> None:
+        """Read and check everything from `start` on, a few MiB at a time."""
+        step = max(1, READ_BYTES // self._header.geometry.stride)
+        for first in range(self._start, len(self._entries), step):
+            count = min(step, len(self._entries) - first)
+            self._check(first, read_frames(first, count))
+
+    def read_trusted_commit(self, frame_no: int, read_frames: ReadFrames, path: str) -> None:
+        """Read one commit below `start`, for its time."""
+        self._check(frame_no, read_frames(frame_no, 1))
+        if not self._agree[frame_no]:
+            what = "the last commit that had been published is damaged"
+            raise _corruption(self._header, path, frame_no, what, int(self._entries["page"][frame_no]))
+
+    def good(self) -> int:
+        """Leading frames that are valid: below `start` their entries are enough (rule 3)."""
+        if self._with_entry <= self._start:
+            return self._with_entry
+        return self._start + _leading(self._agree[self._start : self._with_entry])
+
+    def shown_behind(self, cut: int) -> int:
+        """How many places behind the cut there are, up to the last one that shows this life."""
+        places = np.flatnonzero(self._shown[cut:])
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def _check(self, first: int, data: Bytes) -> None:
+        stride = self._header.geometry.stride
+        count = len(data) // stride  # fewer than asked for where the file ends: those frames are not there
+        heads = np.ndarray((count,), HEAD_DTYPE, data, strides=(stride,)) if count else np.empty(0, HEAD_DTYPE)
+        entries = self._entries[first : first + count]
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        shown = heads["lsn"] == numbers + np.uint64(self._header.first_lsn)
+        self._shown[first : first + count] |= shown
+        # Behind the first bad entry only commits matter, for what they prove.
+        places = np.flatnonzero(shown & ((numbers < self._with_entry) | (heads["db_size"] != 0)))
+        found = self._checksums(data, heads[places], places, numbers[places])
+        valid = heads["crc64"][places] == found
+        places = places[valid]
+        heads, entries = heads[places], entries[places]
+        same = np.all(_bytes_of(heads)[:, :SHARED_BYTES] == _bytes_of(entries)[:, :SHARED_BYTES], axis=1)
+        self._agree[first + places] = same & (heads["crc64"] == entries["frame_crc64"])
+        commits = heads["db_size"] != 0
+        self.commit_ms[first + places[commits]] = heads["commit_ms"][commits]
+        self.durable_upto_lsn = max(self.durable_upto_lsn, int(np.max(heads["durable_upto_lsn"][commits], initial=0)))
+
+    def _checksums(
+        self, data: Bytes, heads: NDArray[np.void], places: NDArray[np.intp], numbers: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        stride, view = self._header.geometry.stride, memoryview(data)
+        found = crc64_rows(_bytes_of(heads)[:, :FRAME_CHECKED_BYTES], np.uint64(self._header.crc64) ^ numbers)
+        bodies = np.flatnonzero((heads["flags"] & np.uint32(ZERO)) == 0)
+        starts = (places[bodies] * stride + FRAME_HEAD_BYTES).tolist()
+        size = stride - FRAME_HEAD_BYTES
+        running = zip(starts, found[bodies].tolist(), strict=True)
+        found[bodies] = np.fromiter((crc64(view[start : start + size], seed) for start, seed in running), np.uint64)
+        return found
+
+
+def _bytes_of(array: NDArray[np.void]) -> NDArray[np.uint8]:
+    """A structured array as one row of bytes each."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), array.dtype.itemsize)
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return len(flags) if flags.all() else int(np.argmin(flags))
+
+
+def _limit(header: SegmentHeader, entries: Entries, limit: int | None) -> int:
+    capacity = header.geometry.capacity
+    limit = capacity if limit is None else limit
+    if not 0 <= limit <= capacity:
+        raise OutOfRange("the segment cannot hold so many frames", frames=limit, capacity=capacity)
+    if len(entries) < limit:
+        raise OutOfRange("entries are missing", hint="pass the region of entries", entries=len(entries), frames=limit)
+    return limit
+
+
+def _reason(shown: int, *, cut: int, good: int, with_entry: int) -> CutReason:
+    if not shown:
+        return CutReason.NOTHING
+    if shown == good - cut:
+        return CutReason.UNFINISHED
+    return CutReason.BAD_ENTRY if good == with_entry else CutReason.BAD_FRAME
+
+
+def _corruption(header: SegmentHeader, path: str, frame: int, what: str, page: int | None = None) -> Corruption:
+    return Corruption(
+        what,
+        hint=HINT,
+        path=path,
+        db_id=header.db_id,
+        segment_id=header.segment_id,
+        frame=frame,
+        page=page,
+        lsn=header.lsn(frame),
+        offset=header.geometry.frame_offset(frame),
+    )

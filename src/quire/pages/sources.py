@@ -1,0 +1,325 @@
+"""Where bytes of pages come from: WAL segments and chunks, opened once, read through the cache.
+
+Terms
+  frame    a page in a WAL segment, found by (origin, segment, frame)
+  chunk    a page in a chunk object, found by (artifact, offset in the slot); read from its local copy if there is one
+  place    where an artifact's object is: what is needed to read it without a manifest
+  cold     read past the cache, under the bandwidth limit: for scans that must not disturb others
+
+Rules
+  1. Handles and footers are kept, a bounded number of each (`handles.py`); the oldest unused are given up.
+  2. Bytes are verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location.
+  3. A handle may outlive its file's life: a recycled segment fails its salted check, and `forget` drops the handle so that the
+     next look is at what is there now (P8).
+  4. Local first: a segment's or chunk's own file, a path-URL object's file, then the object store. A file that is not there is
+     no fault as long as an object is.
+
+Threads: any. Executor-safe: no manifest is asked; what it knows comes with the places, or through `locate`.
+Raises `Corruption` for what is missing or altered, and what disks and object stores raise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from quire.core.errors import ChecksumMismatch, Corruption, ObjectNotFound
+from quire.core.ids import ArtifactKey
+from quire.durable.files import Disk
+from quire.durable.names import CachedChunkFile, WalSegmentFile, object_key
+from quire.objects.api import ObjectStore
+from quire.pages.cache import PageCache
+from quire.pages.chunk_reader import ChunkReader
+from quire.pages.handles import Handles, ObjectFile, ReadFile, ReadSegment
+from quire.pages.segment import FRAME_HEAD_BYTES, HINT, ZERO, check_frame
+from quire.pages.segment_file import read_header
+from quire.pages.throttle import Throttle
+
+SEGMENTS_MAX = 64
+FILES_MAX = 64
+"""Descriptors held for segments, and for files of chunks: a process has 1,024 unless it asked for more."""
+CHUNKS_MAX = 256
+"""Loaded footers: that of a full chunk of 4 KiB pages takes about 150 KiB."""
+RUN_BYTES = 4 << 20
+"""Neighbouring frames are read this much at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlace:
+    """Where a chunk's object is; small and picklable."""
+
+    key: ArtifactKey
+    url: str
+    object_key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentPlace:
+    """Where a sealed segment's object is; `object_key` is empty if it was never uploaded."""
+
+    origin_db_id: int
+    segment_id: int
+    url: str = ""
+    object_key: str = ""
+    used_bytes: int = 0
+
+
+Locate = Callable[[int, int], SegmentPlace | None]
+"""(origin, segment) → its place, by who can ask a manifest."""
+
+
+class Sources:
+    """Opens and reads segments and chunks of one store."""
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        disk: Disk,
+        open_store: Callable[[str], ObjectStore],
+        cache: PageCache,
+        locate: Locate = lambda _origin, _segment: None,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self.cache = cache
+        self.throttle = throttle
+        self._root = root
+        self._disk = disk
+        self._open_store = open_store
+        self._locate = locate
+        self._segments: Handles[ReadSegment] = Handles(SEGMENTS_MAX)
+        self._chunks: Handles[ChunkReader] = Handles(CHUNKS_MAX)
+        self._files: Handles[ReadFile] = Handles(FILES_MAX)
+
+    def close(self) -> None:
+        """Give all handles up; reads that are under way finish."""
+        self._segments.clear()
+        self._chunks.clear()
+        self._files.clear()
+
+    # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def frame(
+        self,
+        origin: int,
+        segment_id: int,
+        frame_no: int,
+        page: int,
+        *,
+        place: SegmentPlace | None = None,
+        cold: bool = False,
+    ) -> bytes:
+        """The page in a frame, through the cache."""
+        location = (origin, segment_id, frame_no)
+        found = self.cache.get(location)
+        if found is None:
+            segment = self.segment(origin, segment_id, place)
+            if cold:
+                self._slow_down(segment.header.geometry.stride)
+            found = segment.read_frame(frame_no, page=page)
+            if not cold:
+                self.cache.put(location, found)
+        return found
+
+    def frames(self, origin: int, segment_id: int, frame_nos: Sequence[int]) -> list[memoryview]:
+        """The pages in several frames of a segment, past the cache; one read for each run of neighbours."""
+        return self.segment(origin, segment_id).read_frames(frame_nos)
+
+    def pages(
+        self,
+        origin: int,
+        segment_id: int,
+        wanted: Iterable[tuple[int, int]],
+        *,
+        place: SegmentPlace | None = None,
+        cold: bool = False,
+    ) -> dict[int, bytes]:
+        """Page → image for (page, frame) pairs of one segment; each frame must hold that page."""
+        segment, found = self.segment(origin, segment_id, place), {}
+        cache, header = self.cache, segment.header
+        stride, zeros = header.geometry.stride, self.cache.zeros(header.geometry.page_size)
+        missing: list[tuple[int, int]] = []
+        for page, frame_no in wanted:
+            cached = cache.get((origin, segment_id, frame_no))
+            if cached is None:
+                missing.append((frame_no, page))
+            else:
+                found[page] = cached
+        for run in _runs(sorted(missing), max(RUN_BYTES // stride, 1)):
+            first = run[0][0]
+            if cold:
+                self._slow_down(len(run) * stride)
+            data = memoryview(segment.read_raw(first, len(run)))
+            for frame_no, page in run:
+                at = (frame_no - first) * stride
+                frame = data[at : at + stride]
+                head = check_frame(header, frame_no, frame)
+                if head is None or head.page != page:
+                    raise ChecksumMismatch(
+                        "a frame of the WAL is not what was written there",
+                        hint=HINT,
+                        path=segment.path,
+                        db_id=header.db_id,
+                        segment_id=segment_id,
+                        frame=frame_no,
+                        offset=header.geometry.frame_offset(frame_no),
+                        page=page,
+                    )
+                image = found[page] = zeros if head.flags & ZERO else bytes(frame[FRAME_HEAD_BYTES:])
+                if not cold:
+                    cache.put((origin, segment_id, frame_no), image)
+        return found
+
+    def segment(self, origin: int, segment_id: int, place: SegmentPlace | None = None) -> ReadSegment:
+        """A segment, opened for reading; from its object if its file is not here (rule 4)."""
+        return self._segments.keep((origin, segment_id), lambda: self._open_segment(origin, segment_id, place))
+
+    def _open_segment(self, origin: int, segment_id: int, place: SegmentPlace | None) -> ReadSegment:
+        path = os.path.join(self._root, WalSegmentFile(db_id=origin, segment_id=segment_id).path)
+        try:
+            file = ReadSegment.open(self._disk, path, db_id=origin, segment_id=segment_id)
+            assert isinstance(file, ReadSegment), "`open` makes one of the class it is called on"
+            return file
+        except FileNotFoundError as error:
+            place = place if place is not None and place.object_key else self._locate(origin, segment_id)
+            if place is None or not place.object_key:
+                raise _missing(
+                    "a WAL segment's file is missing", path=path, db_id=origin, segment_id=segment_id
+                ) from error
+        remote = ObjectFile(self._open_store(place.url), place.object_key, place.used_bytes)
+        try:
+            return ReadSegment(remote, read_header(remote, db_id=origin, segment_id=segment_id), writable=False)
+        except ObjectNotFound as error:
+            where = {"object": place.object_key, "path": path, "db_id": origin, "segment_id": segment_id}
+            raise _missing("a WAL segment has neither its file nor its object", **where) from error
+
+    def forget_segment(self, origin: int, segment_id: int) -> None:
+        """The segment's file is gone, or has begun another life (rule 3)."""
+        self._segments.drop((origin, segment_id))
+
+    # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def chunk(self, place: ChunkPlace, *, cold: bool = False) -> ChunkReader:
+        """A chunk's reader, its footer loaded once."""
+        if cold:
+            kept = self._chunks.get(place.key)
+            return kept if kept is not None else self._open_chunk(place, cold=True)
+        return self._chunks.keep(place.key, lambda: self._open_chunk(place, cold=False))
+
+    def _open_chunk(self, place: ChunkPlace, *, cold: bool) -> ChunkReader:
+        return ChunkReader(self._range_of(place, cold=cold), place.size_bytes, expect=place.key)
+
+    def forget_chunk(self, key: ArtifactKey) -> None:
+        """The chunk's object is gone, or its local copy is."""
+        self._chunks.drop(key)
+        self._files.drop(key)
+
+    def chunk_page(self, place: ChunkPlace, offset: int, *, cold: bool = False) -> bytes | None:
+        """One page of a chunk, through the cache; its neighbours of the same frame are cached with it."""
+        found = self.cache.get((place.key, offset))
+        if found is not None:
+            return found
+        reader = self.chunk(place, cold=cold)
+        if cold:
+            return reader.read_page(offset)
+        pages = reader.read_frame(offset)
+        for each, image in pages.items():
+            self.cache.put((place.key, each), image)
+        return pages.get(offset)
+
+    def chunk_pages(self, place: ChunkPlace, offsets: Sequence[int], *, cold: bool = False) -> dict[int, bytes]:
+        """Offset → image for those of these pages that the chunk has; frames near each other are read together."""
+        found, missing = {}, []
+        for offset in offsets:
+            cached = self.cache.get((place.key, offset))
+            if cached is None:
+                missing.append(offset)
+            else:
+                found[offset] = cached
+        if missing:
+            for offset, image in self.chunk(place, cold=cold).iter_pages(missing):
+                found[offset] = image
+                if not cold:
+                    self.cache.put((place.key, offset), image)
+        return found
+
+    def chain_page(self, chain: Sequence[ChunkPlace], offset: int, *, cold: bool = False) -> bytes | None:
+        """One page of a chain: of its last chunk that has it."""
+        for place in reversed(chain):
+            image = self.chunk_page(place, offset, cold=cold)
+            if image is not None:
+                return image
+        return None
+
+    def chain_pages(
+        self, chain: Sequence[ChunkPlace], offsets: Sequence[int], *, cold: bool = False
+    ) -> dict[int, bytes]:
+        """Offset → image for those of these pages that the chain has."""
+        found: dict[int, bytes] = {}
+        for place in reversed(chain):
+            missing = [offset for offset in offsets if offset not in found]
+            if not missing:
+                break
+            found.update(self.chunk_pages(place, missing, cold=cold))
+        return found
+
+    def _range_of(self, place: ChunkPlace, *, cold: bool) -> Callable[[int, int], bytes]:
+        def read(offset: int, length: int) -> bytes:
+            if cold:
+                self._slow_down(length)
+            file = self._file_of(place)
+            if file is not None:
+                return file.read_at(length, offset)
+            try:
+                return self._open_store(place.url).get_range(place.object_key, offset, length)
+            except ObjectNotFound as error:
+                where = {"object": place.object_key, "chunk": object_key(place.key), "store": place.url}
+                raise _missing("a chunk's object is missing", **where) from error
+
+        return read
+
+    def _file_of(self, place: ChunkPlace) -> ReadFile | None:
+        """The chunk's file: its hot copy, or the object itself where objects are files of ours (O2)."""
+        file = self._files.get(place.key)
+        if file is not None:
+            return file
+        paths = [os.path.join(self._root, CachedChunkFile(db_id=place.key.origin_db_id, key=place.key).path)]
+        if "://" not in place.url:
+            paths.append(os.path.join(place.url, place.object_key))
+        for path in paths:
+            if self._disk.exists(path):
+                try:
+                    opened = ReadFile(self._disk.open(path, write=False))
+                except FileNotFoundError:
+                    continue  # evicted since: there is an object, or we will hear of it
+                return self._files.keep(place.key, partial(_same, opened))
+        return None
+
+    def _slow_down(self, size: int) -> None:
+        if self.throttle is not None:
+            self.throttle.take(size)
+
+
+def _runs(frames: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[int, int]]]:
+    """(frame, page) pairs in rising order, neighbours together.
+
+    >>> list(_runs([(1, 9), (2, 8), (4, 7), (5, 6), (6, 5)], 2))
+    [[(1, 9), (2, 8)], [(4, 7), (5, 6)], [(6, 5)]]
+    """
+    run: list[tuple[int, int]] = []
+    for each in frames:
+        if run and (each[0] != run[-1][0] + 1 or len(run) >= longest):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _same(file: ReadFile) -> ReadFile:
+    return file
+
+
+def _missing(what: str, **where: object) -> Corruption:
+    return Corruption(what, hint="restore it from a copy; `quire verify` shows what is affected", **where)

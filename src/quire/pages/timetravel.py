@@ -1,0 +1,174 @@
+"""Finds an earlier version of a database, by lsn or by time, and says what it can be read from (P14).
+
+Terms
+  commit     the last frame of a transaction: it names a version, and has the size and the time of it
+  live       versions at or above `checkpointed_lsn`, and of a fork its fork point: the WAL still has all of them
+  anchor     the version of a snapshot (a named one, or one that a checkpoint has kept for the window)
+
+Rules
+  1. A version is the last commit at or below what was asked for: never in the middle of a transaction.
+  2. Live versions are read through a lease, as any other. An older one needs a snapshot that covers no more than it and pins
+     every segment up to it: its leaves, and its pins cut at that version.
+  3. What lies between an anchor and the next version is the anchor itself, if the snapshot behind it was based on just that.
+  4. Anything else is gone: `SnapshotGone` says what there is.
+
+Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a zone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+
+from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
+from quire.core.ids import Epoch
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import SnapshotRecord, WalState
+from quire.manifest.slots import unpack_leaf
+from quire.pages.framemap import PinnedSegment, Regions
+from quire.pages.publication import Mark
+from quire.pages.view_build import pinned
+
+At = int | Epoch | datetime
+"""How a version is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was asked for: an lsn or a time in milliseconds; the other is `None`."""
+
+    lsn: int | None
+    ms: int | None
+
+    @classmethod
+    def of(cls, at: At) -> Moment:
+        """What `at` means."""
+        if isinstance(at, datetime):
+            if at.tzinfo is None:
+                raise InvalidInput("a time needs a zone", hint="datetime.now(timezone.utc), say", at=str(at))
+            return cls(None, int(at.timestamp() * 1000))
+        lsn = at.lsn if isinstance(at, Epoch) else at
+        if isinstance(lsn, bool) or not isinstance(lsn, int) or lsn < 0:
+            raise InvalidInput("a version is an lsn, an Epoch or a time", at=repr(at))
+        return cls(lsn, None)
+
+    def includes(self, lsn: int, ms: int) -> bool:
+        """Whether a version of this lsn and time is at or below it."""
+        return lsn <= self.lsn if self.lsn is not None else ms <= (self.ms or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version, and where it is read: `snapshot_id` is 0 for a live one."""
+
+    mark: Mark
+    snapshot_id: int = 0
+    record: SnapshotRecord | None = None
+
+
+def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> Found:
+    """The version that was current at `at`."""
+    moment = Moment.of(at)
+    if moment.lsn is not None and moment.lsn > durable.lsn:
+        raise OutOfRange("there is no such version yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)
+    if moment.includes(durable.lsn, durable.commit_ms):
+        return Found(durable)
+    wal, record = txn.wal_state(db_id), txn.database(db_id)
+    checkpointed = wal.checkpointed_lsn if wal is not None else 0
+    # Of what a fork has inherited it knows the newest versions only: its own history begins where it was forked.
+    begins = max(checkpointed, record.parent_lsn if record is not None else 0)
+    live = _live_segments(txn, db_id, durable.lsn)
+    mark = last_commit(regions, live, moment)
+    if mark is not None and mark.lsn >= begins:
+        return Found(mark)
+    snapshots = sorted(
+        ((key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)), key=lambda item: item[1].anchor_lsn
+    )
+    found = _among(txn, regions, snapshots, moment, objects_url)
+    if found is None:
+        raise SnapshotGone(
+            "this version is no longer kept",
+            hint="named snapshots keep theirs; a window of time travel keeps all for a while",
+            db_id=db_id,
+            at=str(at),
+            checkpointed_lsn=checkpointed,
+            anchors=[record.anchor_lsn for _, record in snapshots][-8:],
+        )
+    return found
+
+
+def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment) -> Mark | None:
+    """The last commit at or below a moment in these segments, which are ordered by first lsn."""
+    for pin in reversed(pins):
+        region = regions.of(pin)
+        frames = np.flatnonzero(region.entries["db_size"]).tolist()
+        file = regions.sources.segment(pin.origin_db_id, pin.segment_id, pin.place)
+        if moment.lsn is not None:
+            lsns = region.entries["lsn"][frames].tolist()
+            number = bisect_right(lsns, moment.lsn)
+        else:
+            number = bisect_right(frames, moment.ms or 0, key=lambda frame: file.read_head(frame).commit_ms)
+        if number:
+            head = file.read_head(frames[number - 1])
+            return Mark(head.lsn, head.db_size, pin.segment_id, head.commit_ms)
+    return None
+
+
+def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int) -> list[PinnedSegment]:
+    """The segments that still hold versions of the live database, open ones as far as they are durable."""
+    found: list[tuple[int, PinnedSegment]] = []
+    for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
+        if row.state is WalState.TRUNCATED or row.first_lsn > durable_lsn:
+            continue
+        upto = durable_lsn if row.state is WalState.OPEN else min(row.last_lsn, durable_lsn)
+        found.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, upto)))
+    found.sort(key=lambda item: item[0])
+    # An open segment ends where the next one begins.
+    ends = [first - 1 for first, _ in found[1:]] + [durable_lsn]
+    return [pin._replace(upto_lsn=min(pin.upto_lsn, end)) for (_, pin), end in zip(found, ends)]
+
+
+def _among(
+    txn: ReadTxn,
+    regions: Regions,
+    snapshots: list[tuple[int, SnapshotRecord]],
+    moment: Moment,
+    objects_url: str,
+) -> Found | None:
+    """Rules 2 and 3."""
+    before: tuple[int, SnapshotRecord] | None = None
+    for snapshot_id, record in snapshots:
+        if moment.includes(record.anchor_lsn, record.anchor_time_ms or record.created_at_ms):
+            before = (snapshot_id, record)
+            continue
+        pins = pinned(txn, record.pins, objects_url, upto_lsn=record.anchor_lsn)
+        mark = last_commit(regions, pins, moment)
+        if mark is not None:
+            return Found(mark, snapshot_id, record)
+        if before is not None and before[1].anchor_lsn == _covered(txn, record):
+            return _whole(*before)
+        return None
+    if before is not None and moment.lsn == before[1].anchor_lsn:
+        return _whole(*before)
+    return None
+
+
+def _whole(snapshot_id: int, record: SnapshotRecord) -> Found:
+    mark = Mark(record.anchor_lsn, record.size_pages, record.anchor_segment_id, record.anchor_time_ms)
+    return Found(mark, snapshot_id, record)
+
+
+def _covered(txn: ReadTxn, record: SnapshotRecord) -> int:
+    """The highest lsn that a snapshot's chunks hold."""
+    covered = 0
+    for number, origin, generation in record.leaves:
+        leaf = txn.get(t.SLOT_LEAF, origin, number, generation)
+        if leaf is not None:
+            chains = unpack_leaf(leaf.entries).values()
+            covered = max(covered, max((chain[-1].covered_lsn for chain in chains), default=0))
+    return covered

@@ -1,0 +1,117 @@
+"""Makes a `SnapshotView` of a snapshot's row, or of a version between two checkpoints: the side that needs a manifest.
+
+Rules
+  1. A view is read in one transaction: its links and pins belong together.
+  2. A view at an earlier version than its snapshot's (time travel, P14) has the same leaves, and of the pins what is at or
+     below that version. That is right as long as the leaves cover no more than it: the caller has checked that.
+
+Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows that should be there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.core.errors import Corruption, UnknownDatabase
+from quire.core.ids import ArtifactKey
+from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.durable.names import object_key
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbRecord, Pin, SnapshotRecord
+from quire.manifest.slots import unpack_leaf
+from quire.pages.framemap import PinnedSegment
+from quire.pages.places import chunk_row, segment_place, space_of
+from quire.pages.publication import Mark
+from quire.pages.view import LINK_DTYPE, SnapshotView
+
+
+def view_of(
+    txn: ReadTxn, db_id: int, snapshot_id: int, record: SnapshotRecord, objects_url: str, *, at: Mark | None = None
+) -> SnapshotView:
+    """The view of a snapshot, or (rule 2) of an earlier version that its pins reach back to."""
+    database = txn.database(db_id)
+    if database is None:
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+    mark = at or Mark(record.anchor_lsn, record.size_pages, record.anchor_segment_id, record.anchor_time_ms)
+    links, spaces, names = _links(txn, record, objects_url)
+    return SnapshotView(
+        db_id=db_id,
+        snapshot_id=snapshot_id,
+        name=record.name,
+        page_size=record.page_size or database.page_size,
+        pages_per_chunk=_pages_per_chunk(database),
+        lsn=mark.lsn,
+        size_pages=mark.size_pages,
+        time_ms=mark.commit_ms or record.created_at_ms,
+        segment_id=mark.segment_id,
+        links=links,
+        spaces=spaces,
+        names=names,
+        pins=tuple(pinned(txn, record.pins, objects_url, upto_lsn=mark.lsn)),
+    )
+
+
+def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:
+    """Pins with their places, by first lsn, as far as they are at or below an lsn."""
+    found: list[tuple[int, PinnedSegment]] = []
+    for pin in pins:
+        row = txn.get(t.WAL_CATALOG, pin.origin_db_id, pin.segment_id)
+        if row is None:
+            raise Corruption(
+                "a pinned WAL segment has no row",
+                hint="run `quire manifest check`",
+                db_id=pin.origin_db_id,
+                segment_id=pin.segment_id,
+            )
+        if row.first_lsn <= upto_lsn:
+            place = segment_place(txn, pin.origin_db_id, pin.segment_id, objects_url)
+            upto = min(pin.upto_lsn, upto_lsn)
+            found.append((row.first_lsn, PinnedSegment(pin.origin_db_id, pin.segment_id, upto, place)))
+    return [segment for _, segment in sorted(found, key=lambda item: item[0])]
+
+
+def _links(
+    txn: ReadTxn, record: SnapshotRecord, objects_url: str
+) -> tuple[bytes, tuple[tuple[str, str], ...], tuple[str, ...]]:
+    rows: list[tuple[int, ...]] = []
+    spaces: dict[tuple[str, str], int] = {}
+    names: dict[str, int] = {"": 0}
+    of_namespace: dict[int, tuple[str, str]] = {}
+    for number, origin, generation in sorted(record.leaves):
+        leaf = txn.get(t.SLOT_LEAF, origin, number, generation)
+        if leaf is None:
+            raise Corruption("a leaf of the slot map is missing", hint="run `quire manifest check`", leaf=number)
+        for offset, chain in sorted(unpack_leaf(leaf.entries).items()):
+            slot = number * SLOTS_PER_LEAF + offset
+            for link in chain:
+                key = link.artifact(slot)
+                row = chunk_row(txn, key)
+                if row.namespace_id not in of_namespace:
+                    of_namespace[row.namespace_id] = space_of(txn, row.namespace_id, objects_url)
+                space = spaces.setdefault(of_namespace[row.namespace_id], len(spaces))
+                name = names.setdefault(_own_name(key, row.suffix), len(names))
+                rows.append(
+                    (
+                        slot,
+                        link.origin_db_id,
+                        link.generation,
+                        link.delta_id,
+                        link.kind,
+                        0,
+                        link.covered_lsn,
+                        row.size_bytes,
+                        space,
+                        name,
+                    )
+                )
+    return np.array(rows, LINK_DTYPE).tobytes(), tuple(spaces), tuple(names)
+
+
+def _own_name(key: ArtifactKey, suffix: str) -> str:
+    """The suffix of a row, if it does not follow from the artifact's key."""
+    return "" if suffix == object_key(key) else suffix
+
+
+def _pages_per_chunk(database: DbRecord) -> int:
+    return database.pages_per_chunk or (CHUNK_BYTES // database.page_size if database.page_size else 1)

@@ -1,0 +1,428 @@
+"""The write-ahead log of one database: transactions go in, versions of pages come out.
+
+Terms (and those of publication.py)
+  written    appended to the open segment; the next writer builds on it
+  durable    synced; what readers may open at
+  published  in the manifest's page index; what survives in memory is only what is not published yet
+  recent     page → versions that are not published: (lsn, segment, frame), rising
+
+What is on disk, step by step, and which rule covers a crash there
+  segments are made       see wal_files.py
+  frames are appended     not synced: a torn tail, cut at the last commit (P3)
+  the segment is synced   every transaction up to `durable` is whole; recovery finds it in the segment's index
+  it is published         see publication.py
+
+Rules
+  1. Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that
+     can be refused is refused before the first frame is written, and changes nothing.
+  2. Whoever waits for durability syncs for all that was written by then (P7): no thread in between, one sync serves everyone
+     who came in time, and nobody who is served waits for the next one.
+  3. lsns are reserved in the manifest in blocks before they are used, so none is ever used twice (P5).
+  4. Nothing that names an lsn enters the manifest before that lsn is durable (P5), and that is always the end of a transaction.
+  5. Versions leave `recent` only after the batch that publishes them has committed: a reader that looks there first and begins
+     its manifest transaction afterwards misses nothing (P8). Lists in `recent` only grow at their end, or are replaced.
+  6. After a failed write or sync the database takes nothing more until it is reopened (M12); other databases go on. What was
+     durable by then can still be read.
+
+  7. A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
+     needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin.
+
+Threads: `append` by whoever holds the database's write lock; `sync`, `publish`, `seal` and reads by any.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from quire.core.clock import Clock
+from quire.core.errors import OutOfRange, QuireError, StoreClosed, StoreUnusable
+from quire.core.events import emit
+from quire.core.limits import MIB
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.manifest import tables as t
+from quire.manifest.doorbell import Waiters
+from quire.manifest.ops.wal import AdvanceWal
+from quire.manifest.store import ManifestStore
+from quire.pages.publication import Mark, Piece, Publication, Segment
+from quire.pages.segment import FRAME_HEAD_BYTES, PageWrite
+from quire.pages.segment_file import SegmentFile
+from quire.pages.spill import Spill
+from quire.pages.wal_files import SegmentMaker
+
+LSN_BLOCK = 1 << 20
+"""lsns reserved at a time: a commit of the manifest for every million page versions."""
+
+FORGET_PAGES = 1_024
+"""Pages that leave `recent` under one hold of the append lock: under a millisecond."""
+
+HEADS_MAX = 65_536
+"""Pages whose newest version is remembered for the next one's `prev_lsn`; beyond it, start over."""
+
+ZERO_PAGES_MAX = 65_536
+ZERO_BYTES_MAX = 256 * MIB
+"""Pages that a transaction may bring into being without writing them, and the WAL they may take: each is a frame (P15)."""
+
+_NO_HEAD = (0, 0)
+
+Version = tuple[int, int, int]
+"""(lsn, segment, frame) of one version of a page."""
+
+
+class Start(NamedTuple):
+    """Where writing goes on after recovery."""
+
+    next_lsn: int
+    next_segment_id: int
+    durable: Mark
+
+
+class Wal:
+    """See the rules above. Made by the engine after recovery."""
+
+    def __init__(
+        self,
+        *,
+        db_id: int,
+        page_size: int,
+        root: str,
+        disk: Disk,
+        manifest: ManifestStore,
+        clock: Clock,
+        start: Start,
+        notify: Callable[[], None] = lambda: None,
+        notify_bytes: int = 4 * MIB,
+    ) -> None:
+        # constant after construction
+        self.db_id = db_id
+        self.page_size = page_size
+        self.disk = disk
+        self.root = root
+        self._manifest = manifest
+        self._clock = clock
+        self._notify = notify
+        self._notify_bytes = notify_bytes
+        # guarded by _append
+        self._append = threading.Lock()
+        self._maker = SegmentMaker(
+            db_id=db_id,
+            page_size=page_size,
+            root=root,
+            disk=disk,
+            manifest=manifest,
+            clock=clock,
+            next_segment_id=start.next_segment_id,
+        )
+        self._segment: Segment | None = None
+        self._ahead: deque[SegmentFile] = deque()
+        """Segments that the transaction being written goes on in."""
+        self._next_lsn = start.next_lsn
+        self._reserved_lsn = start.next_lsn - 1
+        self._heads: dict[int, tuple[int, int]] = {}
+        # written under _append, read by all
+        self.opened_at = clock.monotonic()
+        """When the open segment was made, for the seal timer."""
+        self.written = start.durable
+        self.recent: dict[int, list[Version]] = {}
+        self.appended_bytes = 0
+        """Since the database was opened."""
+        # only ever set
+        self.failure: QuireError | None = None
+        # written under _syncing, read by all
+        self._syncing = threading.Lock()
+        self._waiters = Waiters()
+        self.durable = start.durable
+        self.syncs = 0
+        self._dirty: deque[Segment] = deque()
+        """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync (rule 7)."""
+        self._publication = Publication(db_id, manifest, self._forget)
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def append(self, images: Mapping[int, bytes], db_size: int, zeros_from: int, spill: Spill | None = None) -> Mark:
+        """Append a transaction that leaves the database at `db_size` pages; the version it makes.
+
+        Its pages are those of `images` and `spill`; others from `zeros_from` on become zeros (P15).
+        """
+        with self._append:
+            if self.failure is not None:
+                self.require()
+            # In rising order, so that neighbours are read together.
+            order = sorted(images if spill is None else [*images, *spill])
+            if zeros_from < db_size:
+                self._add_zeros(order, db_size, zeros_from)
+            count, segment = len(order), self._segment
+            if self._next_lsn + count > self._reserved_lsn:
+                self._reserve(count)
+            room = segment.file.room if segment is not None else 0
+            if count > room:
+                self._ahead.extend(self._maker.make(count - room, self._next_lsn + room))
+            try:
+                return self._write(order, images, spill, db_size)
+            except BaseException as error:
+                self._poison(error)
+                raise
+
+    def _add_zeros(self, order: list[int], db_size: int, zeros_from: int) -> None:
+        written = order[bisect_left(order, zeros_from) :]
+        missing = db_size - zeros_from - len(written)
+        if not missing:
+            return
+        limit = min(ZERO_PAGES_MAX, ZERO_BYTES_MAX // (self.page_size + FRAME_HEAD_BYTES))
+        if missing > limit:
+            raise OutOfRange(
+                "the transaction makes too many pages that it does not write",
+                hint=f"write them, or grow the database by at most {limit} empty pages at a time",
+                db_id=self.db_id,
+                empty_pages=missing,
+                size_pages=zeros_from,
+                new_size_pages=db_size,
+            )
+        there = set(written)
+        order += [page for page in range(zeros_from, db_size) if page not in there]
+        order.sort()
+
+    def _reserve(self, frames: int) -> None:
+        """Rule 3."""
+        upto = self._next_lsn + frames + LSN_BLOCK
+        self._manifest.submit([AdvanceWal(self.db_id, 0, lsn_reserved=upto)]).result()
+        self._reserved_lsn = upto
+
+    def _write(self, order: list[int], images: Mapping[int, bytes], spill: Spill | None, db_size: int) -> Mark:
+        """Write the transaction into the open segment and those made ahead, and note it down. What each commit costs in Python
+        is mostly here, so steps that could have names of their own stand in one place."""
+        before, recent, heads, publication = self.written, self.recent, self._heads, self._publication
+        now, done, count, lsn = self._clock.now_ms(), 0, len(order), self._next_lsn
+        if now < before.commit_ms:
+            now = before.commit_ms
+        mark: Mark | None = None
+        while mark is None:
+            segment = self._segment
+            room = segment.file.room if segment is not None else 0
+            if segment is None or not room:
+                segment = self._next_segment()
+                room = segment.file.room
+            part = order if not done and count <= room else order[done : done + room]
+            done += len(part)
+            unknown = [page for page in part if page not in heads]
+            if unknown:
+                self._know_heads(unknown, part, before.size_pages)
+            writes: list[PageWrite] = [(page, images.get(page), *heads[page]) for page in part]
+            if spill:
+                writes = [each if each[1] is not None else (each[0], spill.get(each[0]), *each[2:]) for each in writes]
+            size, file = db_size if done == count else 0, segment.file
+            appended = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
+            if not segment.is_dirty:  # rule 7
+                segment.is_dirty = True
+                self._dirty.append(segment)
+            header, frame = file.header, appended.first_frame
+            segment_id = header.segment_id
+            for page in part:
+                known = recent.get(page)
+                if known is None:
+                    recent[page] = [(lsn, segment_id, frame)]
+                else:
+                    known.append((lsn, segment_id, frame))
+                heads[page] = (lsn, segment_id)
+                lsn += 1
+                frame += 1
+            self._next_lsn = lsn
+            if size:
+                mark = Mark(lsn - 1, db_size, segment_id, now)
+            segment.size_pages = size or max(before.size_pages, db_size)
+            written_bytes = len(part) * header.geometry.stride
+            publication.add(Piece(segment, appended, mark, written_bytes))
+            self.appended_bytes += written_bytes
+        self.written = mark
+        return mark
+
+    def _know_heads(self, pages: list[int], part: Sequence[int], size_before: int) -> None:
+        """Enter the former versions of these pages. One beyond the end did not exist: it has none."""
+        heads, recent = self._heads, self.recent
+        if len(heads) + len(pages) > HEADS_MAX:
+            heads.clear()
+            pages = list(part)
+        asked: list[int] = []
+        for page in pages:
+            versions = recent.get(page)
+            heads[page] = versions[-1][:2] if versions is not None else _NO_HEAD
+            if versions is None and page < size_before:
+                asked.append(page)
+        if asked:
+            with self._manifest.read() as txn:
+                for page in asked:
+                    row = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
+                    if row is not None:
+                        heads[page] = (row.lsn, row.segment_id)
+
+    def _next_segment(self) -> Segment:
+        """End the open segment, if there is one, and go on in the next. REQUIRES the append lock, and one made ahead."""
+        self._end(self._segment)
+        segment = self._segment = Segment(self._ahead.popleft())
+        self.opened_at = self._clock.monotonic()
+        return segment
+
+    def _end(self, segment: Segment | None) -> None:
+        """The open segment takes no more frames. REQUIRES the append lock."""
+        if segment is not None:
+            self._publication.end(segment)
+            self._segment = None
+
+    def seal(self) -> Mark:
+        """End the open segment, if it has frames; the version the segments that have ended hold now."""
+        with self._append:
+            if self._segment is not None and self._segment.file.used:
+                self._end(self._segment)
+            return self.written
+
+    # ── durability ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def sync(self, upto_lsn: int | None = None) -> None:
+        """Return when everything up to an lsn (default: all that is written) is durable (rule 2)."""
+        target = self.written.lsn if upto_lsn is None else upto_lsn
+        while self.durable.lsn < target:
+            if self._syncing.acquire(blocking=False):
+                try:
+                    if self.durable.lsn < target:
+                        self._sync()
+                finally:
+                    self._syncing.release()
+                    if self._waiters:
+                        self._waiters.wake()
+            else:
+                self._waiters.sleep_until(lambda: self.durable.lsn >= target or not self._syncing.locked(), None)
+
+    def _sync(self) -> None:
+        """REQUIRES the sync lock."""
+        if self.failure is not None:
+            self.require()
+        written, dirty = self.written, self._dirty
+        try:
+            while dirty:
+                segment = dirty.popleft()
+                segment.is_dirty = False
+                segment.file.sync()
+        except BaseException as error:
+            self._poison(error)
+            raise
+        hit("pages.wal.synced")
+        self.syncs += 1
+        self.durable = written
+        publication = self._publication
+        if publication.ended or publication.added_bytes - publication.published_bytes >= self._notify_bytes:
+            self._notify()
+
+    # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def publish(self) -> int:
+        """Enter what is durable into the manifest's page index, and seal the rows of segments that have ended; rows entered."""
+        return self._publication.publish(lambda: self.durable)
+
+    def _forget(self, pages: list[int], upto: int) -> None:
+        """Rule 5: these pages are published up to an lsn."""
+        for start in range(0, len(pages), FORGET_PAGES):
+            with self._append:
+                for page in pages[start : start + FORGET_PAGES]:
+                    left = [version for version in self.recent.get(page, ()) if version[0] > upto]
+                    if left:
+                        self.recent[page] = left
+                    else:
+                        self.recent.pop(page, None)
+
+    # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def written_lsn(self) -> int:
+        """The lsn of the newest version that is written."""
+        return self.written.lsn
+
+    @property
+    def durable_lsn(self) -> int:
+        """The lsn of the newest version that is durable."""
+        return self.durable.lsn
+
+    @property
+    def recycled(self) -> int:
+        """Files that were used again."""
+        return self._maker.recycled
+
+    @property
+    def unpublished_bytes(self) -> int:
+        """Written, and not in the manifest."""
+        return self._publication.added_bytes - self._publication.published_bytes
+
+    def has_ended(self) -> bool:
+        """Whether a segment has ended whose row does not say so yet."""
+        return bool(self._publication.ended)
+
+    def open_bytes(self) -> int:
+        """Bytes in segments whose rows do not say yet how much they hold."""
+        segment = self._segment
+        segments = [*list(self._publication.ended), *([segment] if segment is not None else [])]
+        return sum(each.file.used * each.file.header.geometry.stride for each in segments)
+
+    def prepare(self) -> bool:
+        """Have the next file ready, if the open segment is a large one and half full; whether one was made."""
+        segment = self._segment
+        if self._maker.has_spare or segment is None or segment.file.used * 2 < segment.file.header.geometry.capacity:
+            return False
+        return self._maker.prepare(segment.file.header.geometry.file_bytes)
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def newest(self, page: int, upto_lsn: int) -> Version | None:
+        """The newest version of a page at or below an lsn that is not published yet."""
+        versions = self.recent.get(page)
+        if versions is None:
+            return None
+        for version in reversed(versions):
+            if version[0] <= upto_lsn:
+                return version
+        return None
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Sync, seal and publish what there is, so that the next open has nothing to recover; then take nothing more."""
+        try:
+            if self.failure is None:
+                self.seal()
+                self.sync()
+                self.publish()
+                self._maker.drop_spare()
+        finally:
+            self.abandon(StoreClosed("the database is closed", hint="open it again", db_id=self.db_id))
+
+    def abandon(self, why: QuireError) -> None:
+        """Take nothing more and close the files; what is not durable is left to recovery."""
+        if self.failure is None:
+            self.failure = why
+        with self._append, self._syncing:
+            files = [*(each.file for each in self._publication.ended), *self._ahead]
+            if self._segment is not None:
+                files.append(self._segment.file)
+            self._segment, self._ahead = None, deque()
+            for file in files:
+                file.close()
+        self._waiters.wake()
+
+    def forked(self) -> None:
+        """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
+        self.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+        self._append, self._syncing = threading.Lock(), threading.Lock()
+        self._publication.forked()
+
+    def require(self) -> None:
+        """Raise what has made the database unusable, if something has."""
+        if (why := self.failure) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+
+    def _poison(self, error: BaseException) -> None:
+        """Rule 6."""
+        if self.failure is None:
+            failure = StoreUnusable(
+                f"the database's WAL failed: {error}",
+                hint="repair the cause, then open the database again",
+                db_id=self.db_id,
+            )
+            failure.__cause__ = error
+            self.failure = failure
+            emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,244 @@
+"""Makes the files of a WAL: new ones, zero-filled, and those of segments that nobody needs any more, with a new header.
+
+Terms
+  doomed   a segment of this database that is truncated and at zero references: its file waits for the delete job
+  spare    a file prepared ahead, in the background, so that no commit waits for its zeros
+
+Rules
+  1. All or nothing: a transaction that needs several segments gets all of them, with their rows, before its first frame is
+     written. A full disk is `DiskFull`, leaves nothing behind and hurts nobody (M12).
+  2. A file is recycled instead of made where there is one: the spare, or a doomed segment's. The delete job finds the latter's
+     name gone, which is a success for it; a reader that is still at it meets a salt that is not its own and looks again (P8).
+  3. Ids are never used twice: not even when it is unknown whether the batch with the rows was committed. Rows of such segments
+     are discarded as soon as they are seen: left open they would hold every checkpoint back.
+  4. A file without a row is garbage (P1). The spare has the name of segment 0, which no row ever has.
+
+What is there after each step, and what a crash behind it leads to:
+  file, header, name synced   a file without a row: removed at the next open
+  rows committed              empty open segments: discarded at the next open
+
+Thread: whoever holds the WAL's append lock; `prepare` any.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+
+from quire.core.clock import Clock
+from quire.core.errors import Conflict, DiskFull, InvalidInput, NotFound, QuireError, StorageFault
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.durable.names import WalSegmentFile
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.wal import DiscardSegment, OpenSegment
+from quire.manifest.records import WalFormat, WalState
+from quire.manifest.store import ManifestStore
+from quire.pages.segment import ENTRY_BYTES, FILE_BYTES_MAX, FRAME_HEAD_BYTES, HEADER_BYTES, next_file_bytes
+from quire.pages.segment_file import SegmentFile
+
+SPARE = 0
+"""The segment whose name the spare has (rule 4)."""
+
+
+class SegmentMaker:
+    """Makes the segments of one database."""
+
+    def __init__(
+        self,
+        *,
+        db_id: int,
+        page_size: int,
+        root: str,
+        disk: Disk,
+        manifest: ManifestStore,
+        clock: Clock,
+        next_segment_id: int,
+    ) -> None:
+        # constant after construction
+        self._db_id = db_id
+        self._page_size = page_size
+        self._root = root
+        self._disk = disk
+        self._manifest = manifest
+        self._clock = clock
+        # guarded by the WAL's append lock
+        self._next_id = next_segment_id
+        self._file_bytes = 0
+        self._doubtful: list[int] = []
+        self.recycled = 0
+        """Files that were used again, since the database was opened."""
+        # guarded by _preparing
+        self._preparing = threading.Lock()
+        self._has_spare = False
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a file is ready."""
+        return self._has_spare
+
+    def path(self, segment_id: int) -> str:
+        """The file of a segment."""
+        return os.path.join(self._root, WalSegmentFile(db_id=self._db_id, segment_id=segment_id).path)
+
+    # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
+    def make(self, frames: int, first_lsn: int) -> list[SegmentFile]:
+        """Segments for so many frames, the first of which gets `first_lsn`; durable, and in the catalog (rule 1)."""
+        made: list[SegmentFile] = []
+        file_bytes, first = self._file_bytes, self._next_id
+        per_frame = self._page_size + FRAME_HEAD_BYTES + ENTRY_BYTES
+        try:
+            while frames > 0:
+                file_bytes = next_file_bytes(file_bytes, frames * per_frame + HEADER_BYTES)
+                segment = self._one(first + len(made), first_lsn, file_bytes)
+                made.append(segment)
+                frames -= segment.room
+                first_lsn += segment.room
+            hit("pages.wal.made")
+            ops = [*self._discards(), *map(self._row, made)]
+            self._next_id = first + len(made)
+            self._doubtful += range(first, self._next_id)
+            guard = self._manifest.submit(ops)
+        except BaseException:
+            self._give_up(made)
+            raise
+        try:
+            guard.result()
+        except (Conflict, InvalidInput, NotFound, DiskFull):
+            self._give_up(made)  # refused: there is no row, and never will be
+            raise
+        except BaseException:
+            for each in made:
+                each.close()  # whether there are rows is unknown (rule 3): the files must stay
+            raise
+        hit("pages.wal.opened")
+        self._doubtful = []
+        self._file_bytes = file_bytes
+        return made
+
+    def _row(self, segment: SegmentFile) -> Op:
+        header = segment.header
+        return OpenSegment(
+            self._db_id,
+            header.segment_id,
+            WalFormat.PAGER,
+            header.geometry.file_bytes,
+            header.salt.to_bytes(8, "little"),
+            header.first_lsn,
+        )
+
+    def _discards(self) -> list[Op]:
+        """Rule 3."""
+        if not self._doubtful:
+            return []
+        with self._manifest.read() as txn:
+            rows = [(each, txn.get(t.WAL_CATALOG, self._db_id, each)) for each in self._doubtful]
+        there = [each for each, row in rows if row is not None and row.state is WalState.OPEN]
+        if not there:
+            return []
+        return [*(DiscardSegment(self._db_id, each) for each in there), *self._manifest.jobs.deletions([self._db_id])]
+
+    def _give_up(self, made: list[SegmentFile]) -> None:
+        for each in made:
+            each.close()
+            self._remove(each.path)
+
+    def _remove(self, path: str) -> None:
+        # The first fault is the news, and a file without a row is removed at the next open.
+        with suppress(StorageFault, FileNotFoundError):
+            self._disk.remove(path)
+
+    def _one(self, segment_id: int, first_lsn: int, file_bytes: int) -> SegmentFile:
+        """One segment: from the spare, from a doomed one's file, or new (rule 2)."""
+        with self._preparing:  # or a spare being prepared would take the name from the one that is being recycled
+            if self._has_spare and file_bytes == FILE_BYTES_MAX:
+                self._has_spare = False
+                segment = self._recycle(self.path(SPARE), segment_id, first_lsn)
+                if segment is not None:
+                    return segment
+        former = self._doomed(file_bytes)
+        segment = self._recycle(former, segment_id, first_lsn) if former is not None else None
+        if segment is not None:
+            return segment
+        path = self.path(segment_id)
+        if self._disk.exists(path):
+            self._disk.remove(path)  # rule 4
+        return SegmentFile.create(
+            self._disk,
+            path,
+            db_id=self._db_id,
+            segment_id=segment_id,
+            first_lsn=first_lsn,
+            page_size=self._page_size,
+            file_bytes=file_bytes,
+            created_at_ms=self._clock.now_ms(),
+        )
+
+    def _recycle(self, former: str, segment_id: int, first_lsn: int) -> SegmentFile | None:
+        """A new life of a file; `None` if that is not possible: the delete job was quicker, or the file is not whole."""
+        path = self.path(segment_id)
+        try:
+            segment = SegmentFile.recycle(
+                self._disk,
+                former,
+                path,
+                db_id=self._db_id,
+                segment_id=segment_id,
+                first_lsn=first_lsn,
+                created_at_ms=self._clock.now_ms(),
+            )
+        except (FileNotFoundError, QuireError) as error:
+            emit("debug", "wal.not_recycled", path=former, error=str(error))
+            self._remove(path)  # under either name it is garbage
+            return None
+        self.recycled += 1
+        return segment
+
+    def _doomed(self, file_bytes: int) -> str | None:
+        with self._manifest.read() as txn:
+            for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
+                if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
+                    continue
+                if not file_bytes // 2 < row.file_bytes <= file_bytes:
+                    continue
+                count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
+                if count is None or count.in_use or count.pending_upload:
+                    continue
+                path = self.path(segment_id)
+                if self._disk.exists(path):
+                    return path
+        return None
+
+    # ── in the background ─────────────────────────────────────────────────────────────────────────────────────────────
+    def prepare(self, file_bytes: int) -> bool:
+        """Have a spare for a busy database: one whose segments have this size; whether one was made."""
+        if file_bytes <= FILE_BYTES_MAX // 2 or self._doomed(FILE_BYTES_MAX) is not None:
+            return False
+        with self._preparing:
+            if self._has_spare:
+                return False
+            path = self.path(SPARE)
+            if self._disk.exists(path):
+                self._disk.remove(path)
+            SegmentFile.create(
+                self._disk,
+                path,
+                db_id=self._db_id,
+                segment_id=1,  # 0 cannot be written; nobody reads it: recycling writes the true one
+                first_lsn=1,
+                page_size=self._page_size,
+                file_bytes=FILE_BYTES_MAX,
+            ).close()
+            self._has_spare = True
+            return True
+
+    def drop_spare(self) -> None:
+        """The database is being closed: the spare goes."""
+        with self._preparing:
+            if self._has_spare:
+                self._has_spare = False
+                self._remove(self.path(SPARE))

@@ -1,0 +1,92 @@
+"""audit: what happened, by database and time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.output import width_of
+from tests.cli.conftest import Run, on_a_terminal
+
+
+@pytest.fixture
+def eventful(path: Path) -> Path:
+    with quire.open(path) as store:
+        store.snapshot("shop", "monday")
+        store.snapshot("shop")
+        store.fork("shop", "copy", at="monday")
+        store.manifest.snapshots.drop("shop", 2)
+        store.drop("copy")
+        store.snapshot("clicks")
+    return path
+
+
+def test_audit_tells_what_happened_in_order(run: Run, eventful: Path) -> None:
+    data = run("audit", "--json").data
+    assert [(each["database"], each["action"], each["subject"], each["number"]) for each in data] == [
+        ("shop", "snapshot_created", "monday", 1),
+        ("shop", "snapshot_created", "", 2),
+        ("shop", "forked", "copy", 3),
+        ("copy", "forked_from", "shop", 1),
+        ("shop", "snapshot_dropped", "", 2),
+        ("copy", "database_dropped", "copy", 3),
+        ("clicks", "snapshot_created", "", 1),
+    ]
+    assert {"db_id", "at_ms", "sequence", "component", "generation", "size_bytes"} <= data[0].keys()
+    lines = run("audit").out.splitlines()
+    assert lines[0].split() == ["when", "database", "what", "subject"]
+    assert lines[2].endswith("snapshot created  #2")
+    assert lines[3].split()[-3:] == ["forked", "as", "copy"]
+    assert max(map(width_of, on_a_terminal("audit", "--store", str(eventful)))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["shop"], 4),
+        (["clicks"], 1),
+        (["3"], 2),
+        (["--since", "1h"], 7),
+        (["--until", "1h"], 0),
+        (["--since", "2h", "--until", "1h"], 0),
+        (["--since", "2026-01-01"], 7),
+        (["--until", "2020-01-01T00:00Z"], 0),
+        (["--limit", "2"], 2),
+        (["--limit", "0"], 7),
+        (["shop", "--limit", "1"], 1),
+        (["77"], 0),
+    ],
+)
+def test_audit_chooses(run: Run, eventful: Path, arguments: list[str], expected: int) -> None:
+    assert len(run("audit", *arguments, "--json").data) == expected
+
+
+def test_audit_of_what_is_gone_goes_by_its_id(run: Run, eventful: Path) -> None:
+    assert run("audit", "copy").code == 3, "the name is free"
+    assert run("gc", "--now", "--yes").code == 0
+    assert [each["database"] for each in run("audit", "#3", "--json").data][:2] == ["", ""]
+    assert "#3" in run("audit", "3").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--since", "yesterday"], "`--since` takes a moment"),
+        (["--until", "5"], "`--until` takes a moment"),
+        (["--since", "1h", "--until", "2h"], "`--until` is not after `--since`"),
+        (["--limit", "-1"], "not in the range"),
+    ],
+)
+def test_audit_refuses(run: Run, eventful: Path, arguments: list[str], told: str) -> None:
+    ended = run("audit", *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+def test_nothing_happened(run: Run, path: Path) -> None:
+    assert run("audit").out == "nothing happened yet\n"
+    assert run("audit", "--since", "1h").out == "nothing happened in that time\n"
+    assert run("audit", "nothing").code == 3
+    assert run("audit", "--limit", "1", "--json").data == []

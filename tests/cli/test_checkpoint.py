@@ -1,0 +1,105 @@
+"""checkpoint and merge: one job each, run now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import DiskFull
+from quire.jobs.handlers import HANDLERS
+from quire.manifest.records import JobKind, JobState
+from quire.manifest.tables import WAL_CATALOG
+from tests.cli.conftest import Run, first_byte, write_pages
+
+
+def test_a_checkpoint_absorbs_the_wal(run: Run, shop: Path) -> None:
+    ended = run("checkpoint", "shop")
+    assert ended.code == 0
+    assert ended.out.startswith("checkpoint of shop: 1 slot written (4 pages, ")
+    assert "1 WAL segment absorbed, generation 2, up to lsn 20" in ended.out
+    assert run("checkpoint", "shop").out == "shop needs no checkpoint: nothing in the WAL to absorb\n"
+    assert first_byte(shop, "shop") == b"b"
+    with quire.open(shop, "r") as store, store.manifest.read() as txn:
+        assert {row.state.name for _, row in txn.scan(WAL_CATALOG, 1)} == {"TRUNCATED"}, (
+            "the job it leads to was run too"
+        )
+
+
+def test_a_merge_rewrites_long_chains(run: Run, shop: Path) -> None:
+    assert run("merge", "shop").out == "shop needs no merge: no deltas lie over its chunks\n"
+    run("checkpoint", "shop")
+    assert run("merge", "shop").out.startswith("merge of shop: 1 slot written (16 pages, ")
+    with quire.open(shop, "r") as store, store.manifest.read() as txn:
+        assert len(txn.chain(1, 0)) == 1
+
+
+def test_programs_get_the_job(run: Run, shop: Path) -> None:
+    data = run("checkpoint", "shop", "--json").data
+    assert (data["kind"], data["state"], data["database"], data["result"]["slots"]) == (
+        "checkpoint",
+        "succeeded",
+        "shop",
+        1,
+    )
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "merge"])
+@pytest.mark.parametrize(("database", "code"), [("nothing", 3), ("clicks", 2)])
+def test_other_databases_are_refused_and_no_job_is_made(
+    run: Run, path: Path, command: str, database: str, code: int
+) -> None:
+    ended = run(command, database)
+    assert (ended.code, ended.out) == (code, "")
+    assert run("jobs", "ls", "--json").data == []
+
+
+def test_the_outstanding_job_is_the_one_that_runs(run: Run, shop: Path) -> None:
+    """One that an interrupted command has put back, say: a second would be refused."""
+    with quire.open(shop) as store:
+        job_id = store.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, delay_seconds=3600)
+    assert run("checkpoint", "shop", "--json").data["job_id"] == job_id
+
+
+def test_a_job_that_fails_is_an_error_of_its_group(
+    run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise DiskFull("no space left", hint="make some", path="/x")
+
+    monkeypatch.setitem(HANDLERS, JobKind.CHECKPOINT, full)
+    ended = run("checkpoint", "shop")
+    assert (ended.code, ended.out) == (6, "")
+    told, then = ended.err.splitlines()[-2:]
+    assert told == "error: the checkpoint of shop failed: no space left (path='/x') (job_id=4)"
+    assert "the job is tried again" in then
+    for _ in range(4):
+        ended = run("checkpoint", "shop", "--json")
+    error = json.loads(ended.err.splitlines()[-1])["error"]
+    assert (error["kind"], error["exit_code"]) == ("DiskFull", 6)
+    assert "`quire jobs retry 4`" in error["next"]
+    assert run("jobs", "show", "4", "--json").data["state"] == "failed_permanent"
+
+
+def test_a_bug_in_a_job_is_an_internal_error(
+    run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(HANDLERS, JobKind.CHECKPOINT, lambda *_: 1 // 0)
+    assert run("checkpoint", "shop").code == 70
+
+
+def test_an_owner_that_crashed_left_commits(run: Run, shop: Path) -> None:
+    from tests.cli.test_snapshots import crash_while_writing
+
+    crash_while_writing(shop)
+    assert "1 WAL segment absorbed" in run("checkpoint", "shop").out.replace("2 WAL segments", "1 WAL segment")
+    assert first_byte(shop, "shop") == b"z"
+
+
+def test_jobs_of_a_store_that_is_written_meanwhile(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        write_pages(store, "shop", range(8), b"c")
+        assert store.checkpoint("shop").state is JobState.SUCCEEDED
+    assert run("checkpoint", "shop").out.startswith("shop needs no checkpoint")

@@ -1,0 +1,91 @@
+"""doctor: a verdict for every probe, nothing made, no end before the last row."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.cli.output import width_of
+from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
+
+ROWS = ["quire", "python", "platform", "lmdb", "disk", "store", "owner", "manifest", "readers", "map", "objects"]
+
+
+def rows(run: Run, *arguments: str, **options: Any) -> dict[str, dict[str, str]]:
+    ended = run("doctor", "--json", *arguments, **options)
+    found = {each["check"]: each for each in ended.data}
+    assert ended.code == (1 if any(each["state"] == "fail" for each in found.values()) else 0)
+    assert {each["state"] for each in found.values()} <= {"ok", "warn", "fail"}
+    assert all(each["next"] for each in found.values() if each["state"] == "fail"), "what to do"
+    return found
+
+
+def test_all_is_well(run: Run) -> None:
+    found = rows(run)
+    assert list(found) == ROWS
+    assert {each["state"] for each in found.values()} == {"ok"}
+    assert run("doctor").out.splitlines()[-1] == "all is well"
+
+
+def test_nothing_is_made(run: Run, path: Path) -> None:
+    before = sorted(os.listdir(path))
+    found = rows(run)
+    assert "not there yet" in found["objects"]["detail"]
+    assert sorted(os.listdir(path)) == before
+    (path / "quire.toml").write_text('object_store = "elsewhere"')
+    assert rows(run)["objects"]["state"] == "warn"
+    assert sorted(os.listdir(path)) == before
+    (path / "quire.toml").write_text("")
+
+
+def test_an_object_store_that_is_there_gets_a_round_trip(run: Run, path: Path) -> None:
+    (path / "objects").mkdir()
+    found = rows(run)["objects"]
+    assert (found["state"], "put, get, delete" in found["detail"]) == ("ok", True)
+    assert not [each for each in (path / "objects").rglob("*") if each.is_file()]
+    (path / "quire.toml").write_text('object_store = "memory://doctor"')
+    assert "put, get, delete" in rows(run)["objects"]["detail"]
+    assert "objects" not in rows(run, "--no-objects")
+    (path / "quire.toml").write_text("")
+
+
+def test_what_fails_is_a_row_and_the_others_follow(run: Run, path: Path, tmp_path: Path) -> None:
+    (path / "objects").write_text("a file in the way")
+    assert rows(run)["objects"]["state"] == "fail"
+    assert run("doctor").out.splitlines()[-1] == "1 thing to look after"
+    (path / "objects").unlink()
+    (path / "quire.toml").write_text("not toml")
+    found = rows(run)
+    assert (found["store"]["state"], found["manifest"]["state"]) == ("fail", "ok")
+    (path / "quire.toml").write_text("")
+    missing = rows(run, at=tmp_path / "no" / "where")
+    assert (missing["disk"]["state"], missing["store"]["state"]) == ("ok", "fail")
+
+
+@pytest.mark.parametrize("planted", [GHOST, GARBAGE], ids=["mendable", "garbage"])
+def test_the_manifest_is_checked(run: Run, damage: Plant, planted: Any) -> None:
+    damage(planted)
+    found = rows(run)
+    assert found["manifest"]["state"] == "fail"
+    assert "quire manifest check" in found["manifest"]["next"]
+    assert list(found) == ROWS, "the others still run"
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "odd"), AssertionError("odd"), quire.DiskFull("odd")])
+@pytest.mark.parametrize("probe", ["_disk", "_store", "_owner", "_rules", "_readers", "_map", "_objects", "_version"])
+def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: str, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"quire.cli.doctor.{probe}", fail)
+    failed = [name for name, each in rows(run).items() if each["state"] == "fail" and "odd" in each["detail"]]
+    assert failed == {"_version": ["quire", "lmdb"], "_rules": ["manifest"]}.get(probe, [probe[1:]])
+
+
+def test_it_fits_80_columns(path: Path) -> None:
+    shown = on_a_terminal("doctor", "--store", str(path))
+    assert max(map(width_of, shown)) <= 80 + len(str(path)), "only a path may stay whole"

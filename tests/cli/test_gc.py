@@ -1,0 +1,107 @@
+"""gc: a dry run, a round, and at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.output import width_of
+from tests.cli.conftest import Run, on_a_terminal, quire_program, write_pages
+
+
+@pytest.fixture
+def garbage(shop: Path) -> Path:
+    """What a checkpoint absorbed is at zero, and so is what a dropped snapshot held."""
+    with quire.open(shop) as store:
+        store.snapshot("shop", "pinned")
+        store.checkpoint("shop")
+        store.maintain()
+        store.manifest.snapshots.drop("shop", "pinned")
+    return shop
+
+
+def test_a_dry_run_says_what_waits_and_until_when(run: Run, garbage: Path) -> None:
+    before = run("info", "--json").data
+    data = run("gc", "--dry-run", "--json").data
+    assert data["dry_run"] is True
+    assert data["artifacts"] == before["unreferenced"] > 0
+    assert data["size_bytes"] == sum(each["size_bytes"] for each in data["waiting"]) > 0
+    for each in data["waiting"]:
+        assert each["due_at_ms"] >= each["zero_since_ms"]
+        assert (each["database"], each["artifact"]["origin_db_id"]) == ("shop", 1)
+    lines = run("gc", "--dry-run").out.splitlines()
+    assert lines[0].split() == ["artifact", "size", "unreferenced", "goes"]
+    assert "wal 1 of shop" in run("gc", "--dry-run").out
+    assert run("gc", "--dry-run", "--limit", "1").out.splitlines()[3].endswith("more: `--limit 0` shows all")
+    assert run("info", "--json").data["newest_change"] == before["newest_change"]
+    assert max(map(width_of, on_a_terminal("gc", "--dry-run", "--store", str(garbage)))) <= 80
+
+
+def test_a_dry_run_says_what_retention_and_jobs_would_do(run: Run, path: Path) -> None:
+    assert run("gc", "--dry-run").out.splitlines()[0] == "nothing waits to be deleted"
+    with quire.open(path) as store:
+        store.snapshot("shop")
+        store.snapshot("shop")
+    run("retention", "set", "shop", "--keep-last", "1")
+    assert run("gc", "--dry-run", "--json").data["would_drop"] == {"shop": 1}
+    assert "would drop 1 snapshot of shop" in run("gc", "--dry-run").out
+
+
+def test_a_dry_run_needs_no_owner(garbage: Path) -> None:
+    with quire.open(garbage):
+        assert quire_program("gc", "--dry-run", "--store", str(garbage)).returncode == 0
+        assert quire_program("gc", "--store", str(garbage)).returncode == 5
+
+
+def test_a_round_leaves_what_is_too_young(run: Run, garbage: Path) -> None:
+    run("retention", "set", "shop", "--keep-last", "1", "--no-keep-named", "--schedule", "hourly")
+    data = run("gc", "--json").data
+    assert (data["dry_run"], data["round"]["snapshots"], data["round"]["dropped"]) == (False, 1, 1)
+    assert data["deleted"] == 0
+    assert data["waiting"] > 0
+    assert data["next_due_at_ms"] > 0
+    text = run("gc").out
+    assert text.startswith("deleted  nothing\n")
+    assert "; the first goes in " in text
+
+
+def test_at_once_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) -> None:
+    waiting = run("gc", "--dry-run", "--json").data
+    refused = run("gc", "--now", answer="n\n")
+    assert (refused.code, refused.out) == (1, "nothing was done\n")
+    assert "delete at once, even if another process is reading it: " in refused.err
+    assert run("gc", "--now", answer="").code == 2
+    assert run("gc", "--dry-run", "--json").data["artifacts"] == waiting["artifacts"]
+    done = run("gc", "--now", "--yes", "--json").data
+    assert done["deleted"] > 0
+    assert done["freed_bytes"] >= waiting["size_bytes"]
+    assert (done["waiting"], run("info", "--json").data["unreferenced"]) == (0, 0)
+    assert {each["kind"] for each in done["jobs"]} >= {"delete"}
+    assert not list((garbage / "pages" / "00000001" / "wal").glob("00000001.seg")), "the bytes are gone"
+    assert run("gc", "--now", "--yes").out == "deleted  nothing\nwaits    nothing\n"
+
+
+def test_the_next_round_deletes_what_the_grace_was_for(run: Run, garbage: Path) -> None:
+    (garbage / "quire.toml").write_text("[maintenance]\ndelete_grace_seconds = 0.0\n")
+    with quire.open(garbage) as store:
+        write_pages(store, "shop", range(2), b"c")
+        store.checkpoint("shop")
+        store.fork("shop", "copy")
+        store.drop("copy")
+    done = run("gc", "--json").data
+    assert done["round"]["jobs"] >= 1
+    assert done["deleted"] == len(
+        [each for each in run("audit", "--limit", "0", "--json").data if each["action"] == "deleted"]
+    )
+
+
+def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from quire.manifest.records import JobKind
+
+    with quire.open(path) as store:
+        store.manifest.jobs.enqueue(JobKind.VERIFY, 1, {"nonsense": 1})
+    text = run("gc").out
+    assert "InvalidInput: the job does not know this payload" in text
+    assert "`quire jobs show ID` has more" in text

@@ -1,0 +1,255 @@
+"""snapshot create, ls, show, drop, diff; fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.cli.output import width_of
+from quire.manifest.records import JobKind, WalState
+from quire.manifest.tables import WAL_CATALOG
+from tests.cli.conftest import Run, first_byte, on_a_terminal, write_pages
+from tests.house.tree import SRC
+
+
+def test_create_keeps_a_database_with_or_without_a_name(run: Run, shop: Path) -> None:
+    made = run("snapshot", "create", "shop", "tuesday", "--tag", "by=ann", "--tag", "why=a=b", "--json").data
+    assert (made["database"], made["name"], made["kind"], made["snapshot_id"]) == ("shop", "tuesday", "named", 2)
+    assert made["tags"] == {"by": "ann", "why": "a=b"}
+    assert run("snapshot", "create", "shop").out == "kept shop as snapshot #3\n"
+    assert run("snapshot", "create", "shop", "friday").out == "kept shop as snapshot friday (id 4)\n"
+    assert [each["name"] for each in run("snapshot", "ls", "shop", "--json").data] == [
+        "monday",
+        "tuesday",
+        "",
+        "friday",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "next_step"),
+    [
+        (["shop", "monday"], 4, "choose another name"),
+        (["nothing", "x"], 3, "`quire ls` lists the databases"),
+        (["shop", "a/b"], 2, "use '-' or '.' instead"),
+        (["shop", "x", "--tag", "novalue"], 2, "say --tag key=value"),
+        (["shop", "x", "--tag", "=v"], 2, "say --tag key=value"),
+        (["shop", "x", "--tag", "a=1", "--tag", "a=2"], 2, "name each key once"),
+        (["shop", "x", "--tag", "schedule=hourly"], 2, "use another"),
+    ],
+)
+def test_create_refuses_and_changes_nothing(
+    run: Run, shop: Path, arguments: list[str], code: int, next_step: str
+) -> None:
+    before = run("info", "--json").data["newest_change"]
+    ended = run("snapshot", "create", *arguments)
+    assert (ended.code, ended.out) == (code, "")
+    told, then = ended.err.splitlines()
+    assert told.startswith("error: ")
+    assert next_step in then
+    assert run("snapshot", "ls", "shop", "--json").data[-1]["name"] == "monday"
+    assert run("info", "--json").data["newest_change"] == before
+
+
+def test_ls(run: Run, shop: Path) -> None:
+    lines = run("snapshot", "ls", "shop").out.splitlines()
+    assert lines[0].split() == ["id", "name", "created", "size", "tags"]
+    assert lines[1].split()[:2] == ["1", "monday"]
+    assert lines[1].split()[4:] == ["64.0", "KiB", "by=ann"]
+    assert "`quire snapshot create clicks NAME` makes one" in run("snapshot", "ls", "clicks").out
+    assert run("snapshot", "ls", "clicks", "--json").data == []
+    assert run("snapshot", "ls", "nothing").code == 3
+
+
+def test_show_says_what_it_keeps_and_what_only_it_holds(run: Run, shop: Path) -> None:
+    data = run("snapshot", "show", "shop", "monday", "--json").data
+    assert (data["size_pages"], data["slots"], data["artifacts"], data["wal_bytes"], data["forks"]) == (16, 1, 1, 0, [])
+    assert data["share"] == {"chunks": 0, "deltas": 0, "wal_segments": 0, "size_bytes": 0, "artifacts": 0}
+    with quire.open(shop) as store:
+        write_pages(store, "shop", range(12), b"c")
+        for _ in range(9):  # until the slot is rewritten and the old base is the snapshot's alone
+            write_pages(store, "shop", range(12), b"d")
+            store.checkpoint("shop")
+            store.manifest.jobs.enqueue(JobKind.MERGE, 1)
+            store.maintain()
+    run("fork", "shop", "copy")
+    data = run("snapshot", "show", "shop", "1", "--json").data
+    assert (data["share"]["chunks"], data["share"]["size_bytes"]) == (1, data["chunk_bytes"])
+    text = run("snapshot", "show", "shop", "monday").out
+    assert "snapshot   monday (id 1) of shop, named" in text
+    assert "only here  1 chunk (" in text
+
+
+def test_show_names_the_forks(run: Run, shop: Path) -> None:
+    run("fork", "shop", "then", "--at", "monday")
+    assert run("snapshot", "show", "shop", "monday", "--json").data["forks"] == ["then"]
+
+
+def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> None:
+    run("snapshot", "create", "shop", "1")
+    assert run("snapshot", "show", "shop", "1", "--json").data["snapshot_id"] == 2, "it is called so"
+    assert run("snapshot", "show", "shop", "#1", "--json").data["snapshot_id"] == 1
+    assert run("snapshot", "show", "shop", "2", "--json").data["snapshot_id"] == 2
+    for text in ("3", "#0", "#", "²", "99999999999999999999", "nope", ""):
+        ended = run("snapshot", "show", "shop", text)
+        assert (ended.code, ended.err.splitlines()[1]) == (3, "next:  `quire snapshot ls shop` lists them")
+
+
+def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
+    refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
+    assert (refused.code, refused.out) == (1, "nothing was dropped\n")
+    assert refused.err == "drop snapshot monday (id 1) of shop, all that it holds being held elsewhere too? [y/N] "
+    assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == {"dropped": None, "share": None}
+    nobody = run("snapshot", "drop", "shop", "monday", answer="")
+    assert (nobody.code, nobody.out) == (2, "")
+    assert "say `--yes` where nobody can answer" in nobody.err
+    assert len(run("snapshot", "ls", "shop", "--json").data) == 1
+    assert run("snapshot", "drop", "shop", "monday", answer="y\n").out == "dropped snapshot monday (id 1) of shop\n"
+    twice = run("snapshot", "drop", "shop", "monday", "--yes")
+    assert (twice.code, "`quire snapshot ls shop`" in twice.err) == (3, True)
+
+
+def test_drop_of_what_only_it_holds_names_the_bytes(run: Run, shop: Path) -> None:
+    """A pinned WAL segment that the database has absorbed is the snapshot's alone."""
+    run("snapshot", "create", "shop", "pinned")
+    assert run("checkpoint", "shop").code == 0
+    asked = run("snapshot", "drop", "shop", "pinned", answer="n\n").err
+    assert "and delete 1 WAL segment (" in asked
+    assert "that only it holds? [y/N]" in asked
+    ended = run("snapshot", "drop", "shop", "pinned", "--yes", "--json").data
+    assert (ended["dropped"]["name"], ended["share"]["wal_segments"], ended["share"]["artifacts"]) == ("pinned", 1, 1)
+    waiting = run("gc", "--dry-run", "--json").data["waiting"]
+    assert (
+        sum(each["size_bytes"] for each in waiting if each["artifact"]["kind"] == "wal") >= ended["share"]["size_bytes"]
+    )
+
+
+def test_diff_to_now_to_another_and_to_itself(run: Run, shop: Path) -> None:
+    data = run("snapshot", "diff", "shop", "monday", "--json").data
+    assert (data["same"], data["slots"], len(data["pins_added"]), data["unsealed"]) == (False, [], 1, False)
+    run("checkpoint", "shop")
+    data = run("snapshot", "diff", "shop", "monday", "--json").data
+    (slot,) = data["slots"]
+    assert (slot["slot"], slot["pages"], data["pages"], data["pins_added"]) == (0, [0, 1, 2, 3], 4, [])
+    assert [each["kind"] for each in slot["after"]] == ["base", "delta"]
+    assert (data["added"][0]["kind"], data["removed"]) == ("delta", [])
+    assert (data["before"]["snapshot"], data["after"]["snapshot_id"]) == ("monday", 0)
+    text = run("snapshot", "diff", "shop", "monday", "now").out
+    assert "after   shop as it is now" in text
+    assert "pages   4 pages at most\n" in text
+    assert "base:1@16 + delta-1:2@20" in text
+    assert "nothing: they are one version" in run("snapshot", "diff", "shop", "monday", "1").out
+
+
+def test_diff_with_a_fork(run: Run, shop: Path) -> None:
+    run("fork", "shop", "then", "--at", "monday")
+    assert run("snapshot", "diff", "shop", "monday", "--of", "then", "--json").data["same"] is True
+    assert run("snapshot", "diff", "shop", "now", "now", "--of", "then", "--json").data["same"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["shop", "nope"], 3),
+        (["shop", "monday", "nope"], 3),
+        (["shop", "monday", "--of", "nothing"], 3),
+        (["nothing", "now"], 3),
+        (["shop"], 2),
+        (["shop", "monday", "--limit", "-1"], 2),
+    ],
+)
+def test_diff_refuses(run: Run, shop: Path, arguments: list[str], code: int) -> None:
+    ended = run("snapshot", "diff", *arguments)
+    assert (ended.code, ended.out) == (code, "")
+    assert len(ended.err.splitlines()) == 2
+
+
+def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
+    assert (
+        run("fork", "shop", "then", "--at", "monday").out
+        == "made then with id 3, as shop was at snapshot monday (id 1)\n"
+    )
+    made = run("fork", "shop", "copy", "--json").data
+    assert (made["name"], made["parent"], made["kind"]) == ("copy", "shop", "pages")
+    assert (first_byte(shop, "then"), first_byte(shop, "copy")) == (b"a", b"b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["shop", "clicks"], 4),
+        (["shop", "a/b"], 2),
+        (["nothing", "x"], 3),
+        (["shop", "x", "--at", "nope"], 3),
+        (["clicks", "x"], 2),
+    ],
+)
+def test_fork_refuses_and_changes_nothing(run: Run, shop: Path, arguments: list[str], code: int) -> None:
+    ended = run("fork", *arguments)
+    assert (ended.code, ended.out) == (code, "")
+    assert [each["name"] for each in run("ls", "--json").data] == ["clicks", "shop"]
+
+
+def crash_while_writing(path: Path) -> None:
+    """An owner that dies right after a commit: its segment stays open."""
+    program = f"""
+import os, quire
+store = quire.open({str(path)!r})
+with store.pages.open("shop").begin() as transaction:
+    transaction.write_page(0, b"z" * 4096)
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SRC)})
+
+
+def test_a_snapshot_after_a_crash_has_the_last_commit(run: Run, shop: Path) -> None:
+    """The owner died with an open segment: what was durable is part of now, though nobody has recovered it yet."""
+    crash_while_writing(shop)
+    with quire.open(shop, "r") as store, store.manifest.read() as txn:
+        assert any(row.state is WalState.OPEN for _, row in txn.scan(WAL_CATALOG, 1))
+    told = run("snapshot", "diff", "shop", "monday")
+    assert "not seen  what is in the open WAL segment of shop" in told.out
+    run("snapshot", "create", "shop", "after")
+    run("fork", "shop", "then", "--at", "after")
+    assert first_byte(shop, "then") == b"z"
+
+
+def test_snapshots_fit_a_terminal(run: Run, shop: Path) -> None:
+    run("snapshot", "create", "shop", "before the sale", "--tag", "why=" + "words " * 20)
+    run("checkpoint", "shop")
+    for command in (["ls", "shop"], ["show", "shop", "2"], ["diff", "shop", "monday"]):
+        lines = on_a_terminal("snapshot", *command, "--store", str(shop))
+        assert len(lines) > 1
+        assert max(map(width_of, lines)) <= 80
+
+
+def test_names_cannot_turn_the_line_around(run: Run, shop: Path) -> None:
+    evil = "a\u202eb"
+    told = [
+        run("snapshot", "create", "shop", evil),
+        run("snapshot", "ls", "shop"),
+        run("snapshot", "show", "shop", evil),
+        run("tree"),
+        run("retention", "plan", "shop"),
+        run("audit"),
+        run("snapshot", "drop", "shop", evil, answer="n\n"),
+        run("snapshot", "drop", "shop", evil, "--yes"),
+    ]
+    for ended in told:
+        assert "\u202e" not in ended.out + ended.err
+        assert "\\u202e" in ended.out + ended.err
+
+
+def test_errors_are_json_when_asked(run: Run, shop: Path) -> None:
+    told = json.loads(run("snapshot", "show", "shop", "nope", "--json").err)["error"]
+    assert (told["kind"], told["exit_code"], told["where"]) == (
+        "UnknownSnapshot",
+        3,
+        {"database": "shop", "snapshot": "nope"},
+    )

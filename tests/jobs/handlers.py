@@ -1,0 +1,65 @@
+"""Handlers and workers that tests of the worker share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Handler, Outcome, Progress
+from quire.jobs.worker import Worker
+from quire.manifest.jobqueue import ATTEMPTS, LEASE_SECONDS, Job
+from quire.manifest.records import JobKind, JobState
+from tests.jobs.world import World
+
+KIND = JobKind.SWEEP
+
+
+def worker_with(world: World, handler: Handler, *, threads: int = 1, lease_seconds: float = LEASE_SECONDS) -> Worker:
+    return Worker(world.ctx, {KIND: handler}, threads=threads, lease_seconds=lease_seconds)
+
+
+def at_once(_ctx: JobContext, _job: Job, _progress: Progress) -> Outcome:
+    """A handler with nothing to do."""
+    return Done()
+
+
+@contextmanager
+def started(worker: Worker) -> Iterator[Worker]:
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def enqueue(world: World, *, max_attempts: int = ATTEMPTS) -> int:
+    return world.manifest.jobs.enqueue(KIND, max_attempts=max_attempts)
+
+
+def state(world: World, job_id: int) -> JobState:
+    return world.job(job_id).state
+
+
+class Slow:
+    """A handler that goes on until it is told to end, step by step."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.end = threading.Event()
+        self.steps = 0
+        self.interrupted = threading.Event()
+
+    def __call__(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        self.begun.set()
+        while not self.end.is_set():
+            self.steps += 1
+            try:
+                progress(self.steps, 1_000)
+            except Exception:
+                self.interrupted.set()
+                raise
+            time.sleep(0.002)
+        return Done({"steps": self.steps})

@@ -1,0 +1,339 @@
+"""Upkeep of the feed: what is reported, what is trimmed, and what an owner finds when it opens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import CursorLost, ManifestDamaged, QuireError
+from quire.core.settings import FeedSettings
+from quire.manifest import feed as feed_module
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.ops.cursors import OLDEST_SEQUENCE, TRIM_ROWS, AcknowledgeChanges, TrimChanges
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import CursorState, MetaRecord
+from quire.manifest.store import ManifestStore
+from quire.testing.clock import ManualClock
+from quire.testing.manifest import assert_clean
+from tests.manifest.helpers import chunk, does, eventually, finish, held, python, register
+
+Event = tuple[str, dict[str, object]]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What the feed reports."""
+    heard: list[Event] = []
+    monkeypatch.setattr(feed_module, "emit", lambda _, event, **fields: heard.append((event, fields)))
+    return heard
+
+
+@pytest.fixture
+def owner(path: str) -> Iterator[Callable[[], ManifestStore]]:
+    """Opens the manifest again and again, as one owner after the other does."""
+    opened: list[ManifestStore] = []
+
+    def reopen() -> ManifestStore:
+        for manifest in opened:
+            manifest.close()
+        opened.append(ManifestStore.open(path))
+        return opened[-1]
+
+    yield reopen
+    for manifest in opened:
+        manifest.close()
+
+
+def fill(manifest: ManifestStore, changes: int) -> None:
+    """That many changes more."""
+    first = manifest.feed.head()
+    if not first:
+        does(manifest, register(1))
+    for guard in [manifest.submit([chunk(n)]) for n in range(max(first, 1), first + changes)]:
+        guard.result()
+
+
+def rows(manifest: ManifestStore) -> int:
+    with manifest.read() as txn:
+        return txn.count(CHANGE_LOG)
+
+
+def emptied(manifest: ManifestStore) -> bool:
+    return eventually(lambda: rows(manifest) == 0)
+
+
+def plant_oldest(manifest: ManifestStore, sequence: int) -> None:
+    """What an older build, or a careless hand, may have left: the log begins here, whatever cursors say."""
+    with manifest.env.begin_write() as txn:
+        row = t.META.codec.encode(MetaRecord(number=sequence))
+        txn.put(OLDEST_SEQUENCE, row, db=manifest.env.handles[t.META.name])
+
+
+# ── lag ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_lag_of_every_live_cursor_is_told(manifest: ManifestStore) -> None:
+    assert (manifest.feed.lag(), manifest.feed.oldest_lag()) == ({}, 0)
+    fill(manifest, 10)
+    nameless = manifest.feed.register(4).cursor_id
+    manifest.feed.register(name="fast")
+    manifest.feed.register(name="dead", max_lag=5)
+    manifest.feed.acknowledge("fast", 9)
+    manifest.feed.maintain()
+    assert manifest.feed.lag() == {nameless: 6, "fast": 1}, "the dead one holds nothing"
+    assert manifest.feed.oldest_lag() == 6
+
+
+def test_a_lagging_cursor_is_reported_once_each_time_it_falls_behind(
+    manifest: ManifestStore, events: list[Event]
+) -> None:
+    feed = manifest.feed
+    fill(manifest, 10)
+    feed.register(name="slow")
+    feed.register(9, name="fast")
+    for _ in range(3):
+        feed.maintain(lag_reported=5)
+    assert [(event, fields["cursor"], fields["lag"]) for event, fields in events] == [
+        ("feed.cursor_lagging", "slow", 10)
+    ]
+    assert "ttl_seconds" in str(events[0][1]["hint"])
+    feed.acknowledge("slow", 8)
+    feed.maintain(lag_reported=5)
+    fill(manifest, 10)
+    for _ in range(2):
+        feed.maintain(lag_reported=5)
+    assert sorted((fields["cursor"], fields["lag"]) for _, fields in events[1:]) == [("fast", 11), ("slow", 12)]
+
+
+def test_nothing_is_reported_below_the_usual_threshold(manifest: ManifestStore, events: list[Event]) -> None:
+    fill(manifest, 50)
+    manifest.feed.register(name="slow")
+    manifest.feed.maintain()
+    assert not events
+    assert feed_module.LAG_REPORTED == 100_000
+
+
+# ── start-up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_tail_that_the_last_owner_left_is_trimmed_by_the_next(owner: Callable[[], ManifestStore]) -> None:
+    manifest = owner()
+    fill(manifest, 1300)
+    cursor = manifest.feed.register(name="app").cursor_id
+    does(
+        manifest, AcknowledgeChanges(cursor, 1300)
+    )  # as `acknowledge` does, but the owner dies before it trims the rest
+    assert rows(manifest) == 1300 - TRIM_ROWS
+    manifest = owner()
+    assert rows(manifest) == 1300 - TRIM_ROWS, "nobody has asked for the feed yet"
+    assert manifest.feed.head() == 1300
+    assert emptied(manifest)
+    assert not manifest.feed.has_tail()
+    assert_clean(manifest, leaks=True)
+
+
+def test_maintain_trims_a_tail_too(owner: Callable[[], ManifestStore]) -> None:
+    manifest = owner()
+    fill(manifest, 1300)
+    feed = manifest.feed
+    does(manifest, AcknowledgeChanges(feed.register(name="app").cursor_id, 1300))
+    feed.maintain()
+    assert emptied(manifest)
+
+
+def test_a_reader_leaves_the_tail_alone(manifest: ManifestStore) -> None:
+    fill(manifest, 700)
+    does(manifest, AcknowledgeChanges(manifest.feed.register(name="app").cursor_id, 700))
+    code = """
+        import sys
+        from quire.manifest.store import ManifestStore
+        with ManifestStore.open(sys.argv[1], mode="r") as manifest:
+            print(manifest.feed.has_tail(), len(manifest.feed.fetch("app").changes))
+    """
+    assert finish(python(code, manifest.env.path)) == "True 0\n"
+    assert rows(manifest) == 700 - TRIM_ROWS
+
+
+def test_closing_while_a_tail_is_trimmed_is_quiet_and_the_next_owner_goes_on(
+    owner: Callable[[], ManifestStore], events: list[Event]
+) -> None:
+    manifest = owner()
+    fill(manifest, 3_000)
+    cursor = manifest.feed.register(name="app").cursor_id
+    manifest.feed.acknowledge(cursor, 3_000)
+    manifest.close()
+    assert {event for event, _ in events} <= {"feed.trim_stopped"}
+    manifest = owner()
+    manifest.feed.maintain()
+    assert emptied(manifest)
+    assert eventually(lambda: not any(thread.name == "quire-feed-trimmer" for thread in threading.enumerate()))
+
+
+def test_what_becomes_a_tail_while_another_is_trimmed_goes_too(manifest: ManifestStore) -> None:
+    """The trimmer must not stop on what it knew when it started."""
+    fill(manifest, 3_000)
+    cursor = manifest.feed.register().cursor_id
+    for upto in range(500, 3_001, 500):
+        manifest.feed.acknowledge(cursor, upto)
+    assert emptied(manifest)
+
+
+def test_a_trimmer_takes_one_piece_at_a_time(manifest: ManifestStore) -> None:
+    """A writer waits for one piece at most: the next is asked for when the last is durable."""
+    fill(manifest, 3_000)
+    does(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 3_000))
+    with held(manifest):
+        manifest.feed._trim_behind()
+        between = manifest.submit([register(2, "between")])
+    assert between.result(30).sequence == 3_001
+    assert eventually(lambda: rows(manifest) == 1)
+
+
+@pytest.mark.parametrize("oldest", [3, 8, 11])
+def test_a_cursor_below_the_oldest_change_never_skips_silently(path: str, oldest: int) -> None:
+    """Start-up clamps or refuses (seed 000); here it says so, wherever the cursor is used."""
+    with ManifestStore.open(path) as manifest:
+        fill(manifest, 10)
+        manifest.feed.register(name="app")
+        manifest.feed.acknowledge("app", 1)
+        plant_oldest(manifest, oldest)
+        for use in (lambda: manifest.feed.fetch("app"), lambda: next(manifest.feed.follow("app"))):
+            with pytest.raises(CursorLost, match=f"2 to {oldest - 1} are no longer kept"):
+                use()
+    with (  # the check refuses the store, or the cursor is refused in it
+        pytest.raises((ManifestDamaged, CursorLost), match=r"F2|no longer kept|given up"),
+        ManifestStore.open(path) as manifest,
+    ):
+        manifest.feed.fetch("app")
+
+
+def test_maintain_gives_such_a_cursor_up_and_says_why(path: str, events: list[Event]) -> None:
+    with ManifestStore.open(path) as manifest:
+        fill(manifest, 10)
+        manifest.feed.register(name="app")
+        plant_oldest(manifest, 5)
+        manifest.feed.maintain()
+        cursor = manifest.feed.cursor("app")
+        assert (cursor.state, cursor.lost_reason) == (CursorState.LOST, "the log begins with 5, it had read up to 0")
+        assert [event for event, _ in events] == ["feed.cursor_lost"]
+        with pytest.raises(CursorLost, match="given up"):
+            manifest.feed.fetch("app")
+    with ManifestStore.open(path) as manifest:
+        assert_clean(manifest, leaks=True)
+
+
+def test_a_gap_in_the_log_is_damage_not_a_page(manifest: ManifestStore) -> None:
+    fill(manifest, 10)
+    manifest.feed.register(name="app")
+    log = manifest.env.handles[CHANGE_LOG.name]
+    kept: dict[bytes, Any] = {}
+    with manifest.env.begin_write() as txn:
+        for sequence in (4, 9, 10):
+            key = CHANGE_LOG.key.pack(sequence)
+            kept[key] = txn.get(key, db=log)
+            txn.delete(key, db=log)
+    with pytest.raises(ManifestDamaged, match="gap"):
+        manifest.feed.fetch("app")
+    assert len(manifest.feed.fetch("app", 3).changes) == 3, "up to it everything is there"
+    with pytest.raises(ManifestDamaged, match="gap"):
+        manifest.feed.fetch("app", after=3)
+    with manifest.env.begin_write() as txn:  # the fixture checks
+        for key, value in kept.items():
+            txn.put(key, value, db=log)
+
+
+# ── sequences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_next_sequence_never_restarts_however_the_log_became_empty(owner: Callable[[], ManifestStore]) -> None:
+    """M5: by acknowledgement, by retention, or by both; once, twice, and after every restart."""
+    manifest, expected = owner(), 0
+
+    def consumed_by_a_cursor() -> None:
+        manifest.feed.acknowledge(manifest.feed.register().cursor_id, expected)
+        for cursor in manifest.feed.cursors():
+            manifest.feed.drop(cursor.cursor_id)
+
+    def given_up_by_retention() -> None:
+        manifest.feed._settings = FeedSettings(retain_bytes=0)
+        manifest.feed.maintain()
+
+    for empty in (consumed_by_a_cursor, given_up_by_retention) * 2:
+        fill(manifest, 7)
+        expected += 7
+        empty()
+        assert emptied(manifest)
+        for _ in range(2):
+            manifest = owner()
+            assert manifest.feed.head() == expected
+            assert manifest.feed.register().acked_sequence == expected
+            manifest.feed.drop(manifest.feed.cursors()[0].cursor_id)
+        assert manifest.submit([chunk(9_999)]).result().sequence == expected + 1
+        expected += 1
+    assert_clean(manifest, leaks=True)
+
+
+# ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_retention_by_age_finds_the_first_change_that_is_young_enough(path: str) -> None:
+    clock = ManualClock(1_000_000)
+    with ManifestStore.open(path, clock=clock) as manifest:
+        manifest.feed_settings = FeedSettings(retain_seconds=10)
+        for _ in range(30):
+            fill(manifest, 3)
+            clock.advance(1)
+        manifest.feed.maintain()
+        with manifest.read() as txn:
+            oldest, head = txn.feed_bounds()
+            assert (oldest, head) == (61, 90), "ten seconds of three changes each"
+        clock.advance(1_000)
+        manifest.feed.maintain()
+        assert rows(manifest) == 0
+
+
+def test_the_bytes_of_a_long_log_are_not_added_up_every_time(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.feed_settings = FeedSettings(retain_bytes=20_000)
+        fill(manifest, 2_000)
+        manifest.feed.maintain()
+        assert eventually(lambda: 0 < rows(manifest) < 600)
+        scan, walked = ReadTxn.raw_scan_back, list[str]()
+
+        def spy(txn: ReadTxn, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
+            walked.append(table.name)
+            return scan(txn, table)
+
+        monkeypatch.setattr(ReadTxn, "raw_scan_back", spy)
+        fill(manifest, 1)
+        manifest.feed.maintain()
+        assert not walked
+        fill(manifest, 300)
+        manifest.feed.maintain()
+        assert walked
+
+
+def test_a_trim_that_fails_does_not_stop_the_next(manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(manifest, 1_300)
+    feed = manifest.feed
+    does(manifest, AcknowledgeChanges(feed.register().cursor_id, 1_300))
+
+    def fail(*_: object) -> None:
+        raise QuireError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrimChanges, "apply", fail)
+        feed.maintain()
+        assert eventually(lambda: feed._trimmer is None)
+    feed.maintain()
+    assert emptied(manifest)
+
+
+def test_the_manifest_file_of_a_long_consumed_feed_stays_small(path: str) -> None:
+    """A feed that is read as fast as it grows reuses its pages."""
+    with ManifestStore.open(path) as manifest:
+        cursor = manifest.feed.register().cursor_id
+        sizes = []
+        for _ in range(8):
+            fill(manifest, 500)
+            manifest.feed.acknowledge(cursor, manifest.feed.head())
+            assert emptied(manifest)
+            sizes.append(Path(path).stat().st_size)
+        assert sizes[-1] < 2.5 * sizes[2]

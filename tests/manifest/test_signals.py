@@ -1,0 +1,162 @@
+"""Exceptions of signal handlers (KeyboardInterrupt) may strike anywhere: no lock is left held, no place taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.manifest.helpers import finish, python
+
+STRUCK = """
+import asyncio, gc, random, signal, sys, threading, time
+from quire.core.errors import Overloaded, QuireError, TimedOut
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Component
+from quire.manifest.ops.local import RecordMetric
+from quire.manifest.store import ManifestStore
+from tests.manifest.helpers import chunk, register
+
+class Struck(KeyboardInterrupt):
+    "What the handler raises."
+
+is_hot, struck, done = False, 0, 0
+
+def strike(*_):
+    "Now, and again soon: often within a microsecond's work, sometimes within a sync's."
+    global is_hot
+    signal.setitimer(signal.ITIMER_REAL, random.choice((0.00005, 0.0002, 0.001, 0.004)) * (0.5 + random.random()))
+    if is_hot:
+        is_hot = False
+        raise Struck
+
+def storm(use, seconds=1.5):
+    "Use it again and again while signals strike; nothing but what it raises on purpose may come out."
+    global is_hot, struck, done
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            is_hot = True
+            use()
+            is_hot = False
+            done += 1
+        except Struck:
+            struck += 1
+        except (Overloaded, TimedOut):
+            is_hot = False
+            done += 1
+    is_hot = False
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    assert struck > 20 and done, (struck, done)
+
+settings = ManifestSettings(map_bytes=1 << 20, queue_ops_max=3, group_ops_max=3, grow_wait_seconds=5)
+manifest = ManifestStore.open(sys.argv[1], settings=settings)
+manifest.submit([register(1)]).result()
+"""
+
+AFTERWARDS = """
+gc.collect()
+manifest.env.gate.exclusive(5, lambda: None)  # nobody is left inside
+manifest.submit([chunk(1)]).result(30)
+with manifest.read() as txn:
+    assert txn.count(t.CHUNK_CATALOG) == 1
+assert not manifest.env.gate._inside
+assert not manifest.env.gate._leaving
+assert not manifest.writer.bell._threads and not manifest.writer.bell._loops
+assert not manifest.writer._queue._waiting_for_room
+for lock in (manifest.env.gate._turnstile, manifest.writer.bell._joining, manifest.writer._queue.lock):
+    assert not lock.locked()
+assert manifest.writer._queue._operations == 0 and not manifest.writer._queue._batches
+assert manifest.wait_for_generation(Component.DATABASE, 1, 5) == 1
+manifest.close()
+print("ok")
+"""
+
+USES = {
+    "read": """
+def use():
+    with manifest.read() as txn:
+        for _ in txn.scan(t.DB):
+            txn.get(t.DB, 1)
+""",
+    "submit and wait": """
+def use():
+    manifest.submit([RecordMetric(1, 1, [1.0])]).result(10)
+""",
+    "submit to a full queue": """
+def use():
+    for _ in range(4):
+        guard = manifest.submit([RecordMetric(1, 1, [1.0])] * 3, timeout=0.001)
+    guard.result(0.0005)
+""",
+    "wait for a generation": """
+def use():
+    manifest.wait_for_generation(Component.JOB, 99, 0.002)
+""",
+    "wait for one that others wait for": """
+stop = threading.Event()
+def others():
+    while not stop.is_set():
+        guard = manifest.submit([RecordMetric(2, 2, [1.0])])
+        shared.append(guard)
+        guard.result(10)
+shared = [manifest.submit([RecordMetric(2, 2, [1.0])])]
+threads = [threading.Thread(target=others) for _ in range(2)]
+for thread in threads:
+    thread.start()
+def use():
+    shared[-1].result(10)
+""",
+    "await": """
+async def several():
+    await asyncio.gather(*[manifest.submit([RecordMetric(1, 1, [1.0])], timeout=1) for _ in range(3)])
+def use():
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(several())
+    finally:
+        loop.close()
+""",
+    "grow": """
+# a thread that wants to be alone again and again, so that readers meet a closed gate
+stop = threading.Event()
+def alone():
+    while not stop.is_set():
+        manifest.env.gate.exclusive(5, lambda: time.sleep(0.0005))
+        time.sleep(0.0005)
+threads = [threading.Thread(target=alone)]
+threads[0].start()
+def use():
+    with manifest.read() as txn, manifest.read() as again:
+        again.get(t.DB, 1)
+    manifest.env.info()
+""",
+    "be alone": """
+# what `close` does, while others read
+stop = threading.Event()
+def others():
+    while not stop.is_set():
+        with manifest.read() as txn:
+            txn.get(t.DB, 1)
+threads = [threading.Thread(target=others) for _ in range(2)]
+for thread in threads:
+    thread.start()
+def use():
+    manifest.env.gate.exclusive(0.01, lambda: None)
+""",
+}
+
+ENDED = """
+if "stop" in globals():
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "somebody hangs"
+"""
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_exceptions_that_strike_anywhere_leave_nothing_behind(path: str, use: str) -> None:
+    """Hazard: `with condition:` is Python code; an exception in it leaves the lock held, or lets go of it twice."""
+    assert finish(python(STRUCK + use + "storm(use)" + ENDED + AFTERWARDS, path)).endswith("ok\n")

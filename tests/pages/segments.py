@@ -1,0 +1,154 @@
+"""Transactions for tests of WAL segments: drawn, written into memory, and compared with what a scan gives back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from quire.durable.checksums import Bytes
+from quire.pages.segment import (
+    HEADER_BYTES,
+    Geometry,
+    PageWrite,
+    SegmentHeader,
+    check_frame,
+    encode,
+)
+from quire.pages.segment_scan import SegmentScan, scan_segment
+
+DB_ID, SEGMENT_ID, FIRST_LSN, SALT = 7, 31, 4711, 0x0123456789ABCDEF
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Pages with the bytes that fill them (`None`: all zeros), and whether a sync follows."""
+
+    pages: tuple[tuple[int, int | None], ...]
+    synced: bool = True
+
+    def writes(self, page_size: int, salt: int = 0) -> list[PageWrite]:
+        return [(page, image(page, fill, page_size, salt), page + 1, 3) for page, fill in self.pages]
+
+    @property
+    def db_size(self) -> int:
+        return max(page for page, _ in self.pages) + 1
+
+    @property
+    def commit_ms(self) -> int:
+        return 1_000_000 + len(self.pages)
+
+
+def image(page: int, fill: int | None, page_size: int, salt: int = 0) -> bytes | None:
+    """A page that differs in every sector, so that a lost one shows."""
+    return None if fill is None else random.Random(f"{page} {fill} {salt}").randbytes(page_size)
+
+
+FILLS = st.one_of(st.none(), st.integers(0, 3))
+TRANSACTIONS = st.lists(
+    st.builds(
+        Transaction,
+        pages=st.lists(st.tuples(st.integers(0, 5), FILLS), min_size=1, max_size=4).map(tuple),
+        synced=st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment in memory, and what was written into it."""
+
+    page_size: int = 512
+    capacity: int = 32
+    salt: int = SALT
+    first_lsn: int = FIRST_LSN
+    data: bytearray = field(init=False)
+    header: SegmentHeader = field(init=False)
+    done: list[Transaction] = field(default_factory=list)
+    used: int = 0
+    durable_lsn: int = 0
+    claims: list[int] = field(default_factory=list)
+    """The durable_upto_lsn of each transaction's commit."""
+    ends: list[int] = field(default_factory=lambda: [0])
+    """The number of frames after each transaction."""
+
+    def __post_init__(self) -> None:
+        geometry = Geometry(self.page_size, self.capacity)
+        self.header = SegmentHeader(
+            geometry=geometry, db_id=DB_ID, segment_id=SEGMENT_ID, first_lsn=self.first_lsn, salt=self.salt
+        )
+        self.data = bytearray(geometry.file_bytes)
+        self.data[:HEADER_BYTES] = self.header.encode()
+
+    def write(self, transaction: Transaction) -> None:
+        encoded = encode(
+            self.header,
+            self.used,
+            transaction.writes(self.page_size),
+            db_size=transaction.db_size,
+            durable_upto_lsn=self.durable_lsn,
+            commit_ms=transaction.commit_ms,
+        )
+        for offset, piece in encoded.pieces:
+            self.data[offset : offset + len(piece)] = piece
+        start = self.header.geometry.entry_offset(self.used)
+        self.data[start : start + len(encoded.entries)] = encoded.entries
+        self.used += encoded.frame_count
+        self.done.append(transaction)
+        self.claims.append(self.durable_lsn)
+        self.ends.append(self.used)
+        if transaction.synced:
+            self.durable_lsn = encoded.last_lsn
+
+    def write_all(self, transactions: list[Transaction]) -> Segment:
+        for transaction in transactions:
+            self.write(transaction)
+        return self
+
+    def index(self) -> bytes:
+        return bytes(self.data[HEADER_BYTES : self.header.geometry.frames_offset])
+
+    def read_raw(self, first: int, count: int) -> bytes:
+        geometry = self.header.geometry
+        return bytes(self.data[geometry.frame_offset(first) : geometry.frame_offset(first + count)])
+
+    def frame(self, number: int) -> Bytes:
+        return self.read_raw(number, 1)
+
+    def scan(self, *, indexed_upto_lsn: int = 0, proven_lsn: int = 0, limit: int | None = None) -> SegmentScan:
+        return scan_segment(
+            self.header,
+            self.index(),
+            self.read_raw,
+            path="x",
+            indexed_upto_lsn=indexed_upto_lsn,
+            proven_lsn=proven_lsn,
+            limit=limit,
+        )
+
+    def lsn_after(self, count: int) -> int:
+        """The last lsn of the first `count` transactions."""
+        return self.first_lsn + self.ends[count] - 1
+
+
+def kept(segment: Segment, scan: SegmentScan) -> int:
+    """How many transactions a scan kept; fails unless they are whole, the first ones, and described as they were written."""
+    assert scan.cut in segment.ends, "a transaction was cut in two"
+    count = segment.ends.index(scan.cut)
+    transactions = segment.done[:count]
+    written = [page for transaction in transactions for page, _ in transaction.pages]
+    assert scan.entries["page"].tolist() == written
+    assert scan.entries["lsn"].tolist() == list(range(segment.first_lsn, segment.first_lsn + scan.cut))
+    assert scan.commits["lsn"].tolist() == [segment.lsn_after(each + 1) for each in range(count)]
+    assert scan.commits["db_size"].tolist() == [transaction.db_size for transaction in transactions]
+    assert scan.last_lsn == segment.lsn_after(count)
+    assert scan.size_pages == (transactions[-1].db_size if count else 0)
+    assert scan.last_commit_ms == (transactions[-1].commit_ms if count else 0)
+    return count
+
+
+def valid_frames(segment: Segment) -> list[bool]:
+    """Which frames pass their own check, whatever the entries say."""
+    return [check_frame(segment.header, number, segment.frame(number)) is not None for number in range(segment.used)]

@@ -1,0 +1,174 @@
+"""A footer that lies is refused, whatever it says and though its checksums are right; nothing large is allocated for it."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap
+
+from quire.core.errors import Corruption, Incompatible
+from quire.durable.checksums import crc64
+from quire.manifest.records import Compression
+from quire.pages.chunk_footer import load_footer
+from quire.pages.chunk_format import (
+    BITMAP_BYTES_MAX,
+    FOOTER,
+    FOOTER_HEAD_BYTES,
+    FRAME,
+    FRAME_ENTRY_BYTES,
+    HEADER_BYTES,
+    OBJECT_BYTES_MAX,
+    encode_header,
+    encode_trailer,
+)
+from quire.pages.chunk_verify import verify
+from tests.pages.chunks import Blob, footer_of, identity, some_pages, with_footer, with_trailer, write_chunk
+
+PAGES = some_pages(512, [0, *range(3, 40), 900], seed=5)
+GOOD, INFO = write_chunk(PAGES, identity(512, 1000))
+TABLE_AT = FOOTER_HEAD_BYTES + len(INFO.bitmap)
+CRCS_AT = TABLE_AT + 3 * FRAME_ENTRY_BYTES
+
+
+def with_counts(page_count: int, frame_count: int, bitmap_bytes: int) -> bytes:
+    footer = footer_of(GOOD)
+    return with_footer(
+        GOOD, FOOTER.pack(footer[:HEADER_BYTES], page_count, frame_count, bitmap_bytes, 0) + footer[FOOTER_HEAD_BYTES:]
+    )
+
+
+def with_bitmap(bitmap: bytes, page_count: int = len(PAGES)) -> bytes:
+    footer = footer_of(GOOD)
+    head = FOOTER.pack(footer[:HEADER_BYTES], page_count, 3, len(bitmap), 0)
+    return with_footer(GOOD, head + bitmap + footer[TABLE_AT:])
+
+
+def with_frame(number: int, *, move: int = 0, longer: int = 0) -> bytes:
+    footer = bytearray(footer_of(GOOD))
+    at = TABLE_AT + number * FRAME_ENTRY_BYTES
+    offset, length, crc = FRAME.unpack_from(footer, at)
+    FRAME.pack_into(footer, at, (offset + move) % 2**32, (length + longer) % 2**32, crc)
+    return with_footer(GOOD, bytes(footer))
+
+
+def with_frames(*stored: bytes) -> bytes:
+    """An object with these frames, all of them where and as long as its footer says."""
+    end, entries = HEADER_BYTES, b""
+    for frame in stored:
+        entries += FRAME.pack(end, len(frame), crc64(frame))
+        end += len(frame)
+    footer = footer_of(GOOD)
+    head = FOOTER.pack(footer[:HEADER_BYTES], len(PAGES), len(stored), len(INFO.bitmap), 0)
+    footer = head + INFO.bitmap + entries + footer[CRCS_AT:]
+    return GOOD[:HEADER_BYTES] + b"".join(stored) + footer + encode_trailer(end, footer)
+
+
+def frames() -> list[bytes]:
+    footer = Blob(GOOD).reader().footer
+    places = [footer.frame(number) for number in range(3)]
+    return [GOOD[place.offset : place.offset + place.length] for place in places]
+
+
+def array_bitmap(values: list[int]) -> bytes:
+    """The portable form of one array container, sorted or not."""
+    return struct.pack(f"<IIHHI{len(values)}H", 12_346, 1, 0, len(values) - 1, 16, *values)
+
+
+LIES = {
+    "a footer of 4 GiB": with_trailer(GOOD, length=2**32 - 1),
+    "a footer far away": with_trailer(GOOD, offset=2**63),
+    "a footer in the header": with_trailer(GOOD, offset=8),
+    "a footer that starts later": with_trailer(GOOD, offset=len(GOOD) - 300),
+    "four billion pages": with_counts(2**32 - 1, 3, len(INFO.bitmap)),
+    "more pages than the slot has": with_counts(1001, 63, len(INFO.bitmap)),
+    "one page too many": with_counts(len(PAGES) + 1, 3, len(INFO.bitmap)),
+    "four billion frames": with_counts(len(PAGES), 2**32 - 1, len(INFO.bitmap)),
+    "too few frames": with_counts(len(PAGES), 2, len(INFO.bitmap)),
+    "a bitmap of 4 GiB": with_counts(len(PAGES), 3, 2**32 - 1),
+    "a bitmap that is shorter": with_counts(len(PAGES), 3, len(INFO.bitmap) - 1),
+    "a bitmap that is longer than any": with_bitmap(bytes(BITMAP_BYTES_MAX + 1)),
+    "a bitmap with bytes behind it": with_bitmap(INFO.bitmap + bytes(BITMAP_BYTES_MAX)),
+    "a bitmap of noise": with_bitmap(bytes(range(len(INFO.bitmap)))),
+    "an empty bitmap": with_bitmap(BitMap().serialize()),
+    "no bitmap": with_bitmap(b""),
+    "a bitmap with fewer pages": with_bitmap(BitMap(sorted(PAGES)[:-1]).serialize()),
+    "a bitmap with a page beyond the slot": with_bitmap(BitMap([*sorted(PAGES)[:-1], 1000]).serialize()),
+    "a bitmap with a page far beyond": with_bitmap(BitMap([*sorted(PAGES)[:-1], 2**32 - 1]).serialize()),
+    "a bitmap out of order": with_bitmap(array_bitmap(sorted(PAGES, reverse=True))),
+    "a bitmap with one page twice": with_bitmap(array_bitmap([3, *sorted(PAGES)[1:]])),
+    "frames that overlap": with_frame(1, move=-10),
+    "a frame in the header": with_frame(0, move=-96),
+    "a gap between frames": with_frame(1, move=1),
+    "a frame beyond the object": with_frame(2, move=2**31),
+    "a frame of 4 GiB": with_frame(2, longer=2**31),
+    "a frame longer than its pages": with_frame(2, longer=16 * 512),
+    "a last frame longer than its pages": with_frames(*frames()[:2], bytes(16 * 512)),
+    "a frame that is missing": with_frames(*frames()[:2]),
+    "a frame too many": with_frames(*frames(), b"more"),
+    "no frames": with_frames(),
+    "an empty frame": with_frame(2, longer=-Blob(GOOD).reader().footer.frame(2).length),
+    "a last frame that ends in the footer": with_frame(2, longer=1),
+}
+
+
+def test_the_way_lies_are_told_can_tell_the_truth() -> None:
+    assert with_frames(*frames()) == with_bitmap(INFO.bitmap) == with_frame(1) == with_trailer(GOOD) == GOOD
+    assert with_counts(len(PAGES), 3, len(INFO.bitmap)) == GOOD
+
+
+@pytest.mark.parametrize("data", LIES.values(), ids=LIES.keys())
+def test_a_footer_that_lies_is_refused(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(Corruption) as raised:
+        load_footer(Blob(data).read, len(data), name="demo")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert raised.value.where["object"] == "demo"
+    assert {problem.rule for problem in verify(Blob(data).read, len(data))} >= {"C1"}
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(HEADER_BYTES, len(footer_of(GOOD)) - 1), st.integers(0, 255)), max_size=4)
+)
+def test_any_signed_footer_is_refused_or_read_without_harm(changes: list[tuple[int, int]]) -> None:
+    footer = bytearray(footer_of(GOOD))
+    for position, value in changes:
+        footer[position] = value
+    data = with_footer(GOOD, bytes(footer))
+    try:
+        found = Blob(data).reader().read_pages(range(1000))
+    except (Corruption, Incompatible):
+        assert list(verify(Blob(data).read, len(data)))
+    else:
+        # A bitmap that names other offsets is as good as any: nothing but the footer says where a page belongs.
+        assert sorted(found.values()) == sorted(PAGES.values())
+
+
+@pytest.mark.parametrize("size", [0, 1, 247, OBJECT_BYTES_MAX + 1, 2**62])
+def test_an_object_of_an_impossible_size_is_not_even_read(size: int) -> None:
+    blob = Blob(b"")
+    with pytest.raises(Corruption):
+        load_footer(blob.read, size, name="x")
+    assert blob.reads == []
+
+
+def test_frames_of_a_chunk_without_compression_are_plain() -> None:
+    """Else a writer that ignores its setting would not be noticed."""
+    footer = bytearray(footer_of(GOOD))
+    footer[:HEADER_BYTES] = encode_header(INFO.identity, Compression.NONE)
+    with pytest.raises(Corruption):
+        Blob(with_footer(GOOD, bytes(footer))).reader().read_page(0)
+
+
+def test_bitmaps_of_other_makers_are_understood() -> None:
+    """Roaring has several forms for one set, and other versions or languages prefer others: all of them are valid."""
+    plain = BitMap(sorted(PAGES), optimize=False).serialize()
+    optimised = BitMap(sorted(PAGES)).serialize()
+    assert plain != optimised
+    for bitmap in (plain, optimised):
+        assert Blob(with_bitmap(bitmap)).reader().read_pages(range(1000)) == PAGES

@@ -1,0 +1,237 @@
+"""Chunks are the same however their pages come in; memory is one frame; mistakes are refused before anything is written."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap
+
+from quire.core.errors import InvalidInput, OutOfRange
+from quire.durable.checksums import crc64
+from quire.manifest.records import Compression
+from quire.pages.chunk_format import BITMAP_BYTES_MAX
+from quire.pages.chunk_reader import PIECE_BYTES
+from quire.pages.chunk_verify import describe, verify
+from quire.pages.chunk_writer import ChunkWriter
+from tests.pages.chunks import Blob, Pages, identity, image, page_sets, some_pages, write_chunk
+
+
+def runs(offsets: list[int]) -> list[list[int]]:
+    """Rising offsets, split where there is a gap."""
+    cuts = [0, *(at for at, (low, high) in enumerate(pairwise(offsets), 1) if high != low + 1), len(offsets)]
+    return [offsets[low:high] for low, high in pairwise(cuts) if low < high]
+
+
+def add_in_portions(writer: ChunkWriter, pages: Pages, draw: st.DataObject) -> None:
+    """The pages one by one, in runs or scattered, as it comes."""
+    left = sorted(pages)
+    while left:
+        portion = left[: draw.draw(st.integers(1, len(left)))]
+        left = left[len(portion) :]
+        how = draw.draw(st.sampled_from(["one", "run", "array", "scattered"]))
+        if how == "scattered":
+            writer.add_scattered(portion, b"".join(pages[offset] for offset in portion))
+            continue
+        for run in runs(portion):
+            images = b"".join(pages[offset] for offset in run)
+            if how == "run":
+                writer.add_pages(run[0], images)
+            elif how == "array":
+                writer.add_pages(run[0], np.frombuffer(images, np.uint8).reshape(len(run), -1))
+            else:
+                for offset in run:
+                    writer.add(offset, memoryview(pages[offset]))
+
+
+@given(case=page_sets(), draw=st.data(), compression=st.sampled_from(Compression))
+def test_pages_are_read_back_and_the_object_is_the_same_however_they_came(
+    case: tuple[int, int, Pages], draw: st.DataObject, compression: Compression
+) -> None:
+    page_size, limit, pages = case
+    what = identity(page_size, limit)
+    expected, expected_info = write_chunk(pages, what, compression)
+    parts: list[bytes] = []
+    writer = ChunkWriter(parts.append, what, compression=compression)
+    add_in_portions(writer, pages, draw)
+    info = writer.finish()
+    data = b"".join(parts)
+    assert (data, info) == (expected, expected_info)
+    blob = Blob(data)
+    assert dict(blob.reader().iter_pages()) == pages
+    assert {offset: blob.reader().read_page(offset) for offset in pages} == pages
+    assert not list(verify(blob.read, len(blob)))
+
+
+@pytest.mark.parametrize("page_size", [512 << shift for shift in range(8)])
+def test_every_page_size_is_read_back(page_size: int) -> None:
+    pages = some_pages(page_size, [0, 1, 2, *range(20, 39), (64 << 20) // page_size - 1], seed=page_size)
+    data, _ = write_chunk(pages, identity(page_size))
+    assert dict(Blob(data).reader().iter_pages()) == pages
+
+
+@given(case=page_sets())
+def test_the_info_is_what_the_row_needs(case: tuple[int, int, Pages]) -> None:
+    page_size, limit, pages = case
+    data, info = write_chunk(pages, identity(page_size, limit))
+    assert info.size_bytes == len(data)
+    assert info.sha256 == hashlib.sha256(data).digest()
+    assert info.page_count == len(pages)
+    assert info.plain_bytes == sum(map(len, pages.values()))
+    assert BitMap.deserialize(info.bitmap) == BitMap(pages)
+    assert info.bitmap_hash == crc64(info.bitmap)
+    assert pickle.loads(pickle.dumps(info)) == info
+    assert describe(Blob(data).read, len(data)) == info
+
+
+def test_a_chunk_may_be_empty() -> None:
+    data, info = write_chunk({}, identity())
+    assert (info.page_count, info.frame_count) == (0, 0)
+    assert Blob(data).reader().read_page(0) is None
+    assert list(Blob(data).reader().iter_pages()) == []
+
+
+def test_zero_pages_cost_almost_nothing() -> None:
+    data, _ = write_chunk(dict.fromkeys(range(16_384), bytes(4096)), identity(4096))
+    assert len(data) < 16_384 * 11
+
+
+def test_pages_that_do_not_shrink_are_stored_plain() -> None:
+    pages = {offset: image(512, 2 + 4 * offset) for offset in range(40)}
+    data, info = write_chunk(pages, identity())
+    footer = Blob(data).reader().footer
+    assert [footer.frame(number).length for number in range(3)] == [16 * 512, 16 * 512, 8 * 512]
+    assert info.size_bytes == 96 + 40 * 512 + 112 + len(info.bitmap) + 3 * 16 + 40 * 8 + 40
+    assert dict(Blob(data).reader().iter_pages()) == pages
+
+
+def test_memory_is_one_frame_and_the_footer() -> None:
+    def pages() -> None:
+        writer = ChunkWriter(lambda _: None, identity(4096))
+        for offset in range(4096):
+            writer.add(offset, noise)
+        writer.finish()
+
+    noise = image(4096, 2)
+    tracemalloc.start()
+    pages()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20, "16 MiB of pages went through"
+
+
+def test_a_full_chunk_of_64_mib() -> None:
+    portion = b"".join(some_pages(4096, range(1024), seed=1).values())
+    parts: list[bytes] = []
+    writer = ChunkWriter(parts.append, identity(4096))
+    for first in range(0, 16_384, 1024):
+        writer.add_pages(first, portion)
+    info = writer.finish()
+    blob = Blob(b"".join(parts))
+    assert (info.page_count, info.plain_bytes) == (16_384, 64 << 20)
+    assert not list(verify(blob.read, len(blob)))
+    assert max(length for _, length in blob.reads) <= PIECE_BYTES
+    for offset in (0, 1023, 1024, 9000, 16_383):
+        at = offset % 1024 * 4096
+        assert blob.reader().read_page(offset) == portion[at : at + 4096]
+    with pytest.raises(OutOfRange):
+        ChunkWriter(parts.append, identity(4096)).add(16_384, bytes(4096))
+
+
+def test_the_smallest_pages_fill_a_chunk_too() -> None:
+    parts: list[bytes] = []
+    writer = ChunkWriter(parts.append, identity(512))
+    writer.add_pages(0, bytes(64 << 20))
+    writer.finish()
+    blob = Blob(b"".join(parts))
+    reader = blob.reader()
+    assert reader.read_page(131_071) == bytes(512)
+    assert len(blob.reads) == 3, "the footer is longer than the first read, so it took two; and one for the page"
+    assert not list(verify(blob.read, len(blob)))
+
+
+def test_the_worst_bitmap_fits() -> None:
+    """Every other page of the smallest size: roaring can do nothing about it."""
+    parts: list[bytes] = []
+    writer = ChunkWriter(parts.append, identity(512))
+    writer.add_scattered(np.arange(0, 131_072, 2), np.zeros((65_536, 512), np.uint8))
+    info = writer.finish()
+    blob = Blob(b"".join(parts))
+    assert BITMAP_BYTES_MAX - 64 < len(info.bitmap) <= BITMAP_BYTES_MAX
+    assert blob.reader().read_pages([0, 1, 131_070]) == {0: bytes(512), 131_070: bytes(512)}
+
+
+# ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_mistakes_are_refused_and_the_chunk_goes_on() -> None:
+    parts: list[bytes] = []
+    writer = ChunkWriter(parts.append, identity(512, 40))
+    writer.add(5, b"a" * 512)
+    page = bytes(512)
+    mistakes: list[Callable[[], None]] = [
+        lambda: writer.add(5, page),
+        lambda: writer.add(4, page),
+        lambda: writer.add(-1, page),
+        lambda: writer.add(40, page),
+        lambda: writer.add(6, page[:-1]),
+        lambda: writer.add(6, page + page),
+        lambda: writer.add_pages(5, page),
+        lambda: writer.add_pages(39, page + page),
+        lambda: writer.add_pages(6, page[:-1]),
+        lambda: writer.add_pages(6, np.zeros((512, 4), np.uint8)[:, ::2]),
+        lambda: writer.add_scattered([7, 6], page + page),
+        lambda: writer.add_scattered([6, 6], page + page),
+        lambda: writer.add_scattered([5, 6], page + page),
+        lambda: writer.add_scattered([6, 40], page + page),
+        lambda: writer.add_scattered([6], page + page),
+        lambda: writer.add_scattered([-1], page),
+        lambda: writer.add_scattered([2**32], page),
+    ]
+    for mistake in mistakes:
+        with pytest.raises(InvalidInput):
+            mistake()
+    writer.add_pages(9, b"")
+    writer.add_scattered([], b"")
+    writer.add(9, b"b" * 512)
+    writer.finish()
+    assert dict(Blob(b"".join(parts)).reader().iter_pages()) == {5: b"a" * 512, 9: b"b" * 512}
+
+
+def test_a_finished_chunk_takes_nothing_more() -> None:
+    writer = ChunkWriter(lambda _: None, identity())
+    writer.finish()
+    with pytest.raises(InvalidInput):
+        writer.add(0, bytes(512))
+    with pytest.raises(InvalidInput):
+        writer.finish()
+
+
+def test_after_its_sink_failed_a_chunk_cannot_be_finished() -> None:
+    """A retry after a failed write would leave a hole or a doubled frame, with good checksums around it."""
+    room = 3
+
+    def sink(data: bytes) -> None:
+        nonlocal room
+        room -= 1
+        if not room:
+            raise OSError("no space left")
+
+    writer = ChunkWriter(sink, identity())
+    writer.add_pages(0, bytes(16 * 512))
+    with pytest.raises(OSError, match="no space"):
+        writer.add_pages(16, bytes(16 * 512))
+    with pytest.raises(InvalidInput):
+        writer.finish()
+
+
+def test_a_sink_may_keep_what_it_gets() -> None:
+    """Frames that are stored plain must not be views of a buffer that the next page overwrites."""
+    pages = {offset: image(512, 2 + 4 * offset) for offset in range(64)}
+    data, _ = write_chunk(pages, identity())
+    assert dict(Blob(data).reader().iter_pages()) == pages

@@ -1,0 +1,140 @@
+"""Bytes that change on disk after they were synced: named exactly, limited to what they held, never shown."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import Corruption
+from quire.durable.files import OsDisk
+from quire.pages.segment_file import SegmentFile
+from tests.pages.world import PAGE, Model, Pages, Version, assert_reads, image, small_segments, write
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+    small_segments(monkeypatch, frames=6)
+    return Pages(tmp_path)
+
+
+def _flip(pages: Pages, segment_id: int, offset: int) -> None:
+    path = os.path.join(pages.root, f"pages/00000001/wal/{segment_id:08x}.seg")
+    with OsDisk().open(path) as raw:
+        raw.write_at(bytes([raw.read_at(1, offset)[0] ^ 0x40]), offset)
+
+
+def _frame_offset(pages: Pages, segment_id: int, frame: int) -> int:
+    path = os.path.join(pages.root, f"pages/00000001/wal/{segment_id:08x}.seg")
+    with SegmentFile.open(OsDisk(), path) as file:
+        return file.header.geometry.frame_offset(frame)
+
+
+def _forget_everything(pages: Pages) -> None:
+    pages.engine.cache._turn(10**9)
+    pages.engine.cache._turn(10**9)
+    pages.engine.sources.close()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_damaged_frame_is_corruption_of_its_page_and_of_nothing_else(small: Pages, published: bool) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(10)})
+    other, other_model = pages.database("other"), Model()
+    write(other, other_model, {0: image()})
+    if published:
+        store.wal.seal()
+        store.wal.publish()
+    _flip(pages, 1, _frame_offset(pages, 1, 4) + 64 + 100)
+    with store.open_snapshot() as reader:
+        for page in range(10):
+            if page != 4:
+                assert reader.read_page(page) == model.newest.page(page)
+        for call in (lambda: reader.read_page(4), lambda: reader.read_pages(range(10)), lambda: dict(reader.scan())):
+            with pytest.raises(Corruption) as caught:
+                call()
+            where = caught.value.where
+            assert (where["db_id"], where["segment_id"], where["frame"], where["page"]) == (1, 1, 4, 4)
+        assert reader.read_pages([0, 9]) == {page: model.newest.page(page) for page in (0, 9)}
+    with other.open_snapshot() as reader:
+        assert_reads(reader, other_model.newest)
+    write(store, model, {4: image()})
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    _flip(pages, 1, _frame_offset(pages, 1, 4) + 64 + 100)
+    pages.stop()
+
+
+def test_a_frame_that_was_moved_is_not_taken_for_another(small: Pages) -> None:
+    """Each frame's checksum is that of its place: a valid frame elsewhere is no valid frame."""
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(4)})
+    path = os.path.join(pages.root, "pages/00000001/wal/00000001.seg")
+    with OsDisk().open(path) as raw:
+        whole = raw.read_at(64 + PAGE, _frame_offset(pages, 1, 0))
+        raw.write_at(whole, _frame_offset(pages, 1, 2))
+    with store.open_snapshot() as reader, pytest.raises(Corruption):
+        reader.read_page(2)
+    pages.die()
+
+
+def test_a_transient_error_is_looked_at_twice_before_it_is_called_damage(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {0: image()})
+    at = _frame_offset(pages, 1, 0) + 64 + 100
+    _flip(pages, 1, at)
+    real, calls = pages.engine.sources.frame, list[object]()
+
+    def frame(*args: object, **more: object) -> bytes:
+        if calls:
+            _flip(pages, 1, at)
+        calls.append(args)
+        return real(*args, **more)  # type: ignore[arg-type]
+
+    pages.engine.sources.frame = frame  # type: ignore[method-assign]
+    with store.open_snapshot() as reader:
+        assert reader.read_page(0) == model.newest.page(0)
+    assert len(calls) == 2
+    pages.stop()
+
+
+@given(data=st.data())
+def test_whatever_byte_changes_no_reader_is_shown_anything_that_was_never_written(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """The rest of the database, and every other version, is read as before; and a new life says the same, or refuses."""
+    patch = pytest.MonkeyPatch()
+    small_segments(patch)
+    pages, model = Pages(tmp_path_factory.mktemp("damage")), Model()
+    try:
+        store = pages.database()
+        for number in range(4):
+            write(store, model, {page: image() for page in range(number, number + 4)})
+            if data.draw(st.booleans()):
+                store.wal.publish()
+        segment_id = data.draw(st.integers(1, 3))
+        path = os.path.join(pages.root, f"pages/00000001/wal/{segment_id:08x}.seg")
+        _flip(pages, segment_id, data.draw(st.integers(0, os.path.getsize(path) - 1)))
+        _forget_everything(pages)
+        with store.open_snapshot() as reader:
+            _look(reader.read_page, model.newest)
+        pages.crash()
+        with suppress(Corruption):
+            store = pages.database()
+            lsn = store.durable_version()[0]
+            assert model.at(lsn).lsn == lsn
+            with store.open_snapshot() as reader:
+                _look(reader.read_page, model.at(lsn))
+    finally:
+        pages.die()
+        patch.undo()
+
+
+def _look(read: object, version: Version) -> None:
+    for page in range(version.size):
+        with suppress(Corruption):
+            assert read(page) == version.page(page)  # type: ignore[operator]

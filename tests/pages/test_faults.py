@@ -1,0 +1,156 @@
+"""Every call of the disk fails once, in every way: the database it belongs to is unusable or untouched, others go on (M12)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import DiskFull, QuireError, StorageFault, StoreUnusable
+from quire.durable.files import OsDisk
+from quire.pages.pagestore import PageStore
+from quire.testing.faults import Fault, FaultyDisk, each_fault
+from quire.testing.manifest import assert_clean
+from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+
+WAL_OF_FIRST = "*/pages/00000001/*"
+
+
+def _story(store: PageStore, model: Model, pages: Pages) -> None:
+    """Commits within a segment, across segments, sealing, publishing."""
+    write(store, model, {0: image(), 1: image()})
+    write(store, model, {page: image() for page in range(10)})
+    store.wal.seal()
+    store.wal.publish()
+    write(store, model, {3: image()}, truncate=5)
+    pages.clock.advance(2.0)
+    pages.engine.tick(store)
+    write(store, model, {page: image() for page in range(14)})
+
+
+def _attempt(store: PageStore, model: Model, pages: Pages) -> QuireError | None:
+    """Run the story; a commit that fails may or may not have happened: the model keeps both possibilities."""
+    try:
+        _story(store, model, pages)
+    except QuireError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
+def test_any_fault_leaves_the_database_unusable_or_untouched_and_the_other_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    small_segments(monkeypatch)
+    for number, disk in enumerate(each_fault(OsDisk, fault, path=WAL_OF_FIRST)):
+        base = tmp_path / str(number)
+        base.mkdir()
+        pages = Pages(base, disk=disk)
+        other_model, model = Model(), Model()
+        try:
+            hurt = pages.database("first")
+        except StorageFault:
+            assert disk.fired
+            hurt = pages.database("first")
+        other = pages.database("second")
+        error = _attempt(hurt, model, pages)
+        assert (error is not None) <= disk.fired
+        disk._fail_at = 0  # from here on the disk is well
+        acknowledged = model.newest
+        if hurt.wal.failure is None:
+            # Refused, cleanly: the next commit goes through.
+            assert error is None or isinstance(error, StorageFault), error
+            write(hurt, model, {1: image("after")})
+            acknowledged = model.newest
+        else:
+            with pytest.raises(StoreUnusable):
+                hurt.begin()
+            with hurt.open_snapshot() as reader:
+                assert_reads(reader, model.at(reader.lsn))
+        _story(other, other_model, pages)
+        with other.open_snapshot() as reader:
+            assert_reads(reader, other_model.newest)
+        again = pages.engine.open("first")
+        assert (again is hurt) == (hurt.wal.failure is None)
+        with again.open_snapshot() as reader:
+            # What was acknowledged is there; of the commit that failed all or nothing.
+            if reader.lsn == acknowledged.lsn:
+                assert_reads(reader, acknowledged)
+            else:
+                assert reader.lsn > acknowledged.lsn
+        known = again.durable_version()[0]
+        model.versions = [each for each in model.versions if each.lsn <= known]
+        with again.begin() as txn:
+            txn.write_page(0, image("mended"))
+        with again.open_snapshot() as reader:
+            assert reader.read_page(0) == image("mended")
+        pages.stop()
+
+
+def test_a_full_disk_while_a_segment_is_made_is_disk_full_and_hurts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M12: nothing is poisoned, nothing is left behind, and a large transaction is refused as a whole."""
+    small_segments(monkeypatch)
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="allocate")
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {0: image()})
+    for nth in range(1, 4):  # of the several segments that the transaction needs
+        disk._fail_at = len(disk.calls) + nth
+        with pytest.raises(DiskFull):
+            write(store, Model(), {page: image() for page in range(30)})
+        assert store.wal.failure is None
+        files = list((Path(pages.root) / "pages/00000001/wal").iterdir())
+        assert len(files) == 1, "files of segments that were not needed after all are gone"
+        with store.open_snapshot() as reader:
+            assert_reads(reader, model.newest)
+    write(store, model, {page: image() for page in range(30)})
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.reopen()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_sync_that_fails_is_told_to_everyone_who_waits_and_shown_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {0: image()})
+    guards = []
+    for _ in range(3):
+        txn = store.begin()
+        txn.write_page(0, image())
+        guards.append(txn.commit())
+    disk._fail_at = len(disk.calls) + 1
+    for guard in guards:
+        with pytest.raises(StoreUnusable):
+            guard.result()
+        assert not guard.done()
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    assert pages.engine.open("shop") is not store
+    pages.stop()
+
+
+def test_closing_after_a_failure_closes_every_file(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync")
+    pages = Pages(tmp_path, disk=disk)
+    for name in ("one", "two"):
+        store = pages.database(name)
+        txn = store.begin()
+        txn.write_page(0, image())
+        txn.commit()
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StoreUnusable):
+        pages.engine.close()
+    assert not pages.engine.stores()
+    assert_clean(pages.manifest)
+    pages.manifest.close()
+    pages.start()
+    assert pages.database("two").durable_version()[1] == 1
+    pages.stop()

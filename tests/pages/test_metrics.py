@@ -1,0 +1,98 @@
+"""Figures by the seed's names, the Prometheus collector, and spans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from quire.pages.tracing import span, tracing
+from tests.pages.test_wal import index
+from tests.pages.world import Model, Pages, image, write
+
+
+def test_figures_have_the_seeds_names_and_are_right(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {page: image() for page in range(5)})
+    with store.open_snapshot():
+        write(store, model, {page: image() for page in range(3)})
+        store.wal.publish()
+        named = pages.engine.figures().named()
+        assert named["page_index.rows"] == {"shop": 8}
+        assert len(index(pages)) == 8
+        assert named["snapshot_readers.active"] == {"shop": 1}
+        assert named["wal_segments.blocked_by_readers"] == {"shop": 0}
+        store.wal.seal()
+        store.wal.publish()
+        assert pages.engine.figures().named()["wal_segments.blocked_by_readers"] == {"shop": 1}
+        assert pages.engine.floor(store.db_id) < model.newest.lsn
+        pages.clock.advance(1.5)
+        assert pages.engine.figures().named()["checkpoint.wait_for_floor_ms"] == {"shop": 1500}
+    pages.checkpoint(store)
+    pages.clock.advance(100)
+    named = pages.engine.figures().named()
+    assert named["checkpoint.wait_for_floor_ms"] == {"shop": 1500}, "nobody waits any more"
+    assert named["page_index.rows"] == {"shop": len(index(pages))} == {"shop": 0}
+
+
+def test_the_collector_speaks_prometheus(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {page: image() for page in range(5)})
+    with store.open_snapshot() as reader:
+        reader.read_page(0)
+        reader.read_page(0)
+    registry = CollectorRegistry()
+    registry.register(pages.engine.collector())
+    text = generate_latest(registry).decode()
+    assert 'quire_page_index_rows{db="1",name="shop"} 0.0' in text
+    assert 'quire_snapshot_readers_active{db="1",name="shop"} 0.0' in text
+    assert 'quire_wal_segments_blocked_by_readers{db="1",name="shop"}' in text
+    assert 'quire_checkpoint_wait_for_floor_ms_total{db="1",name="shop"}' in text
+    assert "quire_page_cache_hit_ratio 0.5" in text
+    assert pages.engine.figures().cache_bytes > 0
+
+
+class _Recorder(ModuleType):
+    """A stand-in for `opentelemetry.trace`."""
+
+    def __init__(self) -> None:
+        super().__init__("opentelemetry.trace")
+        self.spans: list[tuple[str, dict[str, Any]]] = []
+
+    def get_tracer(self, _: str) -> _Recorder:
+        return self
+
+    @contextmanager
+    def start_as_current_span(self, name: str) -> Iterator[Any]:
+        attributes: dict[str, Any] = {}
+        self.spans.append((name, attributes))
+
+        class Inner:
+            def set_attribute(self, key: str, value: Any) -> None:
+                attributes[key] = value
+
+        yield Inner()
+
+
+def test_a_read_is_a_span_that_says_which_epoch_answered(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    write(store, model, {1: image()})
+    assert not tracing()
+    with span("nobody listens") as quiet:
+        quiet.set(anything=1)
+    recorder = _Recorder()
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", recorder)
+    with store.open_snapshot() as reader:
+        reader.read_page(0)
+    assert recorder.spans == [
+        (
+            "PageStore.read_page",
+            {"quire.db_id": 1, "quire.page": 0, "quire.snapshot_lsn": model.newest.lsn, "quire.epoch": 1},
+        )
+    ]

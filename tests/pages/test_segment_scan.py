@@ -1,0 +1,403 @@
+"""The verdict on a segment: clean, torn or corrupt, for every way in which bytes can be wrong; and what its entries become."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import Corruption, OutOfRange
+from quire.durable.checksums import crc64
+from quire.manifest.ops.pageindex import ROW
+from quire.pages.segment import ENTRY_BYTES, HEADER_BYTES, PageWrite, check_frame, encode
+from quire.pages.segment_scan import (
+    ENTRY_DTYPE,
+    ROW_DTYPE,
+    CutReason,
+    SegmentScan,
+    as_rows,
+    page_map,
+    parse_entries,
+    scan_segment,
+    sealed_entries,
+    valid_entries,
+)
+from tests.pages.segments import TRANSACTIONS, Segment, Transaction, kept, valid_frames
+
+ONE = Transaction(pages=((0, 1), (3, None), (1, 2)))
+TWO = Transaction(pages=((2, 1),))
+Wipe = Callable[[Segment, int], None]
+UNSYNCED = Transaction(pages=((5, 1), (4, 2)), synced=False)
+
+
+def indexed_choices(segment: Segment) -> list[int]:
+    """What `indexed_upto_lsn` may be: nothing, or a synced commit."""
+    return [
+        0,
+        *(lsn for each in range(len(segment.done)) if (lsn := segment.lsn_after(each + 1)) <= segment.durable_lsn),
+    ]
+
+
+def verdict(segment: Segment, indexed_upto_lsn: int = 0) -> SegmentScan | Corruption:
+    try:
+        return segment.scan(indexed_upto_lsn=indexed_upto_lsn)
+    except Corruption as error:
+        return error
+
+
+# ── clean ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@given(transactions=TRANSACTIONS, page_size=st.sampled_from([512, 4096, 8192]), data=st.data())
+def test_what_was_written_is_found_whatever_is_indexed(
+    transactions: list[Transaction], page_size: int, data: st.DataObject
+) -> None:
+    segment = Segment(page_size=page_size, capacity=24).write_all(transactions)
+    indexed = data.draw(st.sampled_from(indexed_choices(segment)))
+    scan = segment.scan(indexed_upto_lsn=indexed)
+    assert kept(segment, scan) == len(transactions)
+    assert (scan.cut_reason, scan.cut_frames, len(scan.unfinished)) == (CutReason.NOTHING, 0, 0)
+    assert scan.proven_lsn == max(indexed, *segment.claims, 0)
+    assert scan.used_bytes == segment.header.geometry.frame_offset(segment.used)
+    read = scan.commits["lsn"] > indexed
+    assert scan.commits["commit_ms"][read].tolist() == [
+        each.commit_ms for each, was_read in zip(segment.done, read, strict=True) if was_read
+    ]
+
+
+def test_a_full_segment_is_clean() -> None:
+    segment = Segment(capacity=8).write_all([ONE, TWO, ONE, TWO])
+    scan = segment.scan()
+    assert kept(segment, scan) == 4
+    assert (scan.cut, scan.cut_reason) == (8, CutReason.NOTHING)
+
+
+def test_an_empty_segment_is_clean() -> None:
+    scan = Segment().scan()
+    assert (scan.cut, scan.last_lsn, scan.size_pages, scan.proven_lsn) == (0, 4710, 0, 0)
+    assert scan.cut_reason is CutReason.NOTHING
+
+
+def test_bodies_at_or_below_the_published_lsn_are_not_read() -> None:
+    segment = Segment().write_all([ONE, TWO, UNSYNCED])
+    reads: list[tuple[int, int]] = []
+    raw = segment.read_raw
+
+    def spy(first: int, count: int) -> bytes:
+        reads.append((first, count))
+        return raw(first, count)
+
+    scan_segment(segment.header, segment.index(), spy, path="x", indexed_upto_lsn=segment.lsn_after(2))
+    assert reads == [(4, 28)]
+    reads.clear()
+    scan = scan_segment(segment.header, segment.index(), spy, path="x", indexed_upto_lsn=segment.lsn_after(3))
+    assert reads == [(6, 26), (5, 1)]  # the last commit's own frame, for its time
+    assert scan.last_commit_ms == UNSYNCED.commit_ms
+
+
+# ── torn ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_transaction_without_its_commit_is_unfinished() -> None:
+    segment = Segment().write_all([ONE])
+    pages: list[PageWrite] = [(9, bytes(512), 0, 0), (8, None, 0, 0)]
+    encoded = encode(segment.header, segment.used, pages, db_size=0)
+    for offset, piece in encoded.pieces:
+        segment.data[offset : offset + len(piece)] = piece
+    start = segment.header.geometry.entry_offset(segment.used)
+    segment.data[start : start + len(encoded.entries)] = encoded.entries
+    scan = segment.scan()
+    assert kept(segment, scan) == 1
+    assert (scan.cut, scan.good, scan.cut_frames) == (3, 5, 2)
+    assert scan.cut_reason is CutReason.UNFINISHED
+    assert scan.unfinished["page"].tolist() == [9, 8]
+
+
+def wipe_entry(segment: Segment, number: int) -> None:
+    start = segment.header.geometry.entry_offset(number)
+    segment.data[start : start + ENTRY_BYTES] = bytes(ENTRY_BYTES)
+
+
+def wipe_frame(segment: Segment, number: int) -> None:
+    geometry = segment.header.geometry
+    segment.data[geometry.frame_offset(number) : geometry.frame_offset(number + 1)] = bytes(geometry.stride)
+
+
+@pytest.mark.parametrize(("wipe", "reason"), [(wipe_entry, CutReason.BAD_ENTRY), (wipe_frame, CutReason.BAD_FRAME)])
+def test_an_entry_without_its_frame_and_a_frame_without_its_entry_are_torn(wipe: Wipe, reason: CutReason) -> None:
+    segment = Segment().write_all([ONE, UNSYNCED, UNSYNCED])
+    wipe(segment, 4)
+    scan = segment.scan()
+    assert kept(segment, scan) == 1
+    assert (scan.cut_reason, scan.cut_frames, scan.good) == (reason, 4, 4)
+
+
+def test_a_frame_of_another_transaction_under_a_good_entry_is_bad() -> None:
+    """Entry and frame are both valid here, but not of each other: what a retried append must never bring about."""
+    segment = Segment().write_all([ONE, UNSYNCED])
+    ((offset, piece),) = encode(segment.header, 3, [(5, b"\x55" * 512, 6, 3)], db_size=0).pieces
+    segment.data[offset : offset + len(piece)] = piece
+    assert check_frame(segment.header, 3, segment.frame(3)) is not None
+    scan = segment.scan()
+    assert kept(segment, scan) == 1
+    assert scan.cut_reason is CutReason.BAD_FRAME
+
+
+@given(transactions=TRANSACTIONS, former=TRANSACTIONS, salt=st.integers(0, 2**64 - 1))
+def test_frames_of_a_former_life_never_come_alive(
+    transactions: list[Transaction], former: list[Transaction], salt: int
+) -> None:
+    old = Segment(salt=salt, first_lsn=4000).write_all(former)
+    new = Segment().write_all(transactions)
+    behind = new.header.geometry
+    new.data[behind.entry_offset(new.used) : behind.frames_offset] = old.data[
+        behind.entry_offset(new.used) : behind.frames_offset
+    ]
+    new.data[behind.frame_offset(new.used) :] = old.data[behind.frame_offset(new.used) :]
+    scan = new.scan()
+    assert kept(new, scan) == len(transactions)
+    assert scan.cut_reason is CutReason.NOTHING
+
+
+def test_not_even_the_same_lsns_bring_a_former_life_back() -> None:
+    """Worse than anything that can happen (P5): all is as it was, only the salt is another one."""
+    old = Segment(salt=1).write_all([ONE, TWO])
+    old.data[:HEADER_BYTES] = (new := Segment(salt=2)).header.encode()
+    new.data = old.data
+    scan = new.scan()
+    assert scan.cut == 0
+    assert (scan.cut_reason, scan.cut_frames) == (CutReason.BAD_ENTRY, 4)
+
+
+# ── corrupt ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("wipe", [wipe_entry, wipe_frame])
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_damage_at_or_below_a_later_commits_claim_is_corruption(wipe: Wipe, number: int) -> None:
+    segment = Segment().write_all([ONE, TWO, UNSYNCED])
+    wipe(segment, number)
+    with pytest.raises(Corruption) as caught:
+        segment.scan()
+    where = caught.value.where
+    assert (where["path"], where["db_id"], where["segment_id"]) == ("x", 7, 31)
+    assert (where["frame"], where["lsn"]) == (number, 4711 + number)
+    assert where["offset"] == segment.header.geometry.frame_offset(number)
+    assert where["page"] == (None if wipe is wipe_entry else [0, 3, 1, 2][number])
+    assert "quire verify" in caught.value.hint
+
+
+def test_a_damaged_commit_proves_nothing() -> None:
+    segment = Segment().write_all([ONE, TWO, UNSYNCED])
+    wipe_frame(segment, 1)
+    wipe_frame(segment, 5)  # the only commit that says that ONE and TWO are durable
+    segment_two = Segment().write_all([ONE, TWO])
+    wipe_frame(segment_two, 1)
+    with pytest.raises(Corruption):
+        segment.scan()  # TWO's commit still vouches for ONE
+    with pytest.raises(Corruption):
+        segment_two.scan()
+    wipe_frame(segment_two, 3)
+    assert kept(segment_two, segment_two.scan()) == 0
+
+
+@pytest.mark.parametrize("wipe", [wipe_entry, wipe_frame])
+def test_what_the_caller_knows_to_be_durable_is_never_called_torn(wipe: Wipe) -> None:
+    segment = Segment().write_all([ONE, TWO])
+    wipe(segment, 3)
+    assert kept(segment, segment.scan()) == 1
+    with pytest.raises(Corruption):
+        segment.scan(proven_lsn=segment.lsn_after(2))
+
+
+def test_a_missing_entry_at_or_below_the_published_lsn_is_corruption() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    wipe_entry(segment, 3)
+    with pytest.raises(Corruption):
+        segment.scan(indexed_upto_lsn=segment.lsn_after(2))
+
+
+def test_damage_to_a_published_body_is_found_when_it_is_read() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    wipe_frame(segment, 0)
+    assert kept(segment, segment.scan(indexed_upto_lsn=segment.lsn_after(2))) == 2
+    assert valid_frames(segment) == [False, True, True, True]
+    wipe_frame(segment, 3)  # the last commit is read by every scan
+    with pytest.raises(Corruption):
+        segment.scan(indexed_upto_lsn=segment.lsn_after(2))
+
+
+def test_frames_that_never_were_are_not_missing() -> None:
+    """Rule 5: a segment sealed early, and a proof from the segment behind it."""
+    segment = Segment().write_all([ONE, TWO])
+    later = segment.lsn_after(2) + 50
+    for known in ({"indexed_upto_lsn": later}, {"proven_lsn": later}):
+        with pytest.raises(Corruption):
+            segment.scan(**known)
+        scan = segment.scan(limit=segment.used, **known)
+        assert kept(segment, scan) == 2
+
+
+def test_frames_beyond_the_limit_are_not_looked_at() -> None:
+    segment = Segment().write_all([ONE, TWO, UNSYNCED])
+    assert segment.scan(limit=3).cut == 3
+    assert segment.scan(limit=0).cut == 0
+    for limit in (-1, 33):
+        with pytest.raises(OutOfRange):
+            segment.scan(limit=limit)
+
+
+def test_a_file_that_ends_behind_its_frames_is_as_good_as_a_whole_one() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    del segment.data[segment.header.geometry.frame_offset(segment.used) :]
+    assert kept(segment, segment.scan()) == 2
+    del segment.data[-1:]
+    assert kept(segment, segment.scan()) == 1
+    with pytest.raises(Corruption):
+        segment.scan(proven_lsn=segment.lsn_after(2))
+
+
+# ── any damage ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@given(transactions=TRANSACTIONS.filter(bool), flip=st.integers(1, 255), data=st.data())
+def test_a_changed_byte_is_found_or_irrelevant(transactions: list[Transaction], flip: int, data: st.DataObject) -> None:
+    """Whatever byte changes: what is delivered was written, and what had been synced is delivered or reported."""
+    segment = Segment(capacity=24).write_all(transactions)
+    indexed = data.draw(st.sampled_from(indexed_choices(segment)))
+    geometry = segment.header.geometry
+    used = st.one_of(
+        st.integers(HEADER_BYTES, geometry.entry_offset(segment.used) - 1),
+        st.integers(geometry.frames_offset, geometry.frame_offset(segment.used) - 1),
+    )
+    position = data.draw(st.one_of(used, st.integers(HEADER_BYTES, geometry.file_bytes - 1)))
+    before = bytes(segment.data)
+    segment.data[position] ^= flip
+    scan = verdict(segment, indexed)
+    if isinstance(scan, Corruption):
+        bad = scan.where["frame"]
+        at_entry = geometry.entry_offset(bad) <= position < geometry.entry_offset(bad + 1)
+        at_frame = geometry.frame_offset(bad) <= position < geometry.frame_offset(bad + 1)
+        assert at_entry or at_frame, "another frame was blamed"
+        assert scan.where["lsn"] <= segment.durable_lsn
+        return
+    count = kept(segment, scan)
+    lost = segment.lsn_after(count) < segment.lsn_after(len(transactions))
+    assert not lost or segment.lsn_after(count) >= max(indexed, scan.proven_lsn)
+    after = [check_frame(segment.header, number, segment.frame(number)) for number in range(scan.cut)]
+    for number, head in enumerate(after):
+        start = geometry.frame_offset(number)
+        same = before[start : start + geometry.stride] == segment.frame(number)
+        assert same or head is None or head.flags == 1  # changed: refused when read, or an image that means nothing
+
+
+@given(transactions=TRANSACTIONS, data=st.data())
+def test_random_bytes_in_random_places_never_break_the_scan(
+    transactions: list[Transaction], data: st.DataObject
+) -> None:
+    segment = Segment(capacity=16)
+    for transaction in transactions:
+        if segment.used + len(transaction.pages) <= 16:
+            segment.write(transaction)
+    for _ in range(data.draw(st.integers(1, 5))):
+        start = data.draw(st.integers(HEADER_BYTES, len(segment.data) - 1))
+        garbage = data.draw(st.binary(min_size=1, max_size=200))[: len(segment.data) - start]
+        segment.data[start : start + len(garbage)] = garbage
+    scan = verdict(segment)
+    if isinstance(scan, Corruption):
+        assert scan.where["lsn"] <= segment.durable_lsn
+    else:
+        kept(segment, scan)
+
+
+# ── sealed segments, rows and maps ────────────────────────────────────────────────────────────────────────────────────
+def test_a_sealed_segment_gives_its_entries_from_a_part_of_the_region() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    for index in (segment.index(), segment.index()[: 4 * ENTRY_BYTES]):
+        entries = sealed_entries(segment.header, index, 4, path="x")
+        assert entries["page"].tolist() == [0, 3, 1, 2]
+    with pytest.raises(OutOfRange):
+        sealed_entries(segment.header, segment.index()[: 3 * ENTRY_BYTES], 4, path="x")
+    with pytest.raises(Corruption):
+        sealed_entries(segment.header, segment.index(), 5, path="x")
+    wipe_entry(segment, 1)
+    with pytest.raises(Corruption) as caught:
+        sealed_entries(segment.header, segment.index(), 4, path="x")
+    assert caught.value.where["frame"] == 1
+
+
+def test_many_entries_are_checked_like_few() -> None:
+    """Many rows are checked by numpy, few one by one; both must find the same."""
+    segment = Segment(capacity=700)
+    pages: list[PageWrite] = [(page, None, 0, 0) for page in range(700)]
+    entries = bytearray(encode(segment.header, 0, pages, db_size=700).entries)
+    entries[48 * 650 + 3] ^= 1
+    valid = valid_entries(segment.header, parse_entries(entries))
+    assert np.flatnonzero(~valid).tolist() == [650]
+    assert valid_entries(segment.header, parse_entries(entries[: 48 * 100])).all()
+
+
+def test_rows_are_what_the_manifest_publishes() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    scan = segment.scan()
+    rows = as_rows(segment.header, scan.entries)
+    unpacked = list(ROW.iter_unpack(rows.tobytes()))
+    assert rows.dtype == ROW_DTYPE
+    assert ROW_DTYPE.itemsize == ROW.size == struct.calcsize("<IIQQQIIII")
+    for number, (page, frame, lsn, prev, crc, segment_id, origin, flags, reserved) in enumerate(unpacked):
+        head = check_frame(segment.header, number, segment.frame(number))
+        assert head is not None
+        assert (page, frame, lsn, prev) == (head.page, number, head.lsn, head.prev_lsn)
+        assert (crc, segment_id, origin, flags, reserved) == (head.crc64, 31, 7, head.flags, 0)
+
+
+def test_rows_of_a_later_part_keep_their_frame_numbers() -> None:
+    segment = Segment().write_all([ONE, TWO])
+    rows = as_rows(segment.header, segment.scan().entries[3:])
+    assert rows["frame_no"].tolist() == [3]
+
+
+@given(transactions=TRANSACTIONS, more=TRANSACTIONS, shuffled=st.booleans(), data=st.data())
+def test_a_page_map_is_the_newest_version_at_or_below(
+    transactions: list[Transaction], more: list[Transaction], shuffled: bool, data: st.DataObject
+) -> None:
+    first = Segment().write_all(transactions)
+    second = Segment(first_lsn=first.lsn_after(len(transactions)) + 1, salt=9).write_all(more)
+    parts = [as_rows(each.header, each.scan().entries) for each in (first, second)]
+    rows = np.concatenate(parts[::-1] if shuffled else parts)
+    upto = data.draw(st.integers(4700, 4711 + first.used + second.used + 3))
+    want: dict[int, int] = {}
+    for page, lsn in sorted(zip(rows["page"].tolist(), rows["lsn"].tolist(), strict=True), key=lambda pair: pair[1]):
+        if lsn <= upto:
+            want[page] = lsn
+    found = page_map(rows, upto)
+    assert dict(zip(found["page"].tolist(), found["lsn"].tolist(), strict=True)) == want
+    assert found["page"].tolist() == sorted(want)
+    assert found.dtype == ROW_DTYPE
+
+
+def test_a_page_map_does_not_depend_on_the_order_of_segments() -> None:
+    first = Segment().write_all([ONE, TWO])
+    second = Segment(first_lsn=5000).write_all([TWO, ONE])
+    parts = [as_rows(each.header, each.scan().entries) for each in (second, first)]
+    for rows in (np.concatenate(parts), np.concatenate(parts[::-1])):
+        assert page_map(rows, 5003)["lsn"].tolist() == [5001, 5003, 5000, 5002]
+        assert page_map(rows, 4999)["lsn"].tolist() == [4711, 4713, 4714, 4712]
+
+
+def test_a_page_map_of_nothing_is_empty() -> None:
+    assert len(page_map(np.empty(0, ENTRY_DTYPE), 10)) == 0
+
+
+def test_an_entry_of_zeros_is_never_valid() -> None:
+    segment = Segment()
+    assert not valid_entries(segment.header, parse_entries(bytes(48 * 32))).any()
+    assert crc64(bytes(40), segment.header.crc64) != 0
+
+
+def test_an_entry_or_frame_with_another_lsn_is_not_valid_whatever_its_checksum() -> None:
+    """No crash and no accident makes one; a writer that miscounts would."""
+    segment = Segment().write_all([TWO])
+    entry, frame = bytearray(segment.index()[:ENTRY_BYTES]), bytearray(segment.frame(0))
+    entry[8] ^= 1
+    entry[40:] = struct.pack("<Q", crc64(entry[:40], segment.header.crc64))
+    assert not valid_entries(segment.header, parse_entries(entry)).any()
+    frame[8] ^= 1
+    frame[56:64] = struct.pack("<Q", crc64(frame[64:], crc64(frame[:56], segment.header.crc64)))
+    assert check_frame(segment.header, 0, frame) is None

@@ -1,0 +1,133 @@
+"""Earlier versions, by lsn and by time, as far as they are kept (P14)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
+from quire.core.ids import Epoch
+from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+    small_segments(monkeypatch, frames=6)
+    return Pages(tmp_path)
+
+
+def _now(pages: Pages) -> datetime:
+    return datetime.fromtimestamp(pages.clock.now_ms() / 1000, UTC)
+
+
+def test_every_version_that_the_wal_still_has_can_be_opened_by_lsn_and_by_time(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    times = []
+    for number in range(12):
+        write(store, model, {page: image() for page in range(number, number + 3)})
+        times.append(_now(pages))
+        pages.clock.advance(10)
+        if number == 4:
+            pages.reopen()
+            store = pages.database()
+        if number == 7:
+            store.wal.publish()
+    for version, at in zip(model.versions[1:], times):
+        with store.open_snapshot(at=version.lsn) as reader:
+            assert reader.lsn == version.lsn
+            assert_reads(reader, version)
+        for exact in (at, at + timedelta(seconds=9)):
+            with store.open_snapshot(at=exact) as reader:
+                assert reader.lsn == version.lsn
+        with store.open_snapshot(at=Epoch(version.lsn, 0)) as reader:
+            assert reader.lsn == version.lsn
+    pages.stop()
+
+
+def test_between_two_commits_it_is_the_earlier_one_never_half_a_transaction(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    first = write(store, model, {0: image(), 1: image()})
+    second = write(store, model, {page: image() for page in range(10)})
+    for lsn in range(first.lsn, second.lsn):
+        with store.open_snapshot(at=lsn) as reader:
+            assert reader.lsn == first.lsn
+            assert_reads(reader, first)
+    pages.stop()
+
+
+def test_what_a_checkpoint_has_passed_is_gone_unless_a_snapshot_keeps_it(small: Pages) -> None:
+    """The view at E is the leaves of the next anchor and its pins up to E."""
+    pages, model, store = small, Model(), small.database()
+    for _ in range(3):
+        write(store, model, {page: image() for page in range(4)})
+    pages.checkpoint(store)
+    lost = model.versions[1:3]
+    for _ in range(4):
+        write(store, model, {page: image() for page in range(2, 7)})
+        pages.clock.advance(10)
+    kept = model.versions[4:]
+    pages.engine.snapshot("shop", "anchor")
+    write(store, model, {0: image()})
+    pages.checkpoint(store)
+    pages.clock.advance(1000)
+    pages.checkpoint(store)
+    for version in lost:
+        with pytest.raises(SnapshotGone):
+            store.open_snapshot(at=version.lsn)
+    for version in kept:
+        with store.open_snapshot(at=version.lsn) as reader:
+            assert reader.lsn == version.lsn
+            assert_reads(reader, version)
+    with store.open_snapshot(at=model.newest.lsn) as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_between_an_anchor_and_the_next_version_it_is_the_anchor(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(4)})
+    first = model.newest
+    pages.engine.snapshot("shop", "one")
+    pages.checkpoint(store)
+    at = _now(pages) + timedelta(seconds=5)
+    pages.clock.advance(10)
+    write(store, model, {page: image() for page in range(4)})
+    pages.engine.snapshot("shop", "two")
+    write(store, model, {page: image() for page in range(4)})
+    pages.checkpoint(store)
+    with store.open_snapshot(at=at) as reader:
+        assert_reads(reader, first)
+    pages.manifest.drop_snapshot("shop", "one")
+    with pytest.raises(SnapshotGone):
+        store.open_snapshot(at=at)
+    pages.stop()
+
+
+def test_what_is_not_there_yet_or_makes_no_sense_is_refused(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {0: image()})
+    with pytest.raises(OutOfRange):
+        store.open_snapshot(at=model.newest.lsn + 1)
+    for nonsense in (datetime(2024, 1, 1), -1, True):
+        with pytest.raises(InvalidInput):
+            store.open_snapshot(at=nonsense)
+    with pytest.raises(SnapshotGone):
+        store.open_snapshot(at=datetime(2001, 1, 1, tzinfo=UTC))
+    with store.open_snapshot(at=_now(pages) + timedelta(days=1)) as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_an_earlier_version_is_a_lease_like_any_other(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    first = write(store, model, {0: image()})
+    write(store, model, {0: image()})
+    with store.open_snapshot(at=first.lsn, tags={"back": "then"}):
+        assert pages.engine.floor(store.db_id) == first.lsn
+        pages.checkpoint(store)
+    assert pages.engine.floor(store.db_id) == model.newest.lsn
+    with pytest.raises(SnapshotGone):
+        store.open_snapshot(at=first.lsn)
+    pages.stop()

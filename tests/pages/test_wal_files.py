@@ -1,0 +1,205 @@
+"""Making segments: all or nothing, recycled where possible, ids never twice."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import StoreUnusable
+from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
+from quire.manifest.records import JobKind, WalState
+from quire.testing.faults import Fault, FaultyDisk
+from tests.pages.test_wal import rows
+from tests.pages.world import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
+
+
+def _files(pages: Pages, db_id: int = 1) -> set[str]:
+    return set(os.listdir(os.path.join(pages.root, f"pages/{db_id:08x}/wal")))
+
+
+def _inodes(pages: Pages) -> set[int]:
+    folder = Path(pages.root) / "pages/00000001/wal"
+    return {each.stat().st_ino for each in folder.iterdir()}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+    small_segments(monkeypatch, frames=6)
+    return Pages(tmp_path)
+
+
+def test_files_of_truncated_segments_are_used_again(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(12)})
+    before = _inodes(pages)
+    pages.checkpoint(store)
+    assert {row.state for row in rows(pages).values()} == {WalState.TRUNCATED}
+    write(store, model, {page: image() for page in range(12)})
+    assert store.wal.recycled == 2
+    assert _inodes(pages) == before
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.clock.advance(GRACE_SECONDS + 1)
+    pages.run(JobKind.CHECKPOINT, store.db_id)  # the delete job finds the names gone: a success
+    assert 1 not in rows(pages)
+    pages.crash()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_file_that_a_snapshot_needs_is_not_used_again(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(12)})
+    kept = model.newest
+    pages.engine.snapshot("shop", "kept")
+    pages.checkpoint(store)
+    write(store, model, {page: image() for page in range(12)})
+    assert store.wal.recycled == 0
+    assert_reads(pages.engine.open_view("shop", "kept"), kept)
+    pages.manifest.drop_snapshot("shop", "kept")
+    write(store, model, {page: image() for page in range(12)})
+    assert store.wal.recycled == 2
+    pages.stop()
+
+
+def test_a_reader_that_is_still_at_a_recycled_file_looks_again(small: Pages) -> None:
+    """P8: it finds another salt there, and then the chunk."""
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(6)})
+    segment = pages.engine.sources.segment(store.db_id, 1)  # an open handle on the file of segment 1
+    with store.open_snapshot() as reader:
+        pages.checkpoint(store)
+        write(store, model, {page: image() for page in range(6)})
+        assert store.wal.recycled == 1
+        assert segment.header.segment_id == 1
+        pages.engine.cache._turn(10**9)
+        assert_reads(reader, model.at(reader.lsn))
+    pages.stop()
+
+
+@pytest.mark.parametrize("operation", ["open", "rename", "write", "sync", "sync_dir"])
+def test_a_file_that_cannot_be_recycled_is_replaced_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    small_segments(monkeypatch, frames=6)
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation=operation, path="*/pages/*")
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {page: image() for page in range(6)})
+    pages.checkpoint(store)
+    disk._fail_at = len(disk.calls) + 1
+    write(store, model, {page: image() for page in range(6)})
+    assert disk.fired
+    assert store.wal.failure is None
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_busy_database_has_its_next_file_ready(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {0: image()})
+    assert not store.wal.prepare(), "it is not half full"
+    write(store, model, {page: image() for page in range(4)})
+    assert store.wal.prepare()
+    assert not store.wal.prepare(), "one is enough"
+    assert "00000000.seg" in _files(pages)
+    write(store, model, {page: image() for page in range(6)})
+    assert store.wal.recycled == 1
+    assert "00000000.seg" not in _files(pages)
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    assert store.wal.prepare()
+    pages.crash()
+    assert "00000000.seg" in _files(pages)
+    pages.database()
+    assert "00000000.seg" not in _files(pages), "a spare of an earlier life is garbage"
+    pages.stop()
+
+
+def test_a_spare_being_prepared_does_not_take_the_place_of_one_being_recycled(small: Pages) -> None:
+    """Found by SIGKILL: the writer renamed the file that the ticker had just put there, and wrote on without a header."""
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(5)})
+    assert store.wal.prepare()
+    preparers: list[threading.Thread] = []
+
+    def prepare_meanwhile(_: str) -> None:
+        preparers.append(threading.Thread(target=lambda: store.wal._maker.prepare(10**9)))
+        preparers[-1].start()
+        preparers[-1].join(0.2)
+
+    with armed("pages.segment.recycled", prepare_meanwhile):
+        write(store, model, {page: image() for page in range(5)})
+    for each in preparers:
+        each.join()
+    assert preparers
+    pages.crash()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_refused_segment_leaves_no_file_and_no_row(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {0: image()})
+    with armed("pages.wal.made", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        write(store, Model(), {page: image() for page in range(20)})
+    assert store.wal.failure is None
+    assert _files(pages) == {"00000001.seg"}
+    write(store, model, {page: image() for page in range(20)})
+    pages.stop()
+
+
+def test_when_nobody_knows_whether_rows_were_committed_their_ids_are_burned_and_their_rows_discarded(
+    small: Pages,
+) -> None:
+    """A row that stays open would hold every checkpoint back; an id that is used twice would make two files of one name."""
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(6)})
+    real = pages.manifest.submit
+
+    class Interrupted(BaseException):
+        pass
+
+    class Lost:
+        """A guard whose wait is interrupted although its batch commits."""
+
+        def __init__(self, guard: object) -> None:
+            self.guard = guard
+
+        def result(self) -> None:
+            self.guard.result()  # type: ignore[attr-defined]
+            raise Interrupted
+
+    pages.manifest.submit = lambda ops: Lost(real(ops))  # type: ignore[assignment, return-value]
+    with pytest.raises(Interrupted), store.begin() as txn:
+        txn.write_page(0, image())
+    pages.manifest.submit = real
+    assert store.wal.failure is None
+    assert rows(pages)[2].state is WalState.OPEN
+    write(store, model, {page: image() for page in range(6)})
+    assert rows(pages)[2].state is WalState.TRUNCATED
+    assert rows(pages)[3].state is WalState.OPEN
+    pages.checkpoint(store)
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.crash()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_read_only_or_dropped_database_gets_no_segment(small: Pages) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {0: image()})
+    before = _files(pages)
+    with pytest.raises(StoreUnusable), armed("pages.segment.frames", "raise:EIO"), store.begin() as txn:
+        txn.write_page(0, image())
+    assert _files(pages) == before
+    pages.die()

@@ -1,0 +1,229 @@
+"""A manifest and a page engine in one directory for tests, and a model of what a database should hold.
+
+Time stands still and nothing happens by itself unless a test wants it: `clock.advance`, `tick`. The manifest lies beside the
+engine's directory, not in it: LMDB writes its own file, so a crash of the engine's disk takes nothing that was committed there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.core.settings import MaintenanceSettings, PagesSettings
+from quire.durable.files import Disk, OsDisk
+from quire.jobs.context import JobContext, StorePool
+from quire.jobs.handlers import HANDLERS
+from quire.jobs.worker import Worker
+from quire.manifest.records import DbKind, JobKind
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ObjectStore
+from quire.objects.open import open_store
+from quire.pages import wal_files
+from quire.pages.engine import PageEngine
+from quire.pages.pagestore import PageStore
+from quire.pages.segment import ENTRY_BYTES, FRAME_HEAD_BYTES, HEADER_BYTES
+from quire.pages.snapshot import Snapshot
+from quire.pages.view import ViewReader
+from quire.testing.clock import ManualClock
+from quire.testing.manifest import assert_clean
+
+PAGE = 512
+PAGES_PER_CHUNK = 8
+GRACE_SECONDS = 60.0
+SETTINGS = PagesSettings(page_size=PAGE)
+
+_fills = itertools.count(1)
+
+
+def image(fill: object = None, page_size: int = PAGE) -> bytes:
+    """A page unlike any other, or the one of this fill."""
+    return random.Random(f"{next(_fills) if fill is None else fill}").randbytes(page_size)
+
+
+def small_segments(monkeypatch: pytest.MonkeyPatch, frames: int = 6, page_size: int = PAGE) -> None:
+    """Segments of so few frames that transactions span several."""
+    size = segment_bytes(frames, page_size)
+    monkeypatch.setattr(wal_files, "next_file_bytes", lambda *_: size)
+    monkeypatch.setattr(wal_files, "FILE_BYTES_MAX", size)
+
+
+def segment_bytes(frames: int, page_size: int = PAGE) -> int:
+    """The size of a segment of so many frames."""
+    return HEADER_BYTES + frames * (ENTRY_BYTES + FRAME_HEAD_BYTES + page_size)
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a database, as it should be."""
+
+    lsn: int
+    size: int
+    pages: Mapping[int, bytes]
+
+    def page(self, number: int, page_size: int = PAGE) -> bytes:
+        return self.pages.get(number, bytes(page_size))
+
+
+@dataclass
+class Model:
+    """All versions of one database."""
+
+    page_size: int = PAGE
+    versions: list[Version] = field(default_factory=lambda: [Version(0, 0, {})])
+
+    @property
+    def newest(self) -> Version:
+        return self.versions[-1]
+
+    def commit(self, lsn: int, size: int, writes: Mapping[int, bytes], cut_to: int | None = None) -> Version:
+        """A transaction that may first have cut the database to `cut_to` pages."""
+        keep = min(self.newest.size, size) if cut_to is None else min(cut_to, size)
+        pages = {page: data for page, data in self.newest.pages.items() if page < keep}
+        pages.update({page: data for page, data in writes.items() if page < size})
+        version = Version(lsn, size, pages)
+        self.versions.append(version)
+        return version
+
+    def at(self, lsn: int) -> Version:
+        """The version that a reader at `lsn` sees."""
+        return next(version for version in reversed(self.versions) if version.lsn <= lsn)
+
+    def forget_after(self, lsn: int) -> None:
+        """A crash has taken what came after."""
+        self.versions = [version for version in self.versions if version.lsn <= lsn]
+
+    def copy(self, upto: int) -> Model:
+        """What a fork at this version begins with."""
+        return Model(self.page_size, [version for version in self.versions if version.lsn <= upto])
+
+
+def assert_reads(reader: Snapshot | ViewReader, version: Version) -> None:
+    """The reader shows exactly this version, page by page and in bulk."""
+    assert reader.size_pages == version.size, f"size {reader.size_pages}, not {version.size}, at lsn {reader.lsn}"
+    expected = {page: version.page(page, reader.page_size) for page in range(version.size)}
+    for page, data in expected.items():
+        assert reader.read_page(page) == data, f"page {page} at lsn {reader.lsn} is not what was written"
+    assert reader.read_pages(range(version.size)) == expected
+    assert dict(reader.scan(cold=True)) == expected
+
+
+@dataclass
+class Pages:
+    """One store's page engine. `disk` may be one that fails or crashes; then `root` must be below it."""
+
+    base: Path
+    disk: Disk = field(default_factory=OsDisk)
+    clock: ManualClock = field(default_factory=ManualClock)
+    settings: PagesSettings = SETTINGS
+    root: str = ""
+    objects_url: str = ""
+    ticking: bool = False
+
+    def __post_init__(self) -> None:
+        self.root = self.root or str(self.base / "store")
+        self.objects_url = self.objects_url or str(self.base / "objects")
+        self.start()
+
+    def start(self) -> None:
+        """Open the manifest and make an engine."""
+        disk = self.disk
+        self.stores: Callable[[str], ObjectStore] = StorePool(lambda url: open_store(url, disk=disk))
+        self.manifest = ManifestStore.open(str(self.base / "manifest.lmdb"), clock=self.clock)
+        self.engine = PageEngine(
+            manifest=self.manifest,
+            root=self.root,
+            disk=self.disk,
+            clock=self.clock,
+            open_store=self.stores,
+            objects_url=self.objects_url,
+            settings=self.settings,
+            ticking=self.ticking,
+        )
+
+    def database(self, name: str = "shop", *, page_size: int = PAGE) -> PageStore:
+        """An open database, made if there is none; its slots are small, so that a few pages make several."""
+        with self.manifest.read() as txn:
+            known = {record.name for _, record in txn.databases()}
+        if name not in known:
+            self.manifest.register_db(name, DbKind.PAGES, page_size=page_size, pages_per_chunk=PAGES_PER_CHUNK)
+        return self.engine.open(name)
+
+    def stop(self, *, check: bool = True) -> None:
+        """Close everything as an owner does."""
+        self.engine.close()
+        if check:
+            assert_clean(self.manifest)
+        self.manifest.close()
+
+    def die(self) -> None:
+        """The process ends here: nothing is flushed. What it has open is closed, or tests would run out of descriptors."""
+        for store in self.engine.stores():
+            store.wal.forked()
+        self.engine.sources.close()
+        self.manifest.close()
+
+    def reopen(self) -> None:
+        """Close, check, open again."""
+        self.stop()
+        self.start()
+
+    def crash(self, disk: Disk | None = None, root: str = "") -> None:
+        """Die, and start again on what is left."""
+        self.die()
+        if disk is not None:
+            self.disk, self.root = disk, root
+        self.start()
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def worker(self) -> Worker:
+        """Runs jobs of this store, in the calling thread."""
+        context = JobContext(
+            manifest=self.manifest,
+            root=self.root,
+            disk=self.disk,
+            objects_url=self.objects_url,
+            open_store=self.stores,
+            settings=MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS),
+            pages=self.engine,
+        )
+        return Worker(context, HANDLERS)
+
+    def run(self, kind: JobKind, db_id: int) -> None:
+        """Have a job, and all that follow from it, done."""
+        self.manifest.enqueue_job(kind, db_id)
+        self.worker().drain()
+
+    def checkpoint(self, store: PageStore) -> None:
+        """Absorb what is sealed and below the floor; then truncate and delete."""
+        self.run(JobKind.CHECKPOINT, store.db_id)
+
+
+def write(store: PageStore, model: Model, pages: Mapping[int, bytes], *, truncate: int | None = None) -> Version:
+    """Commit a transaction, wait for it, and tell the model."""
+    with store.begin() as txn:
+        if truncate is not None:
+            txn.truncate(truncate)
+        for page, data in pages.items():
+            txn.write_page(page, data)
+        size = txn.size_pages
+        guard = txn.commit()
+    guard.result()
+    return model.commit(guard.lsn, size, pages, cut_to=truncate)
+
+
+@contextmanager
+def opened(base: Path, **more: object) -> Iterator[Pages]:
+    """An engine for the length of a block; afterwards its manifest must be clean."""
+    pages = Pages(base, **more)  # type: ignore[arg-type]  # passed through
+    try:
+        yield pages
+    except BaseException:
+        pages.die()
+        raise
+    pages.stop()
