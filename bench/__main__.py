@@ -14,6 +14,7 @@ from bench.report import Report
 BENCHMARKS = {
     "manifest": "the LMDB manifest: writes, reads, exports, opening",
     "feed": "the change feed: pages, waking, many cursors, trimming",
+    "pages": "page databases: commits, reads, recovery, chunks",
     "snapshots": "snapshots and forks: one more, among many, a year of them",
 }
 

@@ -23,7 +23,7 @@ from quire.pages.pagestore import PageStore
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from quire.testing.manifest import assert_clean
-from tests.pages.world import Model, Pages, Version, assert_reads, image, small_segments
+from tests.pages.world import Model, Pages, Version, assert_reads, image, next_version, small_segments
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ class Life:
                 txn.write_page(page, data)
             size = txn.size_pages
             # Told before: a crash in the commit may keep it. It is corrected by what the next life finds.
-            guess = store.wal._next_lsn + len(store.wal._order(txn._pages, size, txn._uncut)) - 1
-            version = self.model.commit(guess, size, writes, cut_to=step.truncate)
+            version = self.model.commit(next_version(store, txn), size, writes, cut_to=step.truncate)
             guard = txn.commit()
         assert guard.lsn == version.lsn
         if wait:

@@ -87,15 +87,15 @@ def test_a_transient_error_is_looked_at_twice_before_it_is_called_damage(small: 
     write(store, model, {0: image()})
     at = _frame_offset(pages, 1, 0) + 64 + 100
     _flip(pages, 1, at)
-    real, calls = pages.engine.sources.frame, list[object]()
+    real, calls = pages.engine.sources.version, list[object]()
 
-    def frame(*args: object, **more: object) -> bytes:
+    def version(*args: object, **more: object) -> bytes:
         if calls:
             _flip(pages, 1, at)
         calls.append(args)
         return real(*args, **more)  # type: ignore[arg-type]
 
-    pages.engine.sources.frame = frame  # type: ignore[method-assign]
+    pages.engine.sources.version = version  # type: ignore[method-assign]
     with store.open_snapshot() as reader:
         assert reader.read_page(0) == model.newest.page(0)
     assert len(calls) == 2

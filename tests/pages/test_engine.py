@@ -11,6 +11,7 @@ import pytest
 from quire.core.errors import ConfigMismatch, Corruption, InvalidInput, StoreClosed, UnknownDatabase, WrongKind
 from quire.core.settings import PagesSettings
 from quire.durable.failpoints import armed
+from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.ops.local import PutReader
 from quire.manifest.records import DbKind, DbStatus, WalState
@@ -172,6 +173,31 @@ def test_the_floor_of_a_database_that_is_not_open_is_what_was_applied(pages: Pag
         assert pages.engine.floor(store.db_id) == reader.lsn
     pages.engine.close_database("shop")
     assert pages.engine.floor(store.db_id) == model.newest.lsn
+    pages.manifest.record_metric(1, 1, 1.0).result()  # behind it in the queue
+    with pages.manifest.read() as txn:
+        floor = txn.get(t.SNAPSHOT_FLOOR, store.db_id)
+    assert floor is not None
+    assert floor.min_snapshot_lsn == floor.writer_high_lsn == model.newest.lsn, "people can see it"
+
+
+def test_a_database_that_is_opened_while_the_engine_closes_is_closed_too(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    pages.crash()
+    closers: list[threading.Thread] = []
+
+    def close_meanwhile(_: str) -> None:
+        closers.append(threading.Thread(target=pages.engine.close))
+        closers[0].start()
+        closers[0].join(10)
+
+    with armed("pages.recovery.sealing", close_meanwhile), pytest.raises(StoreClosed):
+        pages.database()
+    assert pages.engine.stores() == []
+    pages.manifest.close()
+    pages.start()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
 
 
 def test_remote_readers_hold_the_floor_and_get_a_lease_after_a_restart(pages: Pages) -> None:

@@ -313,6 +313,4 @@ class PageMachine(RuleBasedStateMachine):
 
 
 TestPageMachine = PageMachine.TestCase
-TestPageMachine.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestPageMachine.settings = settings(suppress_health_check=list(HealthCheck))

@@ -56,7 +56,7 @@ def test_an_unfinished_transaction_is_forgotten_and_nothing_is_appended_behind_i
     write(store, model, {0: image()})
     with store.begin() as txn:
         txn.write_page(1, image())
-        store.wal.append(txn._pages, 2, 1)
+        store.wal.append({1: image()}, 2, 1)
     _overwrite(pages, 1, 1)
     pages.crash()
     store = pages.database()

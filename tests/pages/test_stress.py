@@ -17,7 +17,7 @@ from quire.core.errors import SnapshotGone, TimedOut
 from quire.core.settings import PagesSettings
 from quire.manifest.records import JobKind
 from quire.pages.pagestore import PageStore
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, small_segments
+from tests.pages.world import PAGE, Model, Pages, assert_reads, image, next_version, small_segments
 
 SETTINGS = PagesSettings(
     page_size=PAGE, publish_seconds=0.02, publish_bytes=4096, seal_seconds=0.05, cache_bytes=64 * 1024
@@ -78,7 +78,7 @@ class Stress:
         size = txn.size_pages
         # The model learns of a version before it can be seen: no reader opens at what is not durable.
         with self.lock:
-            guess = store.wal._next_lsn + len(store.wal._order(txn._pages, size, txn._uncut)) - 1
+            guess = next_version(store, txn)
             self.models[store.db_id].commit(guess, size, writes, cut_to=cut)
         guard = txn.commit()
         assert guard.lsn == guess

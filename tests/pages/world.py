@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from quire.core.errors import JobAlreadyPending
 from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.files import Disk, OsDisk
 from quire.jobs.context import JobContext, StorePool
@@ -29,6 +30,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.segment import ENTRY_BYTES, FRAME_HEAD_BYTES, HEADER_BYTES
 from quire.pages.snapshot import Snapshot
+from quire.pages.transaction import WriteTxn
 from quire.pages.view import ViewReader
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
@@ -196,12 +198,19 @@ class Pages:
 
     def run(self, kind: JobKind, db_id: int) -> None:
         """Have a job, and all that follow from it, done."""
-        self.manifest.enqueue_job(kind, db_id)
+        with suppress(JobAlreadyPending):  # another thread's: done by whoever comes first
+            self.manifest.enqueue_job(kind, db_id)
         self.worker().drain()
 
     def checkpoint(self, store: PageStore) -> None:
         """Absorb what is sealed and below the floor; then truncate and delete."""
         self.run(JobKind.CHECKPOINT, store.db_id)
+
+
+def next_version(store: PageStore, txn: WriteTxn) -> int:
+    """The lsn that the transaction will get if it commits now: a model has to know it before anybody can see it."""
+    pages = {*txn._images, *(txn._spill or ()), *range(txn._uncut, txn.size_pages)}
+    return store.wal._next_lsn + len(pages) - 1
 
 
 def write(store: PageStore, model: Model, pages: Mapping[int, bytes], *, truncate: int | None = None) -> Version:

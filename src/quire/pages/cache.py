@@ -1,8 +1,8 @@
 """The page cache: bytes of pages, bounded, shared by all databases of a process.
 
 Terms
-  location    where a version's bytes are: (origin, segment, frame) in a WAL, (artifact, page) in a chunk. Immutable, so an
-              entry is never wrong; forks and snapshots that share an object share its entries
+  location    where a version's bytes are: (origin, lsn) in a WAL, (artifact, page) in a chunk. Immutable, so an entry is never
+              wrong; forks and snapshots that share an object share its entries
   resolved    which version of a page a range of snapshots sees: saves the look-up, not only the read
   generation  entries since the last turn; the cache holds two of them
 
@@ -63,10 +63,11 @@ class PageCache:
 
     def put(self, location: Hashable, page: bytes) -> None:
         """Remember a page."""
-        if self._young_bytes + len(page) > self._half:
-            self._turn(len(page))
+        size = len(page)
+        if self._young_bytes + size > self._half:
+            self._turn(size)
         if location not in self._young:
-            self._young_bytes += len(page)
+            self._young_bytes += size
         self._young[location] = page
 
     def _turn(self, size: int) -> None:

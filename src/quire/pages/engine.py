@@ -129,8 +129,14 @@ class PageEngine:
             start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
             store = self._make(db_id, shape, start, former.readers if former is not None else None)
             with self._lock:
-                self._open[db_id] = store
-                self._start_ticker()
+                closed = self._closed
+                if not closed:
+                    self._open[db_id] = store
+                    self._start_ticker()
+            if closed:  # meanwhile, and what it has closed did not include this one
+                store.wal.close()
+                raise StoreClosed("the store is closed", hint="open it again")
+            self.quota.forget(db_id)
             if former is not None:
                 former.wal.recent = {}  # published by recovery: its readers find it in the index from now on (rule 1)
             return store
@@ -210,6 +216,7 @@ class PageEngine:
             self._published_at.pop(store.db_id, None)
             self._complaints.pop(store.db_id, None)
         store.readers.retire_all()
+        self.quota.forget(store.db_id)
         self.cache.forget(store.db_id)
 
     def stores(self) -> list[PageStore]:
@@ -334,6 +341,7 @@ class PageEngine:
         while not self._stopping.is_set():
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
+            self.quota.tick()
             for store in self.stores():
                 if self._stopping.is_set():
                     return
@@ -342,7 +350,6 @@ class PageEngine:
     def _tick_safely(self, store: PageStore) -> None:
         """Rule 3. Whatever it is, the ticker lives on: without it nothing is published, and no reader ever runs out."""
         try:
-            self.quota.tick()
             self.tick(store)
             self._complaints.pop(store.db_id, None)
         except Exception as error:

@@ -6,6 +6,8 @@ Rules
   2. Remote readers are rows (M10). One that was there when this owner started is believed for a whole lease, whatever its row
      says: its renewals may have been lost with the former owner.
   3. A plan that finds indexed segments, all of them above the floor, has begun to wait; the next one that does not has stopped.
+  4. A floor that was given out is written down in `snapshot_floor`, for people and for the command line; nobody waits for that,
+     and nobody decides by it.
 
 Threads: any.
 """
@@ -16,6 +18,7 @@ import threading
 
 from quire.core.clock import Clock
 from quire.manifest import tables as t
+from quire.manifest.ops.local import SetFloor
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
 from quire.pages.pagestore import PageStore
@@ -33,6 +36,7 @@ class Floors:
         self._lock = threading.Lock()
         self._waiting_since: dict[int, float] = {}
         self._waited: dict[int, float] = {}
+        self._written: dict[int, tuple[int, int]] = {}
 
     def outside(self, db_id: int) -> int | None:
         """The lowest version a remote reader may ask for; `None` without any (rule 2)."""
@@ -50,22 +54,27 @@ class Floors:
     def floor(self, db_id: int, store: PageStore | None) -> int:
         """The floor of a database (rule 1); whoever asks may act on it."""
         if store is not None:
-            floor = store.readers.floor(store.wal.durable.lsn)
+            applied = store.wal.durable.lsn
+            floor = store.readers.floor(applied)
         else:
             with self._manifest.read() as txn:
                 wal = txn.wal_state(db_id)
-            applied, outside = wal.last_applied_lsn if wal is not None else 0, self.outside(db_id)
+            outside = self.outside(db_id)
+            applied = wal.last_applied_lsn if wal is not None else 0
             floor = applied if outside is None else min(applied, outside)
-        self._note(db_id, floor)
+        self._note(db_id, floor, applied)
         return floor
 
-    def _note(self, db_id: int, floor: int) -> None:
-        """Rule 3."""
+    def _note(self, db_id: int, floor: int, high: int) -> None:
+        """Rules 3 and 4."""
         with self._manifest.read() as txn:
             rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         blocked = bool(rows) and all(row.last_lsn > floor for row in rows)
         now = self._clock.monotonic()
         with self._lock:
+            if self._written.get(db_id) != (floor, high):
+                self._written[db_id] = (floor, high)
+                self._manifest.submit([SetFloor(db_id, floor, high)])
             since = self._waiting_since.pop(db_id, None)
             if since is not None:
                 self._waited[db_id] = self._waited.get(db_id, 0.0) + now - since

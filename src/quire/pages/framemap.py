@@ -2,10 +2,10 @@
 
 Terms
   pin   a segment up to an lsn: (origin, segment, upto)
-  map   page → (lsn, origin, segment, frame) of the newest version in all pins
+  map   page → (lsn, origin, segment) of the newest version in all pins
 
 Rules
-  1. A map is built from the pins' index regions alone: 1 % of their bytes. It takes 24 bytes a page.
+  1. A map is built from the pins' index regions alone: 1 % of their bytes. It takes 20 bytes a page.
   2. Entries are verified; a damaged one is `Corruption` of what needs this map, not of the segment's own database.
   3. What a region said is kept per segment, so that a second snapshot of the same segments reads nothing.
 
@@ -30,8 +30,8 @@ from quire.pages.sources import SegmentPlace, Sources
 REGIONS_KEPT = 32
 """Parsed index regions in memory: 200 KB each for segments of 4 KiB pages."""
 
-Location = tuple[int, int, int, int]
-"""(lsn, origin, segment, frame) of a version."""
+Location = tuple[int, int, int]
+"""(lsn, origin, segment) of a version; its frame follows from the lsn."""
 
 
 class PinnedSegment(NamedTuple):
@@ -72,14 +72,13 @@ class Regions:
 class FrameMap:
     """See the rules above."""
 
-    __slots__ = ("_frames", "_lsns", "_origins", "_pages", "_segments")
+    __slots__ = ("_lsns", "_origins", "_pages", "_segments")
 
     def __init__(self, newest: NDArray[np.void]) -> None:
         self._pages = array("I", newest["page"].astype("<u4").tobytes())
         self._lsns = array("Q", newest["lsn"].astype("<u8").tobytes())
         self._origins = array("I", newest["origin_db_id"].astype("<u4").tobytes())
         self._segments = array("I", newest["segment_id"].astype("<u4").tobytes())
-        self._frames = array("I", newest["frame_no"].astype("<u4").tobytes())
 
     @classmethod
     def of(cls, regions: Regions, pins: Iterable[PinnedSegment], upto_lsn: int) -> FrameMap:
@@ -99,7 +98,7 @@ class FrameMap:
         at = bisect_left(pages, page)
         if at == len(pages) or pages[at] != page:
             return None
-        return self._lsns[at], self._origins[at], self._segments[at], self._frames[at]
+        return self._lsns[at], self._origins[at], self._segments[at]
 
 
 EMPTY_MAP = FrameMap(np.zeros(0, ROW_DTYPE))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from sys import modules
 from threading import get_ident
 from typing import overload
 
@@ -36,6 +37,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
 from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
 from quire.manifest.store import ManifestStore
+from quire.pages.cache import RESOLVED_MAX
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
 from quire.pages.places import chunk_place as chunk_place
 from quire.pages.publication import Mark
@@ -44,7 +46,7 @@ from quire.pages.snapshot import Snapshot
 from quire.pages.sources import ChunkPlace, Sources
 from quire.pages.spill import SPILL_BYTES
 from quire.pages.timetravel import At, find_version
-from quire.pages.tracing import span, tracing
+from quire.pages.tracing import TRACE_API, span
 from quire.pages.transaction import WriteTxn
 from quire.pages.view import SnapshotView, ViewReader
 from quire.pages.view_build import view_of
@@ -59,8 +61,8 @@ LOOKED_UP_AT_ONCE = 4_096
 
 _DATABASES = int(Component.DATABASE)
 
-UNPLACED = -1
-"""In place of a frame that is not known yet."""
+InChain = tuple[int, list[ChunkPlace]]
+"""(what the chain covers, its chunks): where a page is that no WAL version answers."""
 
 UNPUBLISHED_MAX = 36 << 20
 """Two segments and a step (P6): beyond it `begin` publishes before it lets a writer in."""
@@ -95,6 +97,7 @@ class PageStore:
         self.sources = sources
         self._manifest = manifest
         self._marks = manifest.writer
+        self._begin_read = manifest.read
         self._clock = clock
         self._regions = regions
         self._objects_url = objects_url
@@ -218,6 +221,12 @@ class PageStore:
         return Snapshot(self, self.readers, lease, mark, page_size=self.page_size, cache=self.sources.cache)
 
     def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
+        try:
+            return self._find_and_open(at, tags, ttl_seconds)
+        except Corruption:
+            return self._find_and_open(at, tags, ttl_seconds)  # a segment was let go while it was looked at (rule 5)
+
+    def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
         with self._manifest.read() as txn:
             found = find_version(txn, self._regions, self.db_id, at, self.wal.durable, self._objects_url)
             view = (
@@ -247,10 +256,22 @@ class PageStore:
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, page: int, lsn: int) -> bytes:
         """The page as of version `lsn` (rule 3); the caller has checked the page's number."""
-        if tracing():
+        if TRACE_API in modules:
             return self._read_traced(page, lsn)
         try:
-            return self._read(page, lsn)[1]
+            if page in self.wal.recent:
+                return self._read(page, lsn)[1]
+            # What follows is `_read` for the usual case, a published page that was not changed since (rule 4), in fewer steps.
+            db_id, resolved = self.db_id, self._resolved
+            with self._begin_read() as txn:
+                head = txn.get(t.PAGE_VERSION_HEAD, db_id, page)
+            if head is None or head.lsn > lsn:
+                return self._read(page, lsn)[1]
+            image = self.sources.version(db_id, head.segment_id, head.lsn, page)
+            if len(resolved) >= RESOLVED_MAX:
+                resolved.clear()
+            resolved[page] = (head.lsn, lsn, image)
+            return image
         except Corruption:
             return self._read(page, lsn, again=True)[1]
 
@@ -266,32 +287,34 @@ class PageStore:
 
     def _read(self, page: int, lsn: int, *, again: bool = False) -> tuple[int, bytes]:
         """(lsn of the version that answered, its image)."""
-        version = self.wal.newest(page, lsn)
-        if version is not None:
-            at, segment_id, frame = version
-            if again:
-                self.sources.forget_segment(self.db_id, segment_id)
-            image = self.sources.frame(self.db_id, segment_id, frame, page)
-        else:
+        sources = self.sources
+        where: Location | InChain | None = self._unpublished(page, lsn, again=again)
+        if where is None:
             with self._manifest.read() as txn:
-                at, where, chain = self._look_up(txn, page, lsn, again=again)
-            if where is not None:
-                _, origin, segment_id, frame = self._placed(where)
-                image = self.sources.frame(origin, segment_id, frame, page)
-            else:
-                found = self.sources.chain_page(chain, page % self.pages_per_chunk)
-                image = found if found is not None else self.sources.cache.zeros(self.page_size)
-        self.sources.cache.remember(self._resolved, page, (at, lsn, image))
+                where = self._look_up(txn, page, lsn, again=again)
+        at = where[0]
+        if len(where) == 3:
+            image = sources.version(where[1], where[2], at, page)
+        else:
+            found = sources.chain_page(where[1], page % self.pages_per_chunk)
+            image = found if found is not None else sources.cache.zeros(self.page_size)
+        sources.cache.remember(self._resolved, page, (at, lsn, image))
         return at, image
 
-    def _look_up(
-        self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False
-    ) -> tuple[int, Location | None, list[ChunkPlace]]:
-        """(lsn, where its frame is, or else its chain): rules 3 to 5."""
+    def _unpublished(self, page: int, lsn: int, *, again: bool = False) -> Location | None:
+        version = self.wal.newest(page, lsn)
+        if version is None:
+            return None
+        if again:
+            self.sources.forget_segment(self.db_id, version[1])
+        return version[0], self.db_id, version[1]
+
+    def _look_up(self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
+        """Where a version is, by the manifest: rules 3 to 5."""
         if not again:
             head = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
             if head is not None and head.lsn <= lsn:
-                return head.lsn, (head.lsn, self.db_id, head.segment_id, UNPLACED), []
+                return head.lsn, self.db_id, head.segment_id
         slot = page // self.pages_per_chunk
         chain = self._chain(txn, slot)
         covered = chain[-1].covered_lsn if chain else 0
@@ -308,24 +331,14 @@ class PageStore:
         if where is not None:
             if again:
                 self.sources.forget_segment(where[1], where[2])
-            return where[0], where, []
-        places = [self._place(txn, link.artifact(slot), again=again) for link in chain]
-        return covered, None, places
-
-    def _placed(self, where: Location) -> Location:
-        """With its frame: a head does not say it, but it follows from the lsn. Not asked for under a transaction: it may take a
-        look at the segment."""
-        lsn, origin, segment_id, frame = where
-        if frame != UNPLACED:
             return where
-        return lsn, origin, segment_id, lsn - self.sources.segment(origin, segment_id).header.first_lsn
+        return covered, [self._place(txn, link.artifact(slot), again=again) for link in chain]
 
     def _indexed(self, txn: ReadTxn, page: int, lsn: int, covered: int) -> Location | None:
         """The newest published version in (covered, lsn]."""
         found = txn.at_or_below(t.PAGE_VERSION_INDEX, self.db_id, page, lsn)
         if found is not None and found[0][2] > covered:
-            row = found[1]
-            return found[0][2], row.origin_db_id, row.segment_id, row.frame_no
+            return found[0][2], found[1].origin_db_id, found[1].segment_id
         inherited = self._inherited.find(page)
         return inherited if inherited is not None and covered < inherited[0] <= lsn else None
 
@@ -357,37 +370,30 @@ class PageStore:
     def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]:
         """Several pages of one version, page → image; frames and chunk frames next to each other are read together."""
         images: dict[int, bytes] = {}
-        frames: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        versions: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        slots: dict[int, tuple[list[ChunkPlace], list[int]]] = {}
         rest: list[int] = []
         for page in pages:
             entry = self._resolved.get(page)
             if entry is not None and entry[0] <= lsn <= entry[1]:
                 images[page] = entry[2]
                 continue
-            version = self.wal.newest(page, lsn)
-            if version is None:
+            where = self._unpublished(page, lsn)
+            if where is None:
                 rest.append(page)
             else:
-                frames.setdefault((self.db_id, version[1]), []).append((page, version[2]))
-        slots: dict[int, tuple[list[ChunkPlace], list[int]]] = {}
+                versions.setdefault(where[1:], []).append((page, where[0]))
         for start in range(0, len(rest), LOOKED_UP_AT_ONCE):
-            found: list[tuple[int, Location]] = []
             with self._manifest.read() as txn:
                 for page in rest[start : start + LOOKED_UP_AT_ONCE]:
-                    _, where, chain = self._look_up(txn, page, lsn)
-                    if where is not None:
-                        found.append((page, where))
+                    found = self._look_up(txn, page, lsn)
+                    if len(found) == 3:
+                        versions.setdefault(found[1:], []).append((page, found[0]))
                     else:
-                        slots.setdefault(page // self.pages_per_chunk, (chain, []))[1].append(page)
-            for page, where in found:
-                try:
-                    _, origin, segment_id, frame = self._placed(where)
-                    frames.setdefault((origin, segment_id), []).append((page, frame))
-                except Corruption:
-                    images[page] = self.read(page, lsn)
-        for (origin, segment_id), wanted in frames.items():
+                        slots.setdefault(page // self.pages_per_chunk, (found[1], []))[1].append(page)
+        for (origin, segment_id), wanted in versions.items():
             try:
-                images.update(self.sources.pages(origin, segment_id, wanted, cold=cold))
+                images.update(self.sources.versions(origin, segment_id, wanted, cold=cold))
             except Corruption:
                 images.update((page, self.read(page, lsn)) for page, _ in wanted)  # rule 5, page by page
         for slot, (chain, wanted_pages) in slots.items():

@@ -107,10 +107,11 @@ class Publication:
         self.ended.append(segment)
 
     def publish(self, durable: Callable[[], Mark]) -> int:
-        """Enter what is durable into the manifest; rows entered."""
+        """Enter what is durable into the manifest; rows entered. What becomes durable meanwhile waits for the next time: busy
+        writers would keep it going for ever, a commit's few rows in each batch."""
         with self._publishing:
-            rows = 0
-            while self._take(durable().lsn):
+            rows, upto = 0, durable().lsn
+            while self._take(upto):
                 rows += self._publish(self._taken)
                 self._taken = []
             self._seal_rows()

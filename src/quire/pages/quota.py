@@ -77,6 +77,11 @@ class StorageQuota:
         with self._lock:
             self._give()
 
+    def forget(self, db_id: int) -> None:
+        """The database was closed, or opened anew: what it has appended is counted from zero."""
+        with self._lock:
+            self._appended.pop(db_id, None)
+
     def wait(self, store: PageStore, timeout: float) -> None:
         """Return when the database and the store have room, or raise. Called when a database has used up what it was given."""
         deadline = self._clock.monotonic() + timeout

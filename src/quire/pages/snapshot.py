@@ -97,7 +97,8 @@ class Snapshot:
         if entry is not None and entry[0] <= self.lsn <= entry[1] and page < self.size_pages and self._lease.open:
             self._hits += 1
             return entry[2]
-        self._check(page)
+        if not self._lease.open or not 0 <= page < self.size_pages:
+            self._check(page)
         try:
             return self._source.read(page, self.lsn)
         except (Corruption, SnapshotGone):

@@ -1,7 +1,7 @@
 """Where bytes of pages come from: WAL segments and chunks, opened once, read through the cache.
 
 Terms
-  frame    a page in a WAL segment, found by (origin, segment, frame)
+  version  a page in a WAL segment, found by (origin, segment, lsn): its frame follows from the lsn
   chunk    a page in a chunk object, found by (artifact, offset in the slot); read from its local copy if there is one
   place    where an artifact's object is: what is needed to read it without a manifest
   cold     read past the cache, under the bandwidth limit: for scans that must not disturb others
@@ -13,6 +13,8 @@ Rules
      next look is at what is there now (P8).
   4. Local first: a segment's or chunk's own file, a path-URL object's file, then the object store. A file that is not there is
      no fault as long as an object is.
+  5. A page of a chunk is cached alone at first: most of its frame's 16 pages are never asked for. If the next one that is
+     missing is its neighbour, somebody walks: then the whole frame is cached.
 
 Threads: any. Executor-safe: no manifest is asked; what it knows comes with the places, or through `locate`.
 Raises `Corruption` for what is missing or altered, and what disks and object stores raise.
@@ -31,6 +33,7 @@ from quire.durable.files import Disk
 from quire.durable.names import CachedChunkFile, WalSegmentFile, object_key
 from quire.objects.api import ObjectStore
 from quire.pages.cache import PageCache
+from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.chunk_reader import ChunkReader
 from quire.pages.handles import Handles, ObjectFile, ReadFile, ReadSegment
 from quire.pages.segment import FRAME_HEAD_BYTES, HINT, ZERO, check_frame
@@ -93,6 +96,8 @@ class Sources:
         self._segments: Handles[ReadSegment] = Handles(SEGMENTS_MAX)
         self._chunks: Handles[ChunkReader] = Handles(CHUNKS_MAX)
         self._files: Handles[ReadFile] = Handles(FILES_MAX)
+        self._last_groups: dict[ArtifactKey, int] = {}
+        """Chunk → where in it the last page was that no cache had, roughly: rule 5."""
 
     def close(self) -> None:
         """Give all handles up; reads that are under way finish."""
@@ -101,33 +106,21 @@ class Sources:
         self._files.clear()
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def frame(
-        self,
-        origin: int,
-        segment_id: int,
-        frame_no: int,
-        page: int,
-        *,
-        place: SegmentPlace | None = None,
-        cold: bool = False,
-    ) -> bytes:
-        """The page in a frame, through the cache."""
-        location = (origin, segment_id, frame_no)
-        found = self.cache.get(location)
+    def version(self, origin: int, segment_id: int, lsn: int, page: int, *, place: SegmentPlace | None = None) -> bytes:
+        """The page in the frame of this lsn, through the cache."""
+        cache, location = self.cache, (origin, lsn)
+        found = cache.get(location)
         if found is None:
-            segment = self.segment(origin, segment_id, place)
-            if cold:
-                self._slow_down(segment.header.geometry.stride)
-            found = segment.read_frame(frame_no, page=page)
-            if not cold:
-                self.cache.put(location, found)
+            segment = self._segments.peek((origin, segment_id)) or self.segment(origin, segment_id, place)
+            found = segment.read_frame(lsn - segment.header.first_lsn, page=page)
+            cache.put(location, found)
         return found
 
     def frames(self, origin: int, segment_id: int, frame_nos: Sequence[int]) -> list[memoryview]:
         """The pages in several frames of a segment, past the cache; one read for each run of neighbours."""
         return self.segment(origin, segment_id).read_frames(frame_nos)
 
-    def pages(
+    def versions(
         self,
         origin: int,
         segment_id: int,
@@ -136,40 +129,32 @@ class Sources:
         place: SegmentPlace | None = None,
         cold: bool = False,
     ) -> dict[int, bytes]:
-        """Page → image for (page, frame) pairs of one segment; each frame must hold that page."""
-        segment, found = self.segment(origin, segment_id, place), {}
-        cache, header = self.cache, segment.header
-        stride, zeros = header.geometry.stride, self.cache.zeros(header.geometry.page_size)
-        missing: list[tuple[int, int]] = []
-        for page, frame_no in wanted:
-            cached = cache.get((origin, segment_id, frame_no))
+        """Page → image for (page, lsn) pairs of one segment; each frame must hold that page. Neighbours are read together."""
+        cache, found, missing = self.cache, dict[int, bytes](), list[tuple[int, int]]()
+        for page, lsn in wanted:
+            cached = cache.get((origin, lsn))
             if cached is None:
-                missing.append((frame_no, page))
+                missing.append((lsn, page))
             else:
                 found[page] = cached
+        if not missing:
+            return found
+        segment = self.segment(origin, segment_id, place)
+        header, stride = segment.header, segment.header.geometry.stride
+        zeros = cache.zeros(header.geometry.page_size)
         for run in _runs(sorted(missing), max(RUN_BYTES // stride, 1)):
-            first = run[0][0]
+            first = run[0][0] - header.first_lsn
             if cold:
                 self._slow_down(len(run) * stride)
             data = memoryview(segment.read_raw(first, len(run)))
-            for frame_no, page in run:
-                at = (frame_no - first) * stride
-                frame = data[at : at + stride]
-                head = check_frame(header, frame_no, frame)
+            for number, (lsn, page) in enumerate(run):
+                frame = data[number * stride : (number + 1) * stride]
+                head = check_frame(header, first + number, frame)
                 if head is None or head.page != page:
-                    raise ChecksumMismatch(
-                        "a frame of the WAL is not what was written there",
-                        hint=HINT,
-                        path=segment.path,
-                        db_id=header.db_id,
-                        segment_id=segment_id,
-                        frame=frame_no,
-                        offset=header.geometry.frame_offset(frame_no),
-                        page=page,
-                    )
+                    raise _altered(segment, first + number, page)
                 image = found[page] = zeros if head.flags & ZERO else bytes(frame[FRAME_HEAD_BYTES:])
                 if not cold:
-                    cache.put((origin, segment_id, frame_no), image)
+                    cache.put((origin, lsn), image)
         return found
 
     def segment(self, origin: int, segment_id: int, place: SegmentPlace | None = None) -> ReadSegment:
@@ -216,16 +201,26 @@ class Sources:
         self._files.drop(key)
 
     def chunk_page(self, place: ChunkPlace, offset: int, *, cold: bool = False) -> bytes | None:
-        """One page of a chunk, through the cache; its neighbours of the same frame are cached with it."""
-        found = self.cache.get((place.key, offset))
+        """One page of a chunk, through the cache (rule 5)."""
+        key = place.key
+        found = self.cache.get((key, offset))
         if found is not None:
             return found
         reader = self.chunk(place, cold=cold)
         if cold:
             return reader.read_page(offset)
+        group = offset // PAGES_PER_FRAME
+        if self._last_groups.get(key) != group:
+            if len(self._last_groups) >= CHUNKS_MAX:
+                self._last_groups.clear()
+            self._last_groups[key] = group
+            found = reader.read_page(offset)
+            if found is not None:
+                self.cache.put((key, offset), found)
+            return found
         pages = reader.read_frame(offset)
         for each, image in pages.items():
-            self.cache.put((place.key, each), image)
+            self.cache.put((key, each), image)
         return pages.get(offset)
 
     def chunk_pages(self, place: ChunkPlace, offsets: Sequence[int], *, cold: bool = False) -> dict[int, bytes]:
@@ -301,14 +296,14 @@ class Sources:
             self.throttle.take(size)
 
 
-def _runs(frames: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[int, int]]]:
-    """(frame, page) pairs in rising order, neighbours together.
+def _runs(versions: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[int, int]]]:
+    """(lsn, page) pairs in rising order, neighbours together.
 
     >>> list(_runs([(1, 9), (2, 8), (4, 7), (5, 6), (6, 5)], 2))
     [[(1, 9), (2, 8)], [(4, 7), (5, 6)], [(6, 5)]]
     """
     run: list[tuple[int, int]] = []
-    for each in frames:
+    for each in versions:
         if run and (each[0] != run[-1][0] + 1 or len(run) >= longest):
             yield run
             run = []
@@ -319,6 +314,20 @@ def _runs(frames: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[in
 
 def _same(file: ReadFile) -> ReadFile:
     return file
+
+
+def _altered(segment: ReadSegment, frame_no: int, page: int) -> ChecksumMismatch:
+    header = segment.header
+    return ChecksumMismatch(
+        "a frame of the WAL is not what was written there",
+        hint=HINT,
+        path=segment.path,
+        db_id=header.db_id,
+        segment_id=header.segment_id,
+        frame=frame_no,
+        offset=header.geometry.frame_offset(frame_no),
+        page=page,
+    )
 
 
 def _missing(what: str, **where: object) -> Corruption:

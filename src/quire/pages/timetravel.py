@@ -82,7 +82,7 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
     # Of what a fork has inherited it knows the newest versions only: its own history begins where it was forked.
     begins = max(checkpointed, record.parent_lsn if record is not None else 0)
-    live = _live_segments(txn, db_id, durable.lsn)
+    live = _live_segments(txn, db_id, durable.lsn, checkpointed)
     mark = last_commit(regions, live, moment)
     if mark is not None and mark.lsn >= begins:
         return Found(mark)
@@ -119,11 +119,14 @@ def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment)
     return None
 
 
-def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int) -> list[PinnedSegment]:
-    """The segments that still hold versions of the live database, open ones as far as they are durable."""
+def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn: int) -> list[PinnedSegment]:
+    """The segments that still hold versions of the live database, open ones as far as they are durable. The last one that was
+    absorbed is among them as long as it is there: it knows the size of what is in the chunks."""
     found: list[tuple[int, PinnedSegment]] = []
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
         if row.state is WalState.TRUNCATED or row.first_lsn > durable_lsn:
+            continue
+        if row.state is WalState.CHECKPOINTED and row.last_lsn < checkpointed_lsn:
             continue
         upto = durable_lsn if row.state is WalState.OPEN else min(row.last_lsn, durable_lsn)
         found.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, upto)))

@@ -1,7 +1,7 @@
 """Spans for whoever traces: OpenTelemetry if the application has loaded it, nothing at all otherwise.
 
 Rules
-  1. A span that nobody records costs one look at `sys.modules`; hot paths ask `tracing()` first and skip even that.
+  1. A span that nobody records costs one look at `sys.modules`; hot paths take that look themselves, for `TRACE_API`.
   2. Names are the seed's: `PageStore.read_page` with the epoch that satisfied it.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_API = "opentelemetry.trace"
+TRACE_API = "opentelemetry.trace"
+"""Somebody may be recording if this module is loaded."""
 
 
 class Span:
@@ -33,15 +34,10 @@ class Span:
 _NOBODY = Span()
 
 
-def tracing() -> bool:
-    """Whether somebody may be recording."""
-    return _API in sys.modules
-
-
 @contextmanager
 def span(name: str, **attributes: Any) -> Iterator[Span]:
     """Trace a block."""
-    api: Any = sys.modules.get(_API)
+    api: Any = sys.modules.get(TRACE_API)
     if api is None:
         yield _NOBODY
         return

@@ -11,7 +11,7 @@ Thread: one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -124,10 +124,26 @@ class WriteTxn:
         if self._spill is not None or len(self._images) > self._spill_pages:
             self._spill_over(page)
 
-    def _spill_over(self, page: int) -> None:
-        """The page just written replaces what was spilled of it; and if there are too many in memory, all of them go."""
+    def write_pages(self, images: Mapping[int, bytes]) -> None:
+        """Replace several pages: all of them, or none if one cannot be."""
+        self._check()
+        if not images:
+            return
+        wrong = next((page for page, image in images.items() if len(image) != self._wal.page_size), None)
+        if wrong is not None or any(type(image) is not bytes for image in images.values()):
+            raise InvalidInput("a page is bytes of the page size", page=wrong, page_size=self._wal.page_size)
+        if min(images) < 0 or max(images) >= PAGES_MAX:
+            raise OutOfRange("a page's number does not fit 32 bits", min=min(images), max=max(images))
+        self._images.update(images)
+        self.size_pages = max(self.size_pages, max(images) + 1)
+        if self._spill is not None or len(self._images) > self._spill_pages:
+            self._spill_over(*images)
+
+    def _spill_over(self, *written: int) -> None:
+        """Pages just written replace what was spilled of them; and if there are too many in memory, all of them go."""
         if self._spill is not None:
-            self._spill.drop(page)
+            for page in written:
+                self._spill.drop(page)
         if len(self._images) > self._spill_pages:
             if self._spill is None:
                 self._spill = Spill(self._wal.disk, self._wal.root, self._wal.page_size)

@@ -126,8 +126,8 @@ class ViewReader:
         covered, chain = self._chain(slot)
         found = self._map.find(page)
         if found is not None and found[0] > covered:
-            _, origin, segment_id, frame = found
-            return self._sources.frame(origin, segment_id, frame, page, place=self._places[origin, segment_id])
+            lsn, origin, segment_id = found
+            return self._sources.version(origin, segment_id, lsn, page, place=self._places[origin, segment_id])
         image = self._sources.chain_page(chain, offset)
         return image if image is not None else self._sources.cache.zeros(self.page_size)
 
@@ -142,19 +142,19 @@ class ViewReader:
             return {page: self.read_page(page) for page in wanted}
 
     def _read_many(self, wanted: list[int], *, cold: bool) -> dict[int, bytes]:
-        frames: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        versions: dict[tuple[int, int], list[tuple[int, int]]] = {}
         slots: dict[int, list[int]] = {}
         for page in wanted:
             slot, offset = divmod(page, self.view.pages_per_chunk)
             found = self._map.find(page)
             if found is not None and found[0] > self._chain(slot)[0]:
-                frames.setdefault((found[1], found[2]), []).append((page, found[3]))
+                versions.setdefault((found[1], found[2]), []).append((page, found[0]))
             else:
                 slots.setdefault(slot, []).append(offset)
         images: dict[int, bytes] = {}
-        for (origin, segment_id), of_segment in frames.items():
+        for (origin, segment_id), of_segment in versions.items():
             place = self._places[origin, segment_id]
-            images.update(self._sources.pages(origin, segment_id, of_segment, place=place, cold=cold))
+            images.update(self._sources.versions(origin, segment_id, of_segment, place=place, cold=cold))
         for slot, offsets in slots.items():
             first = slot * self.view.pages_per_chunk
             got = self._sources.chain_pages(self._chain(slot)[1], offsets, cold=cold)

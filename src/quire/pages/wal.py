@@ -4,7 +4,7 @@ Terms (and those of publication.py)
   written    appended to the open segment; the next writer builds on it
   durable    synced; what readers may open at
   published  in the manifest's page index; what survives in memory is only what is not published yet
-  recent     page → versions that are not published: (lsn, segment, frame), rising
+  recent     page → its newest version that is not published, with those before it
 
 What is on disk, step by step, and which rule covers a crash there
   segments are made       see wal_files.py
@@ -20,7 +20,7 @@ Rules
   3. lsns are reserved in the manifest in blocks before they are used, so none is ever used twice (P5).
   4. Nothing that names an lsn enters the manifest before that lsn is durable (P5), and that is always the end of a transaction.
   5. Versions leave `recent` only after the batch that publishes them has committed: a reader that looks there first and begins
-     its manifest transaction afterwards misses nothing (P8). Lists in `recent` only grow at their end, or are replaced.
+     its manifest transaction afterwards misses nothing (P8). Versions are never changed, only added in front or replaced.
   6. After a failed write or sync the database takes nothing more until it is reopened (M12); other databases go on. What was
      durable by then can still be read.
 
@@ -35,7 +35,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import NamedTuple
 
 from quire.core.clock import Clock
@@ -69,8 +70,8 @@ ZERO_BYTES_MAX = 256 * MIB
 
 _NO_HEAD = (0, 0)
 
-Version = tuple[int, int, int]
-"""(lsn, segment, frame) of one version of a page."""
+Version = tuple[int, int, "Version | None"]
+"""(lsn, segment) of one version of a page, and the version before it. Immutable: readers walk it while it is added to."""
 
 
 class Start(NamedTuple):
@@ -127,7 +128,7 @@ class Wal:
         self.opened_at = clock.monotonic()
         """When the open segment was made, for the seal timer."""
         self.written = start.durable
-        self.recent: dict[int, list[Version]] = {}
+        self.recent: dict[int, Version] = {}
         self.appended_bytes = 0
         """Since the database was opened."""
         # only ever set
@@ -195,7 +196,7 @@ class Wal:
         """Write the transaction into the open segment and those made ahead, and note it down. What each commit costs in Python
         is mostly here, so steps that could have names of their own stand in one place."""
         before, recent, heads, publication = self.written, self.recent, self._heads, self._publication
-        now, done, count, lsn = self._clock.now_ms(), 0, len(order), self._next_lsn
+        now, done, count, lsn, former = self._clock.now_ms(), 0, len(order), self._next_lsn, recent.get
         if now < before.commit_ms:
             now = before.commit_ms
         mark: Mark | None = None
@@ -209,7 +210,7 @@ class Wal:
             done += len(part)
             unknown = [page for page in part if page not in heads]
             if unknown:
-                self._know_heads(unknown, part, before.size_pages)
+                self._know_heads(unknown, before.size_pages)
             writes: list[PageWrite] = [(page, images.get(page), *heads[page]) for page in part]
             if spill:
                 writes = [each if each[1] is not None else (each[0], spill.get(each[0]), *each[2:]) for each in writes]
@@ -218,17 +219,14 @@ class Wal:
             if not segment.is_dirty:  # rule 7
                 segment.is_dirty = True
                 self._dirty.append(segment)
-            header, frame = file.header, appended.first_frame
+            header = file.header
             segment_id = header.segment_id
+            if len(heads) > HEADS_MAX:
+                heads.clear()
+            heads.update(zip(part, zip(range(lsn, lsn + len(part)), repeat(segment_id))))
             for page in part:
-                known = recent.get(page)
-                if known is None:
-                    recent[page] = [(lsn, segment_id, frame)]
-                else:
-                    known.append((lsn, segment_id, frame))
-                heads[page] = (lsn, segment_id)
+                recent[page] = (lsn, segment_id, former(page))
                 lsn += 1
-                frame += 1
             self._next_lsn = lsn
             if size:
                 mark = Mark(lsn - 1, db_size, segment_id, now)
@@ -239,17 +237,14 @@ class Wal:
         self.written = mark
         return mark
 
-    def _know_heads(self, pages: list[int], part: Sequence[int], size_before: int) -> None:
+    def _know_heads(self, pages: list[int], size_before: int) -> None:
         """Enter the former versions of these pages. One beyond the end did not exist: it has none."""
         heads, recent = self._heads, self.recent
-        if len(heads) + len(pages) > HEADS_MAX:
-            heads.clear()
-            pages = list(part)
         asked: list[int] = []
         for page in pages:
-            versions = recent.get(page)
-            heads[page] = versions[-1][:2] if versions is not None else _NO_HEAD
-            if versions is None and page < size_before:
+            version = recent.get(page)
+            heads[page] = version[:2] if version is not None else _NO_HEAD
+            if version is None and page < size_before:
                 asked.append(page)
         if asked:
             with self._manifest.read() as txn:
@@ -324,11 +319,11 @@ class Wal:
         for start in range(0, len(pages), FORGET_PAGES):
             with self._append:
                 for page in pages[start : start + FORGET_PAGES]:
-                    left = [version for version in self.recent.get(page, ()) if version[0] > upto]
-                    if left:
-                        self.recent[page] = left
-                    else:
+                    left = _after(self.recent.get(page), upto)
+                    if left is None:
                         self.recent.pop(page, None)
+                    else:
+                        self.recent[page] = left
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -371,13 +366,10 @@ class Wal:
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def newest(self, page: int, upto_lsn: int) -> Version | None:
         """The newest version of a page at or below an lsn that is not published yet."""
-        versions = self.recent.get(page)
-        if versions is None:
-            return None
-        for version in reversed(versions):
-            if version[0] <= upto_lsn:
-                return version
-        return None
+        version = self.recent.get(page)
+        while version is not None and version[0] > upto_lsn:
+            version = version[2]
+        return version
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
@@ -426,3 +418,19 @@ class Wal:
             failure.__cause__ = error
             self.failure = failure
             emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
+
+
+def _after(version: Version | None, upto_lsn: int) -> Version | None:
+    """The versions above an lsn.
+
+    >>> _after((9, 1, (7, 1, (2, 1, None))), 2)
+    (9, 1, (7, 1, None))
+    """
+    kept: list[Version] = []
+    while version is not None and version[0] > upto_lsn:
+        kept.append(version)
+        version = version[2]
+    left: Version | None = None
+    for lsn, segment_id, _ in reversed(kept):
+        left = (lsn, segment_id, left)
+    return left
