@@ -20,8 +20,14 @@ EXECUTOR_SAFE = [
     "quire.jobs.places",
     "quire.jobs.trouble",
     "quire.objects.*",
+    "quire.pages.cache",
     "quire.pages.chunk*",
+    "quire.pages.framemap",
+    "quire.pages.handles",
     "quire.pages.segment*",
+    "quire.pages.sources",
+    "quire.pages.throttle",
+    "quire.pages.view",
 ]
 
 # One process for all: between two modules everything of quire is forgotten, so that each is imported afresh.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
+from quire.manifest.records import JobKind
 from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
 
 
@@ -102,6 +105,34 @@ def test_between_an_anchor_and_the_next_version_it_is_the_anchor(small: Pages) -
     pages.manifest.drop_snapshot("shop", "one")
     with pytest.raises(SnapshotGone):
         store.open_snapshot(at=at)
+    pages.stop()
+
+
+def test_a_checkpoint_that_comes_while_a_snapshot_is_published_does_not_make_earlier_versions_wrong(
+    small: Pages,
+) -> None:
+    """Found by stress: the snapshot then has chunks of its own version and pins from before it; what was in between came out of
+    the chunks. Such a version is gone."""
+    pages, model, store = small, Model(), small.database()
+    first = write(store, model, {page: image() for page in range(4)})
+    write(store, model, {page: image() for page in range(4)})
+    real = pages.manifest.snapshots.publish
+
+    def publish(*args: Any, **more: Any) -> Any:
+        pages.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id)
+        pages.worker(JobKind.CHECKPOINT).drain()
+        return real(*args, **more)
+
+    pages.manifest.snapshots.publish = publish  # type: ignore[method-assign]
+    pages.engine.snapshot("shop", "kept")
+    view = pages.engine.view("shop", "kept")
+    assert view.pins
+    assert view.links, "the race that this is about"
+    assert_reads(pages.engine.open_view("shop", "kept"), model.newest)
+    with pytest.raises(SnapshotGone):
+        store.open_snapshot(at=first.lsn)
+    with pytest.raises(SnapshotGone):
+        replace(view, lsn=first.lsn).open(pages.engine.sources).read_page(0)
     pages.stop()
 
 

@@ -183,8 +183,8 @@ class Pages:
         self.start()
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def worker(self) -> Worker:
-        """Runs jobs of this store, in the calling thread."""
+    def worker(self, *kinds: JobKind) -> Worker:
+        """Runs jobs of this store, of these kinds if any are given, in the calling thread."""
         context = JobContext(
             manifest=self.manifest,
             root=self.root,
@@ -194,7 +194,7 @@ class Pages:
             settings=MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS),
             pages=self.engine,
         )
-        return Worker(context, HANDLERS)
+        return Worker(context, {kind: HANDLERS[kind] for kind in kinds or HANDLERS})
 
     def run(self, kind: JobKind, db_id: int) -> None:
         """Have a job, and all that follow from it, done."""

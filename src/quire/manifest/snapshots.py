@@ -304,15 +304,18 @@ def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
     wal = txn.wal_state(db_id)
     if wal is None:
         return Anchor(0)  # the op knows what to say about a database that is not there
-    pins = tuple(
-        Pin(row.origin_db_id, segment_id, row.last_lsn, row.used_bytes)
+    rows = [
+        (segment_id, row)
         for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
         if row.state in _IN_WAL and row.last_lsn > wal.checkpointed_lsn
-    )
+    ]
+    pins = tuple(Pin(row.origin_db_id, segment_id, row.last_lsn, row.used_bytes) for segment_id, row in rows)
     lsn = max((pin.upto_lsn for pin in pins), default=wal.checkpointed_lsn)
+    # The size at the anchor, which may be older than the last version that is published.
+    size_pages = max(rows, key=lambda item: item[1].last_lsn)[1].size_pages if rows else 0
     # Without pins the newest segment is one that chunks hold: a fork's numbering goes on behind it all the same (P12).
     segment_id = max((pin.segment_id for pin in pins), default=wal.last_sealed_segment)
-    return Anchor(lsn, segment_id, wal.size_pages, pins)
+    return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins)
 
 
 def _db_id(txn: ReadTxn, db: int | str) -> int:

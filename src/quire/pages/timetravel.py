@@ -150,10 +150,11 @@ def _among(
             before = (snapshot_id, record)
             continue
         pins = pinned(txn, record.pins, objects_url, upto_lsn=record.anchor_lsn)
-        mark = last_commit(regions, pins, moment)
+        mark, covered = last_commit(regions, pins, moment), _covered(txn, record)
         if mark is not None:
-            return Found(mark, snapshot_id, record)
-        if before is not None and before[1].anchor_lsn == _covered(txn, record):
+            # Chunks that a checkpoint put under it while it was published may hold more than this version.
+            return Found(mark, snapshot_id, record) if covered <= mark.lsn else None
+        if before is not None and before[1].anchor_lsn == covered:
             return _whole(*before)
         return None
     if before is not None and moment.lsn == before[1].anchor_lsn:

@@ -9,7 +9,8 @@ Rules
   1. A view is opened with `Sources` alone: an object store, and the store's directory where it is shared. Pins are read from
      their segments' files if they are there, else from their objects.
   2. The newest pinned version above what the chain covers wins, else the chain, else zeros: a page that never was written (P8).
-  3. A view says nothing about how long its artifacts stay: a snapshot's row, or a lease, stands behind it. Who opened it with a
+  3. A chain that covers more than the view's version is never read: `SnapshotGone`, as for any reader (P8).
+  4. A view says nothing about how long its artifacts stay: a snapshot's row, or a lease, stands behind it. Who opened it with a
      manifest at hand hears `SnapshotGone` when that row is gone.
 
 Threads: a reader belongs to one at a time, a view to any. Executor-safe. Building one needs a manifest: `view_build.py`.
@@ -196,6 +197,11 @@ class ViewReader:
                 self._chains.clear()
             rows = self._links[bisect_left(self._slots, slot) : bisect_right(self._slots, slot)]
             covered = int(rows["covered_lsn"][-1]) if len(rows) else 0
+            if covered > self.lsn:
+                what = "the chunks of this view hold more than its version"
+                raise SnapshotGone(
+                    what, hint="open another one", db_id=self.view.db_id, lsn=self.lsn, covered_lsn=covered
+                )
             known = self._chains[slot] = (covered, tuple(self._place(row) for row in rows))
         return known
 

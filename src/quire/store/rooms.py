@@ -18,6 +18,7 @@ from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.pages.engine import PageEngine
+from quire.store.info import has_open_segment
 
 
 class Rooms:
@@ -47,10 +48,20 @@ class Rooms:
             pages=self.pages,
         )
         self.worker = Worker(context, HANDLERS, threads=settings.maintenance.workers)
-        self.upkeep = Upkeep(context, self.worker)
+        self.upkeep = Upkeep(context, self.worker, self._snapshot)
+        self._manifest = manifest
 
     def _open(self, url: str) -> ObjectStore:
         return open_store(url, disk=self._disk)
+
+    def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
+        """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""
+        with self._manifest.read() as txn:
+            in_segment = has_open_segment(txn, db_id)
+        if in_segment:
+            self.pages.snapshot(db_id, name, tags=tags)
+        else:
+            self._manifest.snapshots.publish(db_id, name, tags=tags)
 
     def close(self) -> None:
         """Stop the work, close the databases, close the object stores; each whatever the others do."""

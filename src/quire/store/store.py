@@ -36,12 +36,18 @@ from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
-from quire.manifest import tables as t
 from quire.manifest.feed import ChangeFeed
-from quire.manifest.records import DbKind, JobKind, WalState
+from quire.manifest.records import DbKind, JobKind
 from quire.manifest.store import ManifestStore
 from quire.store import layout
-from quire.store.info import DatabaseInfo, StoreInfo, database_info, live_databases, store_info
+from quire.store.info import (
+    DatabaseInfo,
+    StoreInfo,
+    database_info,
+    has_open_segment,
+    live_databases,
+    store_info,
+)
 
 if TYPE_CHECKING:
     from quire.jobs.upkeep import Round, Upkeep
@@ -283,16 +289,24 @@ class Store:
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
-        return self.manifest.snapshots.publish(self._settled(name), snapshot, tags=tags)
+        db_id, in_segment = self._look(name)
+        if in_segment:
+            return self.pages.snapshot(db_id, snapshot, tags=tags)
+        return self.manifest.snapshots.publish(db_id, snapshot, tags=tags)
 
     def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
         """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
-        source = self._settled(name) if at is None else self._id_of(name)
+        source, in_segment = self._look(name)
+        if at is None and in_segment:
+            return self._info_of(self.pages.fork(source, new_name))
         return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at))
 
     def checkpoint(self, name: str) -> Job:
         """Bring what is in a database's WAL into chunks; the job, as it ended."""
-        return self._run_now(JobKind.CHECKPOINT, self._settled(name))
+        db_id, in_segment = self._look(name)
+        if in_segment:
+            self.pages.open(db_id)  # a crashed owner may have left a segment that must be recovered first
+        return self._run_now(JobKind.CHECKPOINT, db_id)
 
     def merge(self, name: str) -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
@@ -308,19 +322,11 @@ class Store:
         self.worker.run(job_id)
         return jobs.get(job_id)
 
-    def _settled(self, name: str) -> int:
-        """The id of a database whose last commit is in the manifest: what a snapshot of now must see.
-
-        A crashed owner may have left an open segment: opening the database recovers it.
-        """
+    def _look(self, name: str) -> tuple[int, bool]:
+        """The id of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""
         with self.manifest.read() as txn:
             db_id = txn.database_id(name)
-            record = txn.database(db_id)
-            in_segment = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, db_id))
-        if record is not None and record.kind is DbKind.PAGES and in_segment:
-            self.pages.open(db_id)
-            self.pages.flush(db_id)
-        return db_id
+            return db_id, has_open_segment(txn, db_id)
 
     def _id_of(self, name: str) -> int:
         with self.manifest.read() as txn:
