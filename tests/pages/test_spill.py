@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.core.errors import ChecksumMismatch, DiskFull
@@ -112,6 +112,7 @@ def test_a_full_disk_ends_neither_the_transaction_nor_what_it_has_written(tmp_pa
         st.one_of(st.tuples(st.integers(0, 20), st.integers(0, 3)), st.integers(1, 20)), min_size=1, max_size=40
     )
 )
+@example(steps=[(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), 1])  # everything that was spilled is cut off again
 def test_a_transaction_that_spills_is_like_one_that_does_not(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int] | int]
 ) -> None:

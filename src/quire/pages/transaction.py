@@ -169,7 +169,7 @@ class WriteTxn:
         wal, size = self._wal, self.size_pages
         try:
             self._require()
-            if not self._images and self._spill is None and self._uncut >= size:
+            if not self._images and not self._spill and self._uncut >= size:
                 base = self._base
                 if size == base.size_pages:
                     return PageGuard(wal, base)
