@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "setting up $(VENV) with $$("$$python" --version)"; \
 	"$$python" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	  $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[dev]'
+	  $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[dev,spark]'
 	@touch $@
 
 run: $(STAMP) ## take the tour in STORE (./quire-data)

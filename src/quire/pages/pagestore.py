@@ -39,7 +39,7 @@ from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.cache import RESOLVED_MAX
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
-from quire.pages.places import chunk_place as chunk_place
+from quire.pages.places import chunk_place
 from quire.pages.publication import Mark
 from quire.pages.readers import LEASE_SECONDS, Readers
 from quire.pages.snapshot import Snapshot

@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from quire.core.errors import InternalError
 from quire.core.events import emit
@@ -22,7 +23,7 @@ from quire.jobs.checkpoint.plan import CheckpointPlan, Shape, candidates, plan_c
 from quire.jobs.checkpoint.publish import publish_ops
 from quire.jobs.checkpoint.run import SlotResult, write_slot
 from quire.jobs.context import JobContext, PagesOfStore
-from quire.jobs.handler import Done, Outcome, Progress
+from quire.jobs.handler import Done, Later, Outcome, Progress
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Counter, Op
@@ -33,6 +34,9 @@ from quire.manifest.records import JobKind, PlanRecord, WalRecord
 
 MERGE_CHAIN = 6
 """A chain this long is merged by a job of its own, before it is so long that a checkpoint rewrites it."""
+
+TAKEN_MS = 1_000
+"""How long a job waits that finds another one's plan running on its database."""
 
 
 def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
@@ -56,7 +60,10 @@ def _pages(ctx: JobContext) -> PagesOfStore:
 
 def _run(ctx: JobContext, job: Job, progress: Progress, *, merge: bool) -> Outcome:
     manifest, db_id, pages = ctx.manifest, job.db_id, _pages(ctx)
-    plan = _resume(ctx, job, merge=merge) or _begin(ctx, job, merge=merge)
+    plan = _resume(ctx, job, merge=merge)
+    if plan is None and _is_taken(ctx, db_id):
+        return Later(ctx.clock.now_ms() + TAKEN_MS)
+    plan = plan or _begin(ctx, job, merge=merge)
     if plan is None:
         return Done({"slots": 0})
     hit("jobs.checkpoint.planned")
@@ -130,6 +137,12 @@ def _resume(ctx: JobContext, job: Job, *, merge: bool) -> CheckpointPlan | None:
     return None
 
 
+def _is_taken(ctx: JobContext, db_id: int) -> bool:
+    """Whether another job's plan is running on the database: there is one at a time, and waiting for it is no failure."""
+    with ctx.manifest.read() as txn:
+        return next(iter(txn.raw_scan(t.CHECKPOINT_PLAN, db_id)), None) is not None
+
+
 def _is_over(ctx: JobContext, record: PlanRecord) -> bool:
     """Whether nobody works on a plan: its job has ended, or it is this very job, which has come to another plan."""
     with ctx.manifest.read() as txn:
@@ -141,7 +154,7 @@ def _rebuild(
     ctx: JobContext, pages: PagesOfStore, db_id: int, generation: int, record: PlanRecord, *, merge: bool
 ) -> CheckpointPlan | None:
     with ctx.manifest.read() as txn:
-        shape = replace_generation(shape_of(txn, db_id, ctx.objects_url), generation)
+        shape = replace(shape_of(txn, db_id, ctx.objects_url), generation=generation)
         if merge:
             plan = plan_merge(txn, db_id, shape)
         else:
@@ -149,8 +162,3 @@ def _rebuild(
             present = [(each, row) for each, row in rows if row is not None]
             plan = _plan(txn, pages, db_id, present, shape) if len(present) == len(rows) else None
     return plan if plan is not None and plan.digest == record.digest else None
-
-
-def replace_generation(shape: Shape, generation: int) -> Shape:
-    """The shape a stored plan was made with."""
-    return Shape(shape.page_size, shape.pages_per_chunk, generation, shape.objects_url)

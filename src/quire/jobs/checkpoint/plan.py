@@ -5,7 +5,7 @@ Terms
   covered      the last lsn of the last candidate: what the new artifacts hold everything up to
 
 Rules
-  1. The floor is asked while the checkpoint holds a lease of its own, so that it cannot fall meanwhile.
+  1. A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
   2. A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
      gets a delta (DESIGN 5.7). Slots beyond the size at `covered` are cleared (P15).
   3. The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it.
@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from quire.core.errors import UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
-from quire.jobs.checkpoint.run import SlotTask, name_of
+from quire.durable.names import object_key
+from quire.jobs.checkpoint.run import SlotTask
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import PlanRecord, WalRecord, WalState
 from quire.manifest.slots import Chain, unpack_leaf
-from quire.pages.pagestore import chunk_place
-from quire.pages.segment_scan import as_rows, page_map, sealed_entries
+from quire.pages.places import chunk_place
+from quire.pages.segment_scan import ROW_DTYPE, as_rows, page_map, sealed_entries
 from quire.pages.sources import ChunkPlace, Sources
 
 DIRTY_RATIO = 0.25
@@ -151,7 +152,7 @@ def _task(
     return SlotTask(
         key=key,
         url=shape.objects_url,
-        object_key=name_of(key),
+        object_key=object_key(key),
         page_size=shape.page_size,
         pages_per_chunk=shape.pages_per_chunk,
         pages_below=pages_below,
@@ -198,7 +199,7 @@ def plan_merge(txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = 2) ->
     covered = wal.checkpointed_lsn
     body = b"".join(f"{slot}:{chain[-1].generation}:{len(chain)};".encode() for slot, chain in sorted(long.items()))
     digest = _digest(db_id, shape.generation, covered, body)
-    nothing = np.zeros(0, as_rows_dtype())
+    nothing = np.zeros(0, ROW_DTYPE)
     tasks = []
     for slot, chain in sorted(long.items()):
         key = ArtifactKey(db_id, ArtifactKind.BASE, slot, shape.generation)
@@ -206,7 +207,7 @@ def plan_merge(txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = 2) ->
             SlotTask(
                 key=key,
                 url=shape.objects_url,
-                object_key=name_of(key),
+                object_key=object_key(key),
                 page_size=shape.page_size,
                 pages_per_chunk=shape.pages_per_chunk,
                 pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: nothing is left out
@@ -217,10 +218,3 @@ def plan_merge(txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = 2) ->
             )
         )
     return CheckpointPlan(db_id, shape.generation, covered, wal.size_pages, (), tuple(tasks), (), digest)
-
-
-def as_rows_dtype() -> np.dtype[np.void]:
-    """The type of `SlotTask.frames`."""
-    from quire.pages.segment_scan import ROW_DTYPE
-
-    return ROW_DTYPE

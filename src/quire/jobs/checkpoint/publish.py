@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from quire.core.ids import ArtifactKind
 from quire.jobs.checkpoint.plan import CheckpointPlan
@@ -54,46 +55,21 @@ def publish_ops(
 
 
 def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
-    key, remote = task.key, Residency.REMOTE_ARCHIVED
+    key, remote, size = task.key, Residency.REMOTE_ARCHIVED, result.size_bytes
+    common: dict[str, Any] = {
+        "lsn_start": task.lsn_start,
+        "lsn_end": task.covered_lsn,
+        "page_count": result.page_count,
+        "sha256": result.sha256,
+        "bitmap_hash": result.bitmap_hash,
+        "plan_digest": task.digest,
+        "uploaded_at_ms": now_ms,
+    }
     if key.kind is ArtifactKind.BASE:
-        return PutChunk(
-            key.origin_db_id,
-            key.id,
-            key.generation,
-            ChunkRecord(
-                remote,
-                result.size_bytes,
-                now_ms,
-                lsn_start=task.lsn_start,
-                lsn_end=task.covered_lsn,
-                page_count=result.page_count,
-                sha256=result.sha256,
-                bitmap_hash=result.bitmap_hash,
-                plan_digest=task.digest,
-                uploaded_at_ms=now_ms,
-            ),
-        )
-    return PutDelta(
-        key.origin_db_id,
-        key.id,
-        key.generation,
-        key.delta_id,
-        before[0].origin_db_id,
-        DeltaRecord(
-            before[0].generation,
-            remote,
-            result.size_bytes,
-            now_ms,
-            lsn_start=task.lsn_start,
-            lsn_end=task.covered_lsn,
-            page_count=result.page_count,
-            dirty_pages=result.bitmap,
-            sha256=result.sha256,
-            bitmap_hash=result.bitmap_hash,
-            plan_digest=task.digest,
-            uploaded_at_ms=now_ms,
-        ),
-    )
+        return PutChunk(key.origin_db_id, key.id, key.generation, ChunkRecord(remote, size, now_ms, **common))
+    base = before[0]
+    record = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
+    return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, record)
 
 
 def _chain(task: SlotTask, before: Chain) -> Chain:

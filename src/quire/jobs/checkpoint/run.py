@@ -19,9 +19,8 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
-from quire.durable.names import object_key
 from quire.jobs.places import OpenStore
 from quire.manifest.records import Compression
 from quire.pages.chunk_adopt import adopts
@@ -77,6 +76,7 @@ def write_slot(task: SlotTask, *, sources: Sources, open_store: OpenStore) -> Sl
         covered_lsn=task.covered_lsn,
         page_size=task.page_size,
         pages_per_chunk=task.pages_per_chunk,
+        lsn_start=task.lsn_start,
         base_generation=task.base_generation,
     )
     parts: list[bytes] = []
@@ -135,9 +135,3 @@ def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInf
 
     store = open_store(task.url)
     return describe(lambda offset, length: store.get_range(task.object_key, offset, length), size_bytes)
-
-
-def name_of(key: ArtifactKey) -> str:
-    """The object key of a task's artifact in the store's own object store."""
-    assert key.kind in (ArtifactKind.BASE, ArtifactKind.DELTA), "only chunks are written here"
-    return object_key(key)
