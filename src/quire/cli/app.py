@@ -7,11 +7,39 @@ from __future__ import annotations
 
 import typer
 
-from quire.cli import audit, checkpoint, doctor, feed, gc, jobs, manifest, retention, snapshots, stores, tour, tree
+from quire.cli import (
+    audit,
+    checkpoint,
+    doctor,
+    feed,
+    gc,
+    jobs,
+    manifest,
+    retention,
+    snapshots,
+    stores,
+    tour,
+    tree,
+    why,
+)
 from quire.cli.typed import new_app
 
 app = new_app("quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`.")
-for each in (stores, tree, snapshots, retention, checkpoint, gc, jobs, audit, feed, manifest, doctor, tour):
+for each in (
+    stores,
+    tree,
+    why,
+    snapshots,
+    retention,
+    checkpoint,
+    gc,
+    jobs,
+    audit,
+    feed,
+    manifest,
+    doctor,
+    tour,
+):
     each.add_to(app)
 
 
