@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         JobAlreadyPending,
         LeaseExpired,
         ManifestDamaged,
+        ManifestIntegrityError,
         NameTaken,
         NotFound,
         NotWritable,
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
         QuotaExceeded,
         ReadOnly,
         RefcountUnderflow,
+        SnapshotChecksumMismatch,
         SnapshotGone,
+        SparkUnavailable,
         StalePlan,
         StillReferenced,
         StorageFault,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
         WrongKind,
         WrongThread,
     )
+    from quire.service.client import connect
     from quire.store.store import Store, open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
 
     __version__: str
@@ -92,6 +96,7 @@ __all__ = [
     "JobAlreadyPending",
     "LeaseExpired",
     "ManifestDamaged",
+    "ManifestIntegrityError",
     "NameTaken",
     "NotFound",
     "NotWritable",
@@ -103,7 +108,9 @@ __all__ = [
     "QuotaExceeded",
     "ReadOnly",
     "RefcountUnderflow",
+    "SnapshotChecksumMismatch",
     "SnapshotGone",
+    "SparkUnavailable",
     "StalePlan",
     "StillReferenced",
     "StorageFault",
@@ -126,6 +133,7 @@ __all__ = [
     "WrongKind",
     "WrongThread",
     "__version__",
+    "connect",
     "open",
 ]
 
@@ -137,8 +145,8 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would believe in 
         if name == "__version__":
             value: Any = import_module("importlib.metadata").version(__name__)
         else:
-            room = "quire.store.store" if name in {"Store", "open"} else "quire.core.errors"
-            value = getattr(import_module(room), name)
+            rooms = {"Store": "quire.store.store", "open": "quire.store.store", "connect": "quire.service.client"}
+            value = getattr(import_module(rooms.get(name, "quire.core.errors")), name)
         globals()[name] = value  # so that this function runs once per name
         return value
 

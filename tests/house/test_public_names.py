@@ -13,7 +13,7 @@ from quire.core import errors
 from tests.house.tree import SRC
 
 # A name here is a promise to users: taking one away is a breaking change and belongs in the changelog.
-FUNCTIONS_AND_CLASSES = ["Store", "__version__", "open"]
+FUNCTIONS_AND_CLASSES = ["Store", "__version__", "connect", "open"]
 ERRORS = [
     "QuireError",
     "InvalidInput",
@@ -52,6 +52,7 @@ ERRORS = [
     "TimedOut",
     "Overloaded",
     "ObjectStoreUnavailable",
+    "SparkUnavailable",
     "TooManyReaders",
     "StorageFault",
     "DiskFull",
@@ -60,7 +61,9 @@ ERRORS = [
     "Corruption",
     "CursorLost",
     "ManifestDamaged",
+    "ManifestIntegrityError",
     "ChecksumMismatch",
+    "SnapshotChecksumMismatch",
     "Incompatible",
     "FormatTooNew",
     "ConfigMismatch",

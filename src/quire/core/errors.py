@@ -194,6 +194,10 @@ class QuotaExceeded(Unavailable):
     """A byte budget stayed used up for as long as the caller was willing to wait; the error names what holds it."""
 
 
+class SparkUnavailable(Unavailable):
+    """There is no Spark, or no Java that it runs on, or it does not answer."""
+
+
 class ObjectStoreUnavailable(Unavailable):
     """The object store kept failing until the retries ran out."""
 
@@ -228,8 +232,16 @@ class ManifestDamaged(Corruption):
     """The manifest is not an LMDB environment, is truncated, or breaks an invariant."""
 
 
+class ManifestIntegrityError(Corruption):
+    """A stream's manifest log is damaged: `where` has chunk, segment and offset. The stream is quarantined until mended."""
+
+
 class ChecksumMismatch(Corruption):
     """A checksum does not match the bytes it covers."""
+
+
+class SnapshotChecksumMismatch(ChecksumMismatch):
+    """The snapshot of a key-value database's manifest was changed since it was written."""
 
 
 # ── use another version ───────────────────────────────────────────────────────────────────────────────────────────────

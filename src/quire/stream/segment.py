@@ -1,0 +1,240 @@
+"""The bytes of a stream's segment: one header, then blocks of records.
+
+Terms
+  record     opaque bytes with an id; ids rise by one, through blocks and from each segment to the next
+  block      records that were appended together: a head of 64 bytes, then the body, `count + 1` offsets and the payloads,
+             which is how Arrow lays out a binary column. Its records share one timestamp
+  commit     the last block of an append; an append of more than one block is there whole or not at all
+  cut        where a segment ends: behind its last commit. What lies behind it means nothing
+  salt       64 random bits, new in each life of a file
+  seed       of a block: the header's crc64 xor the block's offset in the file. The checksum of the head starts from it
+
+Rules
+  1. Little-endian. A block begins at a multiple of 64 and takes a multiple of 64 bytes, so that those behind damage are found.
+  2. The header's crc64 covers stream, segment, salt and first record; the head's, through the seed, says that the block belongs
+     in this place of this life of this file, and covers the body's checksum.
+  3. `durable_upto` is the id behind the last record that had been synced when the block was written (S4): it never exceeds the
+     block's own first record.
+  4. Timestamps never fall from block to block, whatever the clock does.
+
+Pure functions and values, any thread, no input or output. Format page: `docs/formats/stream-segment.md`.
+Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
+from quire.core.ids import U64_MAX, u64
+from quire.core.limits import KIB, MIB
+from quire.durable.checksums import Bytes, crc64
+
+MAGIC = b"QSTREAM1"
+VERSION = 1
+
+HEADER = struct.Struct("<8sHHIQQQQQQ")
+"""magic, version, reserved (0), reserved (0), stream_id, segment_id, base_record, created_at_ms, salt, crc64"""
+BLOCK = struct.Struct("<IIIIQQQQQQ")
+"""mark, flags, body_bytes, count, first_record, timestamp_ms, durable_upto, body_crc64, reserved (0), head_crc64"""
+
+LAST = struct.Struct("<i")
+"""One offset of a body."""
+
+HEADER_BYTES = 64
+BLOCK_HEAD_BYTES = 64
+CHECKED_BYTES = 56
+"""Of a header or a head: what its crc64 covers."""
+ALIGN = 64
+"""Of blocks in the file (rule 1)."""
+BODY_ALIGN = 8
+"""Of the payloads in a body."""
+
+MARK = 0x4B4C4251
+"""What a block begins with: "QBLK"."""
+COMMIT = 1
+"""Flag: the last block of an append."""
+
+BLOCK_BYTES = 256 * KIB
+"""How large a block of many small records becomes: what one read of a slice fetches and checks."""
+BLOCK_RECORDS_MAX = 65_536
+"""Records in a block: bounds what one read brings into memory as objects."""
+RECORD_BYTES_MAX = 64 * MIB
+"""A record is one piece in memory several times, and one object-store range."""
+
+assert HEADER.size == HEADER_BYTES
+assert BLOCK.size == BLOCK_HEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The first 64 bytes of a segment."""
+
+    stream_id: int
+    segment_id: int
+    base_record: int
+    """The id of its first record."""
+    created_at_ms: int
+    salt: int
+    crc64: int = field(default=0, compare=False)
+
+    def encode(self) -> bytes:
+        """As it stands in the file."""
+        fields = (self.stream_id, self.segment_id, self.base_record, self.created_at_ms, self.salt)
+        for name, value in zip(("stream_id", "segment_id", "base_record", "created_at_ms", "salt"), fields):
+            u64(name, value)
+        checked = HEADER.pack(MAGIC, VERSION, 0, 0, *fields, 0)[:CHECKED_BYTES]
+        return checked + crc64(checked).to_bytes(8, "little")
+
+    @classmethod
+    def decode(cls, raw: Bytes, *, path: str = "") -> SegmentHeader:
+        """The header that `raw` begins with."""
+        if len(raw) < HEADER_BYTES:
+            raise Corruption("a stream's segment is shorter than its header", path=path, bytes=len(raw))
+        magic, version, zero, other, stream, segment, base, created, salt, crc = HEADER.unpack_from(raw)
+        if magic != MAGIC or zero or other or crc != crc64(memoryview(raw)[:CHECKED_BYTES]):
+            raise Corruption("this is not the header of a stream's segment", path=path)
+        if version != VERSION:
+            raise FormatTooNew("this segment was written by a newer quire", hint="upgrade", version=version, path=path)
+        return cls(stream, segment, base, created, salt, crc)
+
+
+class Block(NamedTuple):
+    """The head of a block, and where it is."""
+
+    offset: int
+    flags: int
+    body_bytes: int
+    records: int
+    first_record: int
+    timestamp_ms: int
+    durable_upto: int
+    body_crc64: int
+
+    @property
+    def end(self) -> int:
+        """Where the next block begins."""
+        return aligned(self.offset + BLOCK_HEAD_BYTES + self.body_bytes, ALIGN)
+
+    @property
+    def end_record(self) -> int:
+        """The id behind its last record."""
+        return self.first_record + self.records
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether an append ends here."""
+        return bool(self.flags & COMMIT)
+
+
+class Place(NamedTuple):
+    """Where a block goes, and what it says of the file around it."""
+
+    offset: int
+    first_record: int
+    timestamp_ms: int
+    durable_upto: int
+
+
+def aligned(number: int, step: int) -> int:
+    """`number`, rounded up to a multiple of `step`."""
+    return -(-number // step) * step
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def body_of(payloads: Sequence[bytes]) -> bytes:
+    """The body of a block of these records."""
+    offsets = np.zeros(len(payloads) + 1, np.int32)
+    np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
+    table = offsets.tobytes()
+    return b"".join((table, bytes(-len(table) % BODY_ALIGN), *payloads))
+
+
+def body_of_arrow(column: pa.Array) -> bytes:
+    """The same of a binary column without nulls; nothing is looked at record by record."""
+    count = len(column)
+    _, offsets, data = column.buffers()
+    table = np.frombuffer(offsets, np.int32, count + 1, column.offset * 4)
+    first, last = int(table[0]), int(table[-1])
+    head = (table - table[0]).tobytes() if first else table.tobytes()
+    payload = memoryview(data)[first:last] if data is not None else b""
+    return b"".join((head, bytes(-len(head) % BODY_ALIGN), payload))
+
+
+def encode_block(seed: int, place: Place, body: bytes, count: int, *, is_commit: bool) -> bytes:
+    """A block as it stands in the file, padded to the next one. `seed` is the header's crc64."""
+    if place.durable_upto > place.first_record:
+        raise InvalidInput("a block cannot vouch for itself", first=place.first_record, durable_upto=place.durable_upto)
+    head = BLOCK.pack(
+        MARK,
+        COMMIT if is_commit else 0,
+        len(body),
+        count,
+        place.first_record,
+        place.timestamp_ms,
+        place.durable_upto,
+        crc64(body),
+        0,
+        0,
+    )[:CHECKED_BYTES]
+    crc = crc64(head, seed ^ place.offset)
+    return b"".join((head, crc.to_bytes(8, "little"), body, bytes(-len(body) % ALIGN)))
+
+
+def parts(sizes: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """How records of these sizes are divided into blocks: (start, stop) of each. A block holds at least one record."""
+    ends = np.cumsum(np.asarray(sizes, np.int64) + 4)
+    start, count = 0, len(ends)
+    while start < count:
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + bytes_max, "right"))
+        stop = min(max(stop, start + 1), start + BLOCK_RECORDS_MAX, count)
+        yield start, stop
+        start = stop
+
+
+def check_sizes(sizes: Sequence[int], first_record: int, bytes_max: int = RECORD_BYTES_MAX) -> None:
+    """Refuse records that cannot be written."""
+    largest = max(sizes, default=0)
+    if largest > bytes_max:
+        raise OutOfRange("a record is larger than this stream takes", hint="split it", bytes=largest, max=bytes_max)
+    if first_record + len(sizes) > U64_MAX:
+        raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first_record)
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) -> Block | None:
+    """The head at `offset` of a file, of which `raw` holds it at `at` (default: the same place); `None` if there is none."""
+    start = offset if at is None else at
+    if start + BLOCK_HEAD_BYTES > len(raw):
+        return None
+    mark, flags, body_bytes, count, first, stamp, durable, body_crc, zero, crc = BLOCK.unpack_from(raw, start)
+    if mark != MARK or zero or crc64(memoryview(raw)[start : start + CHECKED_BYTES], seed ^ offset) != crc:
+        return None
+    return Block(offset, flags, body_bytes, count, first, stamp, durable, body_crc)
+
+
+def is_body_good(block: Block, body: Bytes) -> bool:
+    """Whether these are the bytes that were written, and their offsets make sense."""
+    if len(body) != block.body_bytes or crc64(body) != block.body_crc64:
+        return False
+    start = table_bytes(block.records)
+    return start <= block.body_bytes and LAST.unpack_from(body, 4 * block.records)[0] == block.body_bytes - start
+
+
+def table_bytes(count: int) -> int:
+    """What the offsets of so many records take in a body."""
+    return aligned(4 * (count + 1), BODY_ALIGN)
+
+
+def records_of(block: Block, body: Bytes) -> pa.Array:
+    """The records of a checked block as a binary column over the same bytes."""
+    whole = pa.py_buffer(body)
+    start = table_bytes(block.records)
+    return pa.Array.from_buffers(pa.binary(), block.records, [None, whole, whole.slice(start)])

@@ -1,0 +1,126 @@
+"""What a segment holds: its blocks up to the cut, or the verdict that it is damaged.
+
+Terms
+  torn      a bad block that nobody had promised: the end of what was written when the process or the machine died
+  damage    a bad block among records that had been synced: of a sealed segment, or below what a later block vouches for
+
+Rules
+  1. A segment is cut behind its last commit before the first bad block (S4). What is behind is given up, never read again: the
+     next append goes into a new segment (P4).
+  2. A bad block at or below `durable_upto`, as the caller knows it or as any valid block behind it says, is `Corruption`.
+  3. A block is good if its head is valid in this place, its body is what the head says, and it follows the one before.
+
+Pure functions over the bytes of a file, any thread; importable on executors. Memory: 64 bytes a block.
+Raises `Corruption`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.core.errors import Corruption
+from quire.durable.checksums import Bytes
+from quire.stream.segment import (
+    ALIGN,
+    BLOCK_HEAD_BYTES,
+    HEADER_BYTES,
+    MARK,
+    Block,
+    SegmentHeader,
+    decode_head,
+    is_body_good,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The verdict on one segment."""
+
+    header: SegmentHeader
+    blocks: tuple[Block, ...]
+    """Every block up to the cut."""
+    cut: int
+    """Where the segment ends, in bytes."""
+    end_record: int
+    """The id behind the last record."""
+    torn_bytes: int
+    """Bytes behind the cut that look as if something was being written there."""
+
+    @property
+    def last_ms(self) -> int:
+        """The newest timestamp; 0 if there is none."""
+        return self.blocks[-1].timestamp_ms if self.blocks else 0
+
+
+def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
+    """Read a segment from its first byte. `durable_upto`: the id behind the last record known to have been synced."""
+    header = SegmentHeader.decode(raw, path=path)
+    blocks: list[Block] = []
+    committed = 0
+    expected, stamp = header.base_record, 0
+    offset = HEADER_BYTES
+    while (block := _next(raw, header, offset, expected, stamp)) is not None:
+        blocks.append(block)
+        offset, expected, stamp = block.end, block.end_record, block.timestamp_ms
+        if block.is_commit:
+            committed = len(blocks)
+    kept = blocks[:committed]
+    promised = max([durable_upto, *(each.durable_upto for each in _behind(raw, header, offset))])
+    if promised > expected:
+        raise Corruption(
+            "a stream's segment is damaged",
+            hint="`quire stream verify` tells what is lost",
+            path=path,
+            segment=header.segment_id,
+            offset=offset,
+            record=expected,
+            durable_upto=promised,
+        )
+    cut = kept[-1].end if kept else HEADER_BYTES
+    end_record = kept[-1].end_record if kept else header.base_record
+    return Scan(header, tuple(kept), cut, end_record, _written(raw, cut))
+
+
+def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
+    """The same of a sealed segment, all of which was synced: anything but its full length is `Corruption`."""
+    found = scan(memoryview(raw)[:durable_bytes], path=path)
+    if found.cut != durable_bytes:
+        raise Corruption(
+            "a sealed segment ends too early",
+            hint="`quire stream verify` tells what is lost",
+            path=path,
+            segment=found.header.segment_id,
+            offset=found.cut,
+            record=found.end_record,
+            durable_bytes=durable_bytes,
+        )
+    return found
+
+
+def _next(raw: Bytes, header: SegmentHeader, offset: int, expected: int, stamp: int) -> Block | None:
+    """The block at `offset`, if it is good (rule 3)."""
+    block = decode_head(raw, offset, header.crc64)
+    if block is None or block.first_record != expected or not block.records or block.timestamp_ms < stamp:
+        return None
+    start = offset + BLOCK_HEAD_BYTES
+    return block if is_body_good(block, memoryview(raw)[start : start + block.body_bytes]) else None
+
+
+def _behind(raw: Bytes, header: SegmentHeader, offset: int) -> Iterator[Block]:
+    """Valid heads behind a bad block: they know what had been synced."""
+    words = np.frombuffer(raw, np.uint32, len(raw) // ALIGN * (ALIGN // 4)).reshape(-1, ALIGN // 4)
+    first = offset // ALIGN
+    for place in np.flatnonzero(words[first:, 0] == MARK).tolist():
+        block = decode_head(raw, (first + place) * ALIGN, header.crc64)
+        if block is not None:
+            yield block
+
+
+def _written(raw: Bytes, cut: int) -> int:
+    """How many bytes from the cut on are not zero-fill."""
+    rest = np.frombuffer(raw, np.uint8)[cut:]
+    found = np.flatnonzero(rest)
+    return int(found[-1]) + 1 if len(found) else 0

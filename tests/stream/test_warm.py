@@ -1,0 +1,143 @@
+"""The compressed segment's page and its code agree; slices are read without the rest; damage anywhere is found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+
+from quire.core.errors import Corruption, FormatTooNew
+from quire.durable.checksums import crc64
+from quire.stream import warm
+from quire.stream.segment import records_of
+from quire.stream.segment_scan import scan
+from quire.stream.warm import Dictionary, WarmReader, compress
+from tests.stream.blocks import segment_of
+from tests.stream.test_segment import agree, appends
+
+PAGE = (Path(__file__).parents[2] / "docs/formats/stream-warm.md").read_text("utf-8")
+
+
+def compressed(raw: bytes, dictionary: Dictionary = warm.NO_DICTIONARY) -> bytes:
+    return b"".join(compress(raw, scan(raw), dictionary=dictionary))
+
+
+def reader(body: bytes) -> WarmReader:
+    return WarmReader(lambda offset, size: body[offset : offset + size], len(body))
+
+
+def many(count: int, size: int = 1000) -> bytes:
+    """A segment of many records in many blocks, some of them in several frames."""
+    dice = random.Random(5)
+    return segment_of([[[dice.randbytes(size // 4) * 4 for _ in range(10)]] for _ in range(count // 10)])
+
+
+def test_the_pages_tables_are_the_structs() -> None:
+    header = "magic version flags reserved stream_id segment_id base_record raw_bytes dictionary_id frames crc64"
+    agree(PAGE, "header field", warm.HEADER, header)
+    agree(PAGE, "row field", warm.ROW, "raw_offset offset bytes raw_bytes first_record timestamp_ms crc64")
+    footer = "magic table_offset dictionary_offset dictionary_bytes frames end_record table_crc64 raw_crc64 crc64"
+    agree(PAGE, "footer field", warm.FOOTER, footer)
+    assert warm.ROW_FIELDS.itemsize == warm.ROW_BYTES
+
+
+@given(appends)
+def test_decompressed_it_is_the_segment(given_appends: list[list[list[bytes]]]) -> None:
+    raw = segment_of(given_appends)
+    opened = reader(compressed(raw))
+    assert b"".join(opened.raw(number) for number in range(opened.frames)) == raw
+    assert opened.verify() == crc64(raw)
+    assert (opened.raw_bytes, opened.end_record) == (len(raw), scan(raw).end_record)
+    assert opened.header() == scan(raw).header
+
+
+def test_a_record_costs_the_tail_and_one_or_two_frames() -> None:
+    raw = many(3000)
+    body = compressed(raw)
+    fetched: list[int] = []
+
+    def read(offset: int, size: int) -> bytes:
+        fetched.append(size)
+        return body[offset : offset + size]
+
+    opened = WarmReader(read, len(body))
+    assert opened.frames > 8
+    number = opened.frame_with(1000 + 1777)
+    part, blocks = opened.blocks(number)
+    (block,) = [each for each in blocks if each.first_record <= 2777 < each.end_record]
+    start = block.offset + 64
+    record = records_of(block, part[start : start + block.body_bytes])[2777 - block.first_record].as_py()
+    assert record == records_in(raw)[1777]
+    assert len(fetched) == 3, "tail, first frame (the header), the frame"
+    assert sum(fetched) < len(body) / 2
+
+
+def records_in(raw: bytes) -> list[bytes]:
+    found = []
+    for block in scan(raw).blocks:
+        start = block.offset + 64
+        found += records_of(block, raw[start : start + block.body_bytes]).to_pylist()
+    return found
+
+
+def test_every_frame_says_which_records_and_when() -> None:
+    raw = many(3000)
+    opened = reader(compressed(raw))
+    following = 1000
+    for number in range(opened.frames):
+        _, blocks = opened.blocks(number)
+        row = opened.frame(number)
+        assert (row.first_record, row.timestamp_ms) == (blocks[0].first_record, blocks[0].timestamp_ms)
+        assert row.first_record == following
+        following = blocks[-1].end_record
+        for record in (row.first_record, following - 1):
+            assert opened.frame_with(record) == number
+        assert opened.frame_at(row.timestamp_ms + 1) == number
+        assert opened.frame_at(row.timestamp_ms) == max(number - 1, 0), "the same moment may begin before"
+    assert following == opened.end_record
+
+
+def test_a_dictionary_travels_with_the_file() -> None:
+    dice = random.Random(1)
+    words = [dice.randbytes(12) for _ in range(50)]
+    samples = [b" ".join(dice.choices(words, k=12)) for _ in range(2000)]
+    trained = zstandard.train_dictionary(8192, list[bytes | bytearray | memoryview](samples))
+    raw = segment_of([[[each]] for each in samples[:50]])
+    plain, learned = compressed(raw), compressed(raw, Dictionary(1, trained.as_bytes()))
+    assert len(learned) - len(trained.as_bytes()) < len(plain)
+    assert reader(learned).raw(0) == raw
+    at = learned.index(trained.as_bytes()) + 500
+    with pytest.raises(Corruption, match="dictionary"):
+        reader(flipped(learned, at)).raw(0)
+
+
+def flipped(body: bytes, place: int) -> bytes:
+    return body[:place] + bytes([body[place] ^ 1 << (place % 8)]) + body[place + 1 :]
+
+
+def test_every_flipped_bit_is_found() -> None:
+    body = compressed(segment_of([[[b"first"], [b"append"]], [[b"second", b"2" * 300]]]))
+    for place in range(len(body)):
+        with pytest.raises((Corruption, FormatTooNew)):
+            reader(flipped(body, place)).verify()
+
+
+def test_cut_short_anywhere_it_is_damaged() -> None:
+    body = compressed(segment_of([[[b"first"]], [[b"second", b"2" * 300]]]))
+    for length in range(len(body)):
+        with pytest.raises(Corruption):
+            reader(body[:length])
+
+
+def test_the_header_alone_says_whose_it_is() -> None:
+    body = compressed(segment_of([[[b"first"]]]))
+    assert warm.check_header(body) == (7, 3)
+    with pytest.raises(Corruption, match="shorter"):
+        warm.check_header(body[:63])
+    newer = bytearray(body[:56])
+    newer[8] = 2
+    with pytest.raises(FormatTooNew):
+        warm.check_header(newer + crc64(newer).to_bytes(8, "little"))
