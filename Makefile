@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 FOUND := 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench torture clean
+.PHONY: help setup run test lint bench torture pack clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ run: $(STAMP) ## take the tour in STORE (./quire-data)
 	@$(BIN)/quire tour --store $(STORE)
 
 test: $(STAMP) ## the fast tests
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
 
 lint: $(STAMP) ## style, types, import direction
 	@$(BIN)/ruff check --quiet
@@ -52,7 +52,16 @@ bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
 # hypothesis marks its tests itself, so the properties are searched again with the larger budget.
 torture: $(STAMP) ## the slow tests, and many more examples for the properties
 	@QUIRE_HYPOTHESIS_PROFILE=torture \
-	  $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or hypothesis" --timeout 3600 $(ARGS)
+	  $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "slow or hypothesis" --timeout 3600 $(ARGS)
+
+# Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as
+# the same Python is installed there. Spark brings its own part of pyspark.
+pack: $(STAMP) ## build/quire-env.tar.gz: quire and what it needs, for executors of a cluster
+	@rm -rf build/env && $(BIN)/python -m venv build/env
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  build/env/bin/python -m pip install --quiet --quiet --no-input . 'pandas>=2.2,<3'
+	@tar -czf build/quire-env.tar.gz -C build/env . && rm -rf build/env
+	@ls -lh build/quire-env.tar.gz | awk '{print $$5, $$NF}'
 
 clean: ## remove what the other targets made, the tour's store included
 	rm -rf $(VENV) build dist quire-data .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache

@@ -15,7 +15,13 @@ BENCHMARKS = {
     "manifest": "the LMDB manifest: writes, reads, exports, opening",
     "feed": "the change feed: pages, waking, many cursors, trimming",
     "pages": "page databases: commits, reads, recovery, chunks",
+    "kv": "the key-value engine: writes, reads, scans, compaction, its manifest",
     "snapshots": "snapshots and forks: one more, among many, a year of them",
+    "stream": "streams: appending, reading, tailing; the manifest log",
+    "sqlite": "SQLite on quire against SQLite on a file: writes, reads, forks",
+    "checkpoint": "checkpoint and merge on Spark against a loop by hand; ten thousand databases in one run",
+    "spark_jobs": "verification on Spark against reading and checksums on all cores",
+    "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
 }
 
 

@@ -66,7 +66,7 @@ def test_the_outstanding_job_is_the_one_that_runs(run: Run, shop: Path) -> None:
 def test_a_job_that_fails_is_an_error_of_its_group(
     run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise DiskFull("no space left", hint="make some", path="/x")
 
     monkeypatch.setitem(HANDLERS, JobKind.CHECKPOINT, full)
@@ -86,7 +86,7 @@ def test_a_job_that_fails_is_an_error_of_its_group(
 def test_a_bug_in_a_job_is_an_internal_error(
     run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(HANDLERS, JobKind.CHECKPOINT, lambda *_: 1 // 0)
+    monkeypatch.setitem(HANDLERS, JobKind.CHECKPOINT, lambda *_, **__: 1 // 0)
     assert run("checkpoint", "shop").code == 70
 
 
@@ -103,3 +103,29 @@ def test_jobs_of_a_store_that_is_written_meanwhile(run: Run, shop: Path) -> None
         write_pages(store, "shop", range(8), b"c")
         assert store.checkpoint("shop").state is JobState.SUCCEEDED
     assert run("checkpoint", "shop").out.startswith("shop needs no checkpoint")
+
+
+# ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_all_databases_in_one_run(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.create("other", "pages")
+        write_pages(store, "other", range(8), b"c")
+    waiting = run("checkpoint", "--all", "--dry-run", "--json").data
+    assert {each["database"] for each in waiting} == {"shop", "other"}
+    ended = run("checkpoint", "--all", "--runner", "threads")
+    assert ended.code == 0
+    assert ended.out.startswith("checkpoint of 2 databases: 2 slots written (")
+    assert run("checkpoint", "--all", "--dry-run").out == "nothing to checkpoint\n"
+    data = run("checkpoint", "shop", "other", "--json").data
+    assert (data["databases"], data["slots"], data["failed"]) == (2, 0, [])
+    assert [each["database"] for each in run("merge", "--all", "--dry-run", "--json").data] == ["shop"]
+    assert run("merge", "--all", "--json").data["slots"] == 1
+    assert first_byte(shop, "shop") == b"b"
+
+
+def test_databases_or_all_of_them_and_a_runner_that_is_one(run: Run, shop: Path) -> None:
+    assert run("checkpoint").code == 2
+    assert run("checkpoint", "shop", "--all").code == 2
+    ended = run("checkpoint", "shop", "--runner", "cluster")
+    assert (ended.code, ended.out) == (2, "")
+    assert "auto, threads, spark" in ended.err

@@ -30,7 +30,7 @@ def slow(ctx, job, progress):
         progress(step, 1_000)
         time.sleep(0.02)
 
-HANDLERS[JobKind.SWEEP] = slow
+HANDLERS[JobKind.COMPACTION] = slow
 from quire.cli.main import main
 main()
 """
@@ -164,7 +164,7 @@ def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
 def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
     """The program with the slow handler, as soon as its job is running."""
     with quire.open(path) as store:
-        job_id = store.manifest.jobs.enqueue(JobKind.SWEEP, 1)
+        job_id = store.manifest.jobs.enqueue(JobKind.COMPACTION, 1)
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, "jobs", "work", *arguments, "--store", str(path)], env=env, **streams
@@ -215,5 +215,5 @@ def test_a_terminal_sees_progress(path: Path) -> None:
         pass  # the terminal is gone
     os.close(ours)
     assert process.wait(30) == 130
-    assert b"sweep shop" in shown
+    assert b"compaction shop" in shown
     assert "stopping: what is running goes back into the queue" in shown.decode()

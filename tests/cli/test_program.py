@@ -20,7 +20,7 @@ from quire.cli.app import app
 from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.tables import GC_REFCOUNTS
-from tests.cli.conftest import Run, quire_program
+from tests.cli.conftest import Run, quire_program, write_pages
 from tests.house import test_docs_run
 from tests.house.tree import ROOT, SRC
 
@@ -53,12 +53,18 @@ NAMES = [name for name, _ in commands()]
 
 def test_the_commands_are_these() -> None:
     assert NAMES == [
-        "init", "ls", "info", "create", "drop", "rename", "tree", "fork", "checkpoint", "merge", "gc", "audit",
-        "doctor", "tour",
+        "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge",
+        "restore", "verify", "stats", "gc", "audit", "serve", "doctor", "tour",
         "snapshot create", "snapshot ls", "snapshot show", "snapshot drop", "snapshot diff",
+        "sqlite import", "sqlite export", "sqlite follow", "sqlite shell",
+        "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv backup", "kv backups",
+        "kv restore",
+        "stream append", "stream read", "stream tail", "stream ls", "stream info", "stream seal", "stream tier",
+        "stream verify", "stream retention",
         "retention show", "retention set", "retention clear", "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work",
         "feed tail", "feed cursors", "feed drop", "manifest check", "manifest tables", "manifest dump",
+        "manifest inspect", "manifest verify",
     ]  # fmt: skip
     assert {name.split()[0] for name in NAMES} == telling.COMMANDS, "hints may name these"
 
@@ -73,7 +79,7 @@ def test_every_command_has_help_with_an_example_of_itself(run: Run, name: str) -
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("group", [[], ["snapshot"], ["retention"], ["jobs"], ["feed"], ["manifest"]])
+@pytest.mark.parametrize("group", [[], ["snapshot"], ["sqlite"], ["retention"], ["jobs"], ["feed"], ["manifest"]])
 def test_a_list_of_commands_has_whole_sentences(run: Run, group: list[str]) -> None:
     listed = run(*group, "--help", at=None).out.partition("Commands:")[2].splitlines()
     assert len(listed) > 3
@@ -162,25 +168,30 @@ def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
     assert rows[1] == rows[2]
     data = json.loads(quire_program("tour", "--json", "--store", str(root)).stdout)
     assert (data["problems"], data["refused"], data["burst"]["operations"]) == ([], "NameTaken", 5_000)
-    assert (data["checkpoint"]["state"], data["branch"]["pages"], data["retention"]["dropped"]) == ("succeeded", 8, 2)
+    assert (data["checkpoint"]["state"], data["retention"]["dropped"]) == ("succeeded", 2)
+    assert (data["branch"]["prices"], data["branch"]["rows"], data["branch"]["integrity"]) == (
+        [1.2, 1.32, 0.99],
+        20,
+        "ok",
+    )
 
 
 def test_the_tour_shows_versions(tmp_path: Path) -> None:
     """What it says of them it has read back."""
     told = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
     for each in (
-        "a reader from before still sees 'milk 1.20'",
-        "slot 0 is now base:1 + delta:2, and page 0 of it reads 'milk 1.35'",
-        "its page 0 reads 'milk 1.20'",
-        "in shop that one still reads 'milk 1.35'",
-        "shop@before and shop differ in 8 pages at most",
+        "20 prices raised: milk 1.32; who was reading still sees 1.2",
+        "slot 0 is now base:1 + delta:2; milk is 1.32",
+        "sells milk for 0.99",
+        "shop@before for 1.2, shop for 1.32: three versions",
+        "rows of shop that are not in shop@before, by SQL over both: 20",
         "└── shop-experiment",
     ):
         assert each in told
 
 
 def test_the_tour_of_an_earlier_version_is_taken_over(run: Run, tmp_path: Path) -> None:
-    """Before there was a page engine, the chunks of shop were made up: they have no bytes to read."""
+    """Before there was a page engine, the chunks of shop were made up; before SQLite, its pages were no database."""
     root = tmp_path / "quire-data"
     with quire.open(root) as store:
         shop = store.create("shop", "pages", tags={"made by": "quire tour"}).db_id
@@ -191,12 +202,18 @@ def test_the_tour_of_an_earlier_version_is_taken_over(run: Run, tmp_path: Path) 
         store.snapshot("shop", "tour")
         store.fork("shop", "shop-experiment", at="tour")
     assert run("tour", "--json", at=root).data["problems"] == []
+    with quire.open(root) as store:
+        store.drop("shop-experiment")
+        store.drop("shop", snapshots=True)
+        store.create("shop", "pages", tags={"made by": "quire tour"})
+        write_pages(store, "shop", range(4), b"m")
+    assert run("tour", "--json", at=root).data["problems"] == []
 
 
 def test_what_the_tour_suggests_works(tmp_path: Path) -> None:
     text = quire_program("tour", cwd=tmp_path).stdout
     suggested = [line.split()[1:] for line in text.splitlines() if line.startswith("  quire ")]
-    assert len(suggested) == 8
+    assert len(suggested) == 9
     for arguments in suggested:
         ended = quire_program(*arguments, cwd=tmp_path)
         assert (ended.returncode, bool(ended.stdout)) == (0, True), ended.stderr

@@ -253,3 +253,13 @@ def test_errors_are_json_when_asked(run: Run, shop: Path) -> None:
         3,
         {"database": "shop", "snapshot": "nope"},
     )
+
+
+def test_a_key_value_database_is_forked_too(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.kv("sessions", create=True).put(b"a", b"1")
+    assert run("snapshot", "create", "sessions", "monday").code == 0
+    assert run("fork", "sessions", "copy", "--at", "monday").code == 0
+    with quire.open(path) as store:
+        assert store.kv("copy").get(b"a") == b"1"
+    assert run("fork", "clicks", "other").code == 2, "a stream has no forks"

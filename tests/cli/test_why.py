@@ -57,7 +57,7 @@ def test_what_it_says_to_do_releases_it(run: Run, shop: Path) -> None:
     (first,) = objects(shop)
     with quire.open(shop) as store:
         write = store.pages.open("shop").begin()
-        write.write_pages({number: b"c" * 4096 for number in range(16)})
+        write.write_pages(dict.fromkeys(range(16), b"c" * 4096))
         write.commit().result()
         store.checkpoint("shop")
     (holder,) = answer(run, first)["holders"]

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from quire.core.errors import (
     AlreadyExists,
@@ -21,6 +27,7 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.artifacts import PutDelta, UpdateArtifact
@@ -353,6 +360,69 @@ def test_a_pages_head_is_its_newest_version(manifest: ManifestStore) -> None:
     assert head(manifest, 1) == 4
     does(manifest, DropPageVersions(1, VERSION_NAME.pack(1, 4)))
     assert head(manifest, 1) is None
+
+
+@given(
+    batches=st.lists(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 3)), max_size=12), max_size=5
+    ),
+    spoiled=st.sets(st.integers(0, 4), max_size=2),
+)
+def test_publishing_many_rows_at_once_is_publishing_them_one_by_one(
+    batches: list[list[tuple[int, int, int]]], spoiled: set[int]
+) -> None:
+    """Also of rows that come twice, of heads that were there before, and in a group with batches that fail."""
+    index: dict[tuple[int, int], tuple[int, ...]] = {}
+    heads: dict[int, tuple[int, int]] = {}
+    with TemporaryDirectory() as folder, ManifestStore.open(os.path.join(folder, "m")) as manifest:
+        does(manifest, register(1))
+        all_there = threading.Event()
+
+        def hold(_: str) -> None:
+            assert all_there.wait(30)
+
+        with armed("manifest.commit.durable", hold):
+            guards = [manifest.submit([PublishPages(1, b"")])]  # while it waits, the others become one group
+            for number, rows in enumerate(batches):
+                packed = b"".join(
+                    ROW.pack(page, lsn + 7, lsn, lsn - 1, place, segment, 1, lsn % 2, 0)
+                    for place, (page, lsn, segment) in enumerate(rows)
+                )
+                ops: list[Op] = [PublishPages(1, packed)]
+                guards.append(manifest.submit([*ops, PublishPages(1, b"?")] if number in spoiled else ops))
+            all_there.set()
+            guards.pop(0).result()
+        for number, (guard, rows) in enumerate(zip(guards, batches, strict=True)):
+            if number in spoiled:
+                with pytest.raises(InvalidInput):
+                    guard.result()
+                continue
+            guard.result()
+            for place, (page, lsn, segment) in enumerate(rows):
+                index[page, lsn] = (1, segment, lsn + 7, lsn % 2, lsn - 1, place)
+            newest: dict[int, tuple[int, int]] = {}
+            for page, lsn, segment in rows:
+                if page not in newest or newest[page][0] < lsn:
+                    newest[page] = (lsn, segment)
+            for page, (lsn, segment) in newest.items():
+                if page not in heads or heads[page][0] <= lsn:
+                    heads[page] = (lsn, segment)
+        with manifest.read() as txn:
+            found = {key[1:]: astuple(row) for key, row in txn.scan(t.PAGE_VERSION_INDEX, 1)}
+            found_heads = {key[1]: astuple(row) for key, row in txn.scan(t.PAGE_VERSION_HEAD, 1)}
+        assert found == index
+        assert found_heads == {page: (*each, 1) for page, each in heads.items()}
+
+
+def test_one_batch_reads_the_page_rows_that_it_has_just_published(manifest: ManifestStore) -> None:
+    """Rows that wait for the commit as bytes are found, scanned and removed like any others."""
+    does(
+        manifest,
+        register(1),
+        PublishPages(1, version(1, 5) + version(1, 7) + version(2, 6)),
+        DropPageVersions(1, VERSION_NAME.pack(1, 7) + VERSION_NAME.pack(2, 6)),
+    )
+    assert (head(manifest, 1), head(manifest, 2)) == (5, None)
 
 
 def test_page_rows_must_be_whole(manifest: ManifestStore) -> None:

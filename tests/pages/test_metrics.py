@@ -96,3 +96,49 @@ def test_a_read_is_a_span_that_says_which_epoch_answered(pages: Pages, monkeypat
             {"quire.db_id": 1, "quire.page": 0, "quire.snapshot_lsn": model.newest.lsn, "quire.epoch": 1},
         )
     ]
+
+
+def test_readers_of_all_kinds_are_counted_and_named(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """snapshot_readers.active and what is blocked know memory, rows and files; the planner's span names who is in the way."""
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    store.wal.publish()
+    published = pages.engine.open_published("shop", tags={"who": "report"})
+    told = pages.engine.lease_reader("shop", {"who": "client"})
+    inside = store.open_snapshot(tags={"who": "here"})
+    write(store, model, {0: image()})
+    pages.engine.flush(store.db_id)
+    write(store, model, {0: image()})
+    pages.engine.flush(store.db_id)
+    named = pages.engine.figures().named()
+    assert named["snapshot_readers.active"] == {"shop": 3}
+    assert named["wal_segments.blocked_by_readers"] == {"shop": 2}, "the first segment is below them all"
+    recorder = _Recorder()
+    monkeypatch.setitem(sys.modules, TRACE_API, recorder)
+    pages.checkpoint(store)
+    chosen = [attributes for name, attributes in recorder.spans if name == "CheckpointPlanner.select_mvcc_segments"]
+    assert {f"who={who}" for who in ("report", "client", "here")} == {
+        word for reader in chosen[0]["quire.blocking_readers"] for word in reader.split() if word.startswith("who=")
+    }
+    pages.engine.close_reader("shop", told.reader_id)
+    inside.close()
+    published.close()
+    named = pages.engine.figures().named()
+    assert named["snapshot_readers.active"] == named["wal_segments.blocked_by_readers"] == {"shop": 0}
+
+
+def test_a_read_of_what_is_published_is_the_same_span(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    write(store, model, {1: image()})
+    store.wal.publish()
+    recorder = _Recorder()
+    monkeypatch.setitem(sys.modules, TRACE_API, recorder)
+    with pages.engine.open_published("shop") as reader:
+        reader.read_page(0)
+    assert recorder.spans == [
+        (
+            "PageStore.read_page",
+            {"quire.db_id": 1, "quire.page": 0, "quire.snapshot_lsn": model.newest.lsn, "quire.epoch": 1},
+        )
+    ]

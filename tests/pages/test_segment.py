@@ -30,6 +30,7 @@ from quire.pages.segment import (
     check_pages,
     decode_header,
     encode,
+    encode_one,
     next_file_bytes,
 )
 
@@ -318,6 +319,31 @@ def test_every_frame_is_valid_in_its_place_and_says_what_was_written(
         entry = ENTRY.unpack_from(encoded.entries, 48 * each)
         assert entry[:6] == head[:6]
         assert entry[6] == head.crc64
+
+
+@given(
+    frame_no=st.integers(0, 1),
+    page=st.integers(0, 2**32 - 1),
+    prev=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)),
+    db_size=st.integers(0, 2**32 - 1),
+    durable=st.integers(0, 4710),
+    commit_ms=st.integers(0, 2**64 - 1),
+    image=st.binary(min_size=512, max_size=512),
+)
+def test_a_single_page_is_encoded_as_one_of_several(
+    frame_no: int, page: int, prev: tuple[int, int], db_size: int, durable: int, commit_ms: int, image: bytes
+) -> None:
+    """`encode_one` is `encode` without its loop."""
+    segment, write = header(), (page, image, *prev)
+    expected = encode(segment, frame_no, [write], db_size=db_size, durable_upto_lsn=durable, commit_ms=commit_ms)
+    entry, frame = encode_one(segment, frame_no, write, db_size, durable, commit_ms)
+    assert (entry, [(segment.geometry.frame_offset(frame_no), frame)]) == (expected.entries, expected.pieces)
+
+
+@pytest.mark.parametrize(("frame_no", "page", "size"), [(2, 1, 512), (-1, 1, 512), (0, 1, 511), (0, 2**32, 512)])
+def test_a_single_page_is_refused_as_one_of_several(frame_no: int, page: int, size: int) -> None:
+    with pytest.raises(InvalidInput if size != 512 else OutOfRange):
+        encode_one(header(), frame_no, (page, bytes(size), 0, 0), 1, 0, 0)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

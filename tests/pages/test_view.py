@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import quire
 from quire.core.clock import SystemClock
-from quire.core.errors import Corruption, NameTaken, OutOfRange, ReadOnly, SnapshotGone, UnknownSnapshot
+from quire.core.errors import (
+    Corruption,
+    NameTaken,
+    OutOfRange,
+    ReadOnly,
+    SnapshotGone,
+    TimedOut,
+    Unavailable,
+    UnknownSnapshot,
+)
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
+from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.jobs.requests import request_evict, request_upload
+from quire.jobs.uploads import upload_now
 from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.pages.view import SnapshotView
+from quire.pages.view import SnapshotView, without_object
 from tests.house.test_executor_safe import refused_without_lmdb
-from tests.pages.world import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
+from tests.objects.conftest import fresh_url, s3_options, s3_server
+from tests.pages import world
+from tests.pages.world import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
+
+__all__ = ["s3_server"]  # a fixture
 
 EXECUTOR_SAFE = [
     f"quire.pages.{name}"
@@ -151,6 +170,142 @@ def test_an_executor_without_lmdb_reads_a_view(small: Pages) -> None:
     assert ended.returncode == 0, ended.stderr.decode()
     assert pickle.loads(ended.stdout) == {page: model.newest.page(page) for page in range(20)}
     assert not refused_without_lmdb(EXECUTOR_SAFE)
+    pages.stop()
+
+
+# ── readers that share no disk ────────────────────────────────────────────────────────────────────────────────────────
+ALONE = """
+import pickle, sys
+from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
+view, options = pickle.load(sys.stdin.buffer)
+with view.open_alone(lambda url: open_store(url, options=options)) as reader:
+    pages = {page: reader.read_page(page) for page in range(reader.size_pages)}
+    assert dict(reader.scan()) == reader.read_pages(range(reader.size_pages)) == pages
+pickle.dump(pages, sys.stdout.buffer)
+"""
+
+
+def _read_alone(view: SnapshotView, cwd: Path, options: StoreOptions | None = None) -> dict[int, bytes]:
+    """What a process sees that has the view and the object store, in an empty directory."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        input=pickle.dumps((view, options)),
+        capture_output=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    found: dict[int, bytes] = pickle.loads(ended.stdout)
+    return found
+
+
+def test_a_view_that_was_uploaded_is_read_after_the_owners_directory_is_gone(tmp_path: Path) -> None:
+    """P16."""
+    settings = StoreSettings(
+        object_store=str(tmp_path / "objects"),
+        pages=PagesSettings(page_size=PAGE),
+        maintenance=MaintenanceSettings(enabled=False),
+    )
+    model, empty = Model(), tmp_path / "empty"
+    empty.mkdir()
+    with quire.open(tmp_path / "store", settings=settings) as store:
+        store.create("shop", "pages")
+        shop = store.pages.open("shop")
+        write(shop, model, {page: image() for page in range(20)})
+        assert store.checkpoint("shop").state.name == "SUCCEEDED"
+        write(shop, model, {page: image() for page in range(5, 25)})
+        store.snapshot("shop", "monday")
+        assert without_object(store.view("shop", "monday"))
+        view = store.view("shop", "monday", upload=True)
+        assert not without_object(view)
+        assert store.view("shop", "monday", upload=True) == view, "a second time moves nothing"
+        fork = store.pages.open(store.fork("shop", "copy", at="monday").db_id)
+        forked = model.copy(model.newest.lsn)
+        write(fork, forked, {0: image()})
+        store.snapshot("copy", "tuesday")
+        branch = store.view("copy", "tuesday", upload=True)
+    with quire.open(tmp_path / "store", mode="r") as reading:
+        assert reading.view("shop", "monday", upload=True) == view
+    shutil.move(tmp_path / "store", tmp_path / "gone")
+    os.rename(tmp_path / "gone" / "pages", tmp_path / "gone" / "nothing")
+    for each, version in ((view, model.newest), (branch, forked.newest)):
+        assert _read_alone(each, empty) == {page: version.page(page) for page in range(version.size)}
+
+
+def test_a_process_that_only_reads_uploads_nothing(tmp_path: Path) -> None:
+    with quire.open(
+        tmp_path / "store", settings=StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+    ) as store:
+        store.create("shop", "pages")
+        with store.pages.open("shop").begin() as txn:
+            txn.write_page(0, bytes(4096))
+        store.snapshot("shop", "monday")
+    with quire.open(tmp_path / "store", mode="r") as reading, pytest.raises(ReadOnly, match="owner"):
+        reading.view("shop", "monday", upload=True)
+
+
+def test_a_view_is_read_from_a_bucket_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: tuple[str, int]
+) -> None:
+    options = s3_options(f"http://{s3_server[0]}:{s3_server[1]}")
+    small_segments(monkeypatch, frames=6)
+    monkeypatch.setattr(world, "open_store", lambda url, **_: open_store(url, options=options))
+    (tmp_path / "world").mkdir()
+    pages = Pages(tmp_path / "world", objects_url=fresh_url())
+    pages.engine._upload = lambda keys: upload_now(pages.manifest, pages.worker(), keys)
+    store, model = pages.database(), Model()
+    write(store, model, {page: image() for page in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {page: image() for page in range(5, 22)})
+    pages.engine.snapshot("shop", "kept")
+    view = pages.engine.view("shop", "kept", upload=True)
+    assert len(view.pins) > 1
+    pages.stop()
+    shutil.rmtree(tmp_path / "world")
+    (tmp_path / "empty").mkdir()
+    found = _read_alone(view, tmp_path / "empty", options)
+    assert found == {page: model.newest.page(page) for page in range(model.newest.size)}
+
+
+def test_an_upload_that_fails_for_good_is_said_with_its_reason(small: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, model, store = small, Model(), small.database()
+    worker = pages.worker()
+    pages.engine._upload = lambda keys: upload_now(pages.manifest, worker, keys, timeout=0.0)
+    write(store, model, {page: image() for page in range(5)})
+    pages.engine.snapshot("shop", "kept")
+    with armed("jobs.upload.announced", "raise:EIO"), pytest.raises(TimedOut, match="upload"):
+        pages.engine.view("shop", "kept", upload=True)  # it will be tried again, and nobody waits so long
+    pages.clock.advance(3_600)
+    worker.drain()
+    assert not without_object(pages.engine.view("shop", "kept", upload=True))
+    write(store, model, {page: image() for page in range(5)})
+    pages.engine.snapshot("shop", "later")
+    for pin in pages.engine.view("shop", "later").pins:
+        os.truncate(os.path.join(pages.root, f"pages/00000001/wal/{pin.segment_id:08x}.seg"), 10)
+    with pytest.raises(Unavailable, match="could not be uploaded"):
+        pages.engine.view("shop", "later", upload=True)
+    pages.die()
+
+
+def test_a_snapshot_that_is_dropped_while_it_is_opened_is_gone_not_damaged(
+    small: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, model, store = small, Model(), small.database()
+    write(store, model, {page: image() for page in range(12)})
+    pages.engine.snapshot("shop", "kept")
+    view = pages.engine.view("shop", "kept")
+    pages.manifest.drop_snapshot("shop", "kept")
+    write(store, model, {page: image() for page in range(12)})
+    pages.checkpoint(store)
+    pages.clock.advance(GRACE_SECONDS + 1)
+    pages.worker().drain()
+    pages.engine.sources.close()
+    monkeypatch.setattr(pages.engine, "view", lambda *_: view)
+    pages.engine._regions._kept.clear()
+    with pytest.raises(SnapshotGone, match="while it was opened"):
+        pages.engine.open_view("shop", "kept")
     pages.stop()
 
 

@@ -63,6 +63,39 @@ def test_nothing_that_is_not_durable_is_published(pages: Pages) -> None:
     assert rows(pages)[1].state is WalState.INDEXED
 
 
+def test_a_sync_does_not_go_on_for_what_is_written_meanwhile(pages: Pages) -> None:
+    """P7: it used to sync again and again while others wrote, and nobody who waited for the first one heard of it."""
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    wal, syncs = store.wal, list[int]()
+
+    def another_writes(_: str) -> None:
+        syncs.append(wal.written_lsn)
+        if len(syncs) < 5:
+            wal.append({0: image()}, 1, 1)
+
+    first = wal.append({0: image()}, 1, 1)
+    with armed("pages.segment.sync", another_writes):
+        wal.sync(first.lsn)
+    assert syncs == [first.lsn]
+    assert (wal.durable_lsn, wal.written_lsn) == (first.lsn, first.lsn + 1)
+    wal.sync()
+    assert wal.durable_lsn == first.lsn + 1
+
+
+def test_publication_is_asked_for_once_until_it_begins(pages: Pages) -> None:
+    store, model, asked = pages.database(), Model(), list[int]()
+    write(store, model, {0: image()})
+    wal = store.wal
+    wal._notify, wal._notify_bytes, wal._has_asked = (lambda: asked.append(wal.written_lsn)), 1, False
+    for _ in range(3):
+        write(store, model, {0: image()})
+    assert len(asked) == 1
+    wal.publish()
+    write(store, model, {0: image()})
+    assert len(asked) == 2
+
+
 def test_readers_see_durable_versions_and_writers_what_is_written(pages: Pages) -> None:
     """P7; Q2 for readers that ask for it."""
     store, model = pages.database(), Model()

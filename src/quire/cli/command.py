@@ -29,6 +29,7 @@ from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFa
 if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
     from quire.manifest.store import ManifestStore
+    from quire.service.client import Client
     from quire.store.store import Store
 
 HERE = "."
@@ -72,6 +73,20 @@ class Cli(msgspec.Struct, frozen=True):
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
         return open_quire(self.path, create=False, repair=repair, settings=replace(settings, maintenance=maintenance))
+
+    def keeper(self) -> Store | Client:
+        """Who changes the store for us: this process as its owner, or the live owner, asked through its socket (K8)."""
+        from quire.core.errors import StoreLocked
+
+        try:
+            return self.owner()
+        except StoreLocked:
+            from quire.service.discover import find_owner
+
+            found = find_owner(self.path)
+            if found is None:
+                raise
+            return found
 
 
 class Verdict(msgspec.Struct, frozen=True):

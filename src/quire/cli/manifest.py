@@ -1,4 +1,4 @@
-"""Commands that look into the manifest: tables and dump; and, registered here, `check`.
+"""Commands that look into the manifest: tables and dump; and, registered here, `check`, `inspect` and `verify`.
 
 Rules
   1. `dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli import check
+from quire.cli import check, mlog
 from quire.cli.command import Cli
 from quire.cli.output import STEP_ROWS, Listing, Row
 from quire.cli.plain import pairs, telling
@@ -32,6 +32,7 @@ def add_to(app: typer.Typer) -> None:
     check.add_to(group)
     command(group, "tables", example="quire manifest tables")(tables)
     command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
+    mlog.add_to(group)
     app.add_typer(group, name="manifest")
 
 

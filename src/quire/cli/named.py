@@ -11,7 +11,7 @@ Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `WrongKind`.
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
+    from quire.service.client import Client
+    from quire.service.values import DatabaseInfo as RemoteInfo
     from quire.store.info import DatabaseInfo
     from quire.store.store import Store
+
+    AnyInfo = DatabaseInfo | RemoteInfo
 
 Database = Annotated[str, typer.Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, typer.Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
@@ -38,16 +42,25 @@ def number_of(text: str) -> int:
     return int(digits) if int(digits) <= U32_MAX else 0
 
 
-def snapshot_named(manifest: ManifestStore, database: str, text: str) -> SnapshotInfo:
+def snapshot_named(where: ManifestStore | Store | Client, database: str, text: str) -> SnapshotInfo:
     """A snapshot by name, else by id (rule 1)."""
     for asked in (text, number_of(text)):
         if asked:
             try:
-                return manifest.snapshots.get(database, asked)
+                return _get_snapshot(where, database, asked)
             except UnknownSnapshot:
                 pass
     hint = f"`quire snapshot ls {shlex.quote(database)}` lists them"
     raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=text)
+
+
+def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
+    """From whoever knows: a manifest, a store with one, or the owner at the other end of a socket."""
+    if (remote := getattr(where, "get_snapshot", None)) is not None:
+        found: SnapshotInfo = remote(database, asked)
+    else:
+        found = getattr(where, "manifest", where).snapshots.get(database, asked)
+    return found
 
 
 def any_database(txn: ReadTxn, text: str) -> int:
@@ -91,24 +104,26 @@ def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
     return tags
 
 
-def settled(store: Store, name: str) -> DatabaseInfo:
+def settled(store: Store | Client, name: str) -> AnyInfo:
     """A database, its WAL in order: what an owner that crashed has left open is recovered first.
 
-    A snapshot of now must see the last commit, and nobody in this process has opened the database yet.
+    A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we
+    ask has seen to it.
     """
     from quire.manifest import tables as t
     from quire.manifest.records import DbKind, WalState
 
     found = store.database(name)
-    if found.kind is DbKind.PAGES:
-        with store.manifest.read() as txn:
+    here: Any = store if hasattr(store, "manifest") else None
+    if found.kind is DbKind.PAGES and here is not None:
+        with here.manifest.read() as txn:
             left_open = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, found.db_id))
         if left_open:
-            store.pages.open(found.db_id)
+            here.pages.open(found.db_id)
     return found
 
 
-def need_pages(found: DatabaseInfo, what: str) -> None:
+def need_pages(found: AnyInfo, what: str) -> None:
     """Refuse a database of another kind; `what` is what only page databases have."""
     if found.kind.name != "PAGES":
         hint = "`quire ls` shows the kinds"

@@ -56,7 +56,7 @@ def create(
     from quire.manifest.retention import SCHEDULE_TAG
 
     tags = tags_of(tag, reserved=SCHEDULE_TAG)
-    with cli.owner() as store:
+    with cli.keeper() as store:
         settled(store, database)
         made = store.snapshot(database, name, tags=tags)
     return Note(text=f"kept {database} as snapshot {title_of(made)}", data=snapshot_json(made, database))
@@ -91,9 +91,11 @@ def fork(
 
     The two share everything until one of them changes it; nothing is copied, however large it is.
     """
-    with cli.owner() as store:
-        need_pages(store.database(database), "can be forked")
-        begin = snapshot_named(store.manifest, database, at) if at else None
+    with cli.keeper() as store:
+        found = store.database(database)
+        if found.kind.name != "LSM":
+            need_pages(found, "can be forked")
+        begin = snapshot_named(store, database, at) if at else None
         settled(store, database)
         made = store.fork(database, new, at=begin.snapshot_id if begin else None)
     where = f"was at snapshot {title_of(begin)}" if begin else "is now"

@@ -70,7 +70,7 @@ def create(
     kind: Annotated[str, typer.Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
 ) -> Note:
     """Make a database."""
-    with cli.owner() as store:
+    with cli.keeper() as store:
         made = store.create(name, kind)
     text = f"made {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
     return Note(text=text, data=made)
@@ -83,18 +83,19 @@ def drop(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> Note | Verdict:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
-    from quire.store.info import database_info
+    from dataclasses import replace
 
-    with cli.owner() as store:
+    from quire.manifest.records import DbStatus
+
+    with cli.keeper() as store:
         found = store.database(name)
         if not yes:
             also = f" with {count_of(found.snapshots, 'snapshot')}" if snapshots and found.snapshots else ""
             question = f"drop {found.kind.name.lower()} database {name}{also}?"
             if not agreed(question, "nothing was dropped"):
                 return Verdict(Note(text="nothing was dropped", data={"dropped": None}), PROBLEMS)
-        store.drop(name, snapshots=snapshots)
-        with store.manifest.read() as txn:
-            left = database_info(txn, found.db_id)
+        dropped = store.drop(name, snapshots=snapshots)
+    left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # a database goes with all of its snapshots
     return Note(text=f"dropped {name}", data={"dropped": left})
 
 
@@ -104,6 +105,6 @@ def rename(
     new: Annotated[str, typer.Argument(metavar="NEW", help="Its name then.")],
 ) -> Note:
     """Give a database another name."""
-    with cli.owner() as store:
+    with cli.keeper() as store:
         renamed = store.rename(old, new)
     return Note(text=f"{old} is called {new} now", data=renamed)

@@ -22,8 +22,9 @@ from quire.core.plain import plain
 
 COMMANDS = frozenset(
     {
-        "audit", "checkpoint", "create", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs", "ls", "manifest",
-        "merge", "rename", "retention", "snapshot", "tour", "tree",
+        "audit", "checkpoint", "create", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs", "kv", "ls",
+        "manifest", "merge", "rename", "restore", "retention", "serve", "snapshot", "sqlite", "stats", "stream",
+        "tour", "tree", "verify", "why",
     }
 )  # fmt: skip
 """The first words of all commands: a test compares them with the program's."""

@@ -5,7 +5,7 @@ Rules
      store grows only by its change feed and its audit.
   2. It touches only databases it has made, which it knows by their tag: in a store of somebody's own it is harmless.
   3. For the burst it makes catalog rows, not objects: the chunks of warehouse have no bytes. So what nobody refers to any
-     more may go at once there; the pages of shop are real, and go as the collector lets them.
+     more may go at once there; the rows of shop are real, and its chunks go as the collector lets them.
   4. Everything it says it has measured or read back.
 
 Each step is a function of the store, those about versions in `tour_versions`; `Guide` is how they talk to people.
@@ -63,7 +63,7 @@ def tour(cli: Cli) -> Verdict:
             "burst": burst(store, guide),
             "collected": collect(store, guide),
             "refused": one_bad_batch(store, guide),
-            "pages": versions.pages(store, guide),
+            "sqlite": versions.sqlite(store, guide),
             "checkpoint": versions.checkpoint(store, guide),
             "branch": versions.branch(store, guide),
             "lineage": versions.lineage(store, guide),
@@ -113,11 +113,14 @@ def _is_tours(store: Store, found: DatabaseInfo) -> bool:
 
 
 def _is_hollow(store: Store, found: DatabaseInfo) -> bool:
-    """Whether it has chunks but no page size: a tour of before there was a page engine has made them up."""
+    """Whether a tour of before there was a page engine has made it up, or one of before there was SQLite has filled it."""
     from quire.manifest.tables import LIVE_LEAF
 
+    if found.page_size:
+        with store.pages.open(found.db_id).open_snapshot() as reader:
+            return reader.size_pages > 0 and not reader.read_page(0).startswith(b"SQLite format 3")
     with store.manifest.read() as txn:
-        return not found.page_size and any(txn.raw_scan(LIVE_LEAF, found.db_id))
+        return any(txn.raw_scan(LIVE_LEAF, found.db_id))
 
 
 def _without_bytes(store: Store) -> set[int]:

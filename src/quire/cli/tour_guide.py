@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 NEXT = (
-    "tree",
+    "tree --sizes",
+    "why shop",
     "snapshot diff shop before",
     "fork shop mine",
     "retention plan shop",

@@ -1,10 +1,11 @@
-"""The tour's chapter about versions: pages, snapshots, a checkpoint, a fork, retention, jobs, the collector, the audit.
+"""The tour's chapter about versions: SQLite, snapshots, a checkpoint, a fork, time travel, retention, the collector, the audit.
 
-Here the bytes are real: shop is a page database that its engine has opened. Each step is a function of the store.
+Here the bytes are real: shop is a SQLite database whose pages live in the store. Each step is a function of the store.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.plain import count_of, moment, size, span
@@ -12,46 +13,75 @@ from quire.core.clock import SystemClock
 
 if TYPE_CHECKING:
     from quire.cli.tour_guide import Guide
-    from quire.pages.pagestore import PageStore
     from quire.store.store import Store
 
 SHOP = "shop"
 SNAPSHOT = "before"
 FORK = "shop-experiment"
-PAGES = 256
-CHANGED = 8
+PRODUCTS = 20_000
 KEEP = 2
 """Snapshots without a name that the tour's policy keeps."""
 
 CLOCK = SystemClock()
 
+TABLE = "create table if not exists product(id integer primary key, name text not null, price real not null)"
+MILK = "select price from product where name = 'milk'"
+CHANGED = "select count(*) from (select * from product except select * from old.product)"
 
-def pages(store: Store, guide: Guide) -> dict[str, Any]:
-    """Transactions write pages, a snapshot keeps them, a reader is never disturbed."""
-    guide.title("Pages", "shop is a page database: transactions, versions, a write-ahead log")
+
+def sqlite(store: Store, guide: Guide) -> dict[str, Any]:
+    """Transactions write rows, a snapshot keeps them, a reader is never disturbed."""
+    guide.title("SQLite", "shop is a SQLite database; its pages live in the store")
     earlier = {each.name: each.snapshot_id for each in store.manifest.snapshots.of(SHOP)}
     if SNAPSHOT in earlier:
         store.manifest.snapshots.drop(SHOP, earlier[SNAPSHOT])
-    shop = store.pages.open(SHOP)
-    began = CLOCK.monotonic()
-    _write(shop, range(PAGES), "milk 1.20")
-    write_ms = _since(began)
-    guide.say(f"{PAGES} pages, {size(PAGES * shop.page_size)}, in one transaction: durable after {write_ms} ms")
-    store.checkpoint(SHOP)
-    began = CLOCK.monotonic()
-    kept = store.snapshot(SHOP, SNAPSHOT, tags={"made by": "quire tour"})
-    snapshot_ms = _since(began)
-    guide.say(f"shop@{SNAPSHOT} keeps it, after {snapshot_ms} ms: nothing is copied")
-    with shop.open_snapshot() as reader:
-        _write(shop, range(CHANGED), "milk 1.35")
-        guide.say(f"{CHANGED} pages changed; a reader from before still sees {_text(reader.read_page(0))!r}")
+    shop = store.sqlite(SHOP)
+    try:
+        began = CLOCK.monotonic()
+        _fill(shop)
+        write_ms = _since(began)
+        pages = shop.execute("pragma page_count").get * shop.execute("pragma page_size").get
+        guide.say(f"{PRODUCTS:,} rows, {size(pages)}, in one transaction: durable after {write_ms} ms")
+        store.checkpoint(SHOP)
+        began = CLOCK.monotonic()
+        kept = store.snapshot(SHOP, SNAPSHOT, tags={"made by": "quire tour"})
+        snapshot_ms = _since(began)
+        guide.say(f"shop@{SNAPSHOT} keeps it, after {snapshot_ms} ms: nothing is copied")
+        changed = _raise_prices(store, shop, guide)
+    finally:
+        shop.close()
     return {
-        "pages": PAGES,
-        "changed": CHANGED,
+        "rows": PRODUCTS,
+        "changed": changed,
         "write_ms": write_ms,
         "snapshot_ms": snapshot_ms,
         "snapshot_id": kept.snapshot_id,
     }
+
+
+def _fill(shop: Any) -> None:
+    dice = random.Random(1)
+    rows = (("milk" if not n else f"product {n}", round(dice.uniform(1, 99), 2)) for n in range(PRODUCTS))
+    with shop:
+        shop.execute(TABLE)
+        shop.execute("delete from product")
+        shop.executemany("insert into product(name, price) values (?, ?)", rows)
+        shop.execute("update product set price = 1.20 where name = 'milk'")
+
+
+def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
+    """A change beside a reader, which goes on seeing what it saw."""
+    reader = store.sqlite(SHOP)
+    try:
+        with reader:
+            before = reader.execute(MILK).get
+            shop.execute("update product set price = round(price * 1.1, 2) where id % 1000 = 1")
+            changed: int = shop.changes()
+            guide.say(f"{changed} prices raised: milk {shop.execute(MILK).get}; who was reading still sees {before}")
+            assert reader.execute(MILK).get == before, "a reader saw a later transaction"
+    finally:
+        reader.close()
+    return changed
 
 
 def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
@@ -63,26 +93,42 @@ def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
     guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "red")
     with store.manifest.read() as txn:
         chain = " + ".join(f"{link.kind.name.lower()}:{link.generation}" for link in txn.chain(job.db_id, 0))
-    with store.pages.open(SHOP).open_snapshot() as reader:
-        guide.say(f"slot 0 is now {chain}, and page 0 of it reads {_text(reader.read_page(0))!r}")
+    shop = store.sqlite(SHOP)
+    guide.say(f"slot 0 is now {chain}; milk is {shop.execute(MILK).get}")
+    shop.close()
     return {"job_id": job.job_id, "state": job.state.name.lower(), "result": job.result}
 
 
 def branch(store: Store, guide: Guide) -> dict[str, Any]:
-    """A fork at the snapshot: the way to read, and to change, what was. Then what differs."""
-    guide.title("Fork and diff", "a snapshot as a database of its own, which shares its chunks")
+    """A fork at the snapshot diverges; time travel; and what differs, told by SQL and by the manifest."""
+    guide.title("Fork, time travel, compare", "a snapshot becomes a database; chunks are shared")
     began = CLOCK.monotonic()
-    store.fork(SHOP, FORK, at=SNAPSHOT)
+    fork = store.sqlite(FORK, fork_of=SHOP, fork_at=SNAPSHOT)
     fork_ms = _since(began)
-    then = store.pages.open(FORK)
-    with then.open_snapshot() as reader:
-        guide.say(f"{FORK}, after {fork_ms} ms: its page 0 reads {_text(reader.read_page(0))!r}")
-    _write(then, [1], "milk 0.99")
-    with store.pages.open(SHOP).open_snapshot() as reader:
-        guide.say(f"it writes page 1; in shop that one still reads {_text(reader.read_page(1))!r}")
+    fork.execute("update product set price = 0.99 where name = 'milk'")
+    then = store.sqlite(SHOP, at=SNAPSHOT)
+    now = store.sqlite(SHOP)
+    try:
+        prices = [each.execute(MILK).get for each in (then, now, fork)]
+        guide.say(f"{FORK}, forked and opened in {fork_ms} ms, sells milk for {prices[2]}")
+        guide.say(f"shop@{SNAPSHOT} for {prices[0]}, shop for {prices[1]}: three versions, read side by side")
+        now.execute(f"attach 'file:{SHOP}?at={SNAPSHOT}' as old")
+        rows = now.execute(CHANGED).get
+        guide.say(f"rows of shop that are not in shop@{SNAPSHOT}, by SQL over both: {rows}")
+        sound = all(each.execute("pragma integrity_check").get == "ok" for each in (then, now, fork))
+    finally:
+        for each in (then, now, fork):
+            each.close()
     found = store.manifest.snapshots.diff(SHOP, SNAPSHOT)
-    guide.say(f"shop@{SNAPSHOT} and shop differ in {count_of(found.pages, 'page')} at most: no page was read for that")
-    return {"fork": FORK, "milliseconds": fork_ms, "slots": len(found.slots), "pages": found.pages}
+    guide.say(f"they differ in {count_of(found.pages, 'page')} at most: no page was read for that")
+    return {
+        "fork": FORK,
+        "milliseconds": fork_ms,
+        "prices": prices,
+        "rows": rows,
+        "pages": found.pages,
+        "integrity": "ok" if sound else "damaged",
+    }
 
 
 def lineage(store: Store, guide: Guide) -> int:
@@ -159,17 +205,6 @@ def audit(store: Store, guide: Guide) -> int:
         rows.append([moment(each.at_ms), WORDS.get(action, action), each.subject or f"#{each.number}"])
     guide.table(["when", "what", "subject"], rows)
     return len(found)
-
-
-def _write(database: PageStore, numbers: Any, text: str) -> None:
-    image = text.encode().ljust(database.page_size, b"\0")
-    with database.begin() as transaction:
-        for number in numbers:
-            transaction.write_page(number, image)
-
-
-def _text(page: bytes) -> str:
-    return page.rstrip(b"\0").decode()
 
 
 def _since(began: float) -> float:

@@ -108,7 +108,8 @@ class Bench:
         worker.start()
         with _Display(self.store) as display:
             try:
-                while not stop.wait(LOOK_SECONDS):
+                while not stop.is_set():  # not `wait`: the handler that sets it runs in this very thread
+                    time.sleep(LOOK_SECONDS)
                     display.look()
             finally:
                 display.stopping()

@@ -240,7 +240,7 @@ class ChecksumMismatch(Corruption):
     """A checksum does not match the bytes it covers."""
 
 
-class SnapshotChecksumMismatch(ChecksumMismatch):
+class SnapshotChecksumMismatch(Corruption):
     """The snapshot of a key-value database's manifest was changed since it was written."""
 
 

@@ -14,10 +14,12 @@ writes a commented example
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from quire.core.errors import InvalidConfig
-from quire.core.limits import BATCH_OPS_MAX, GIB, MIB
+from quire.core.limits import BATCH_OPS_MAX, GIB, KIB, MIB
 
 
 def _require(holds: bool, message: str) -> None:
@@ -78,9 +80,18 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Between two rounds."""
     workers: int = 1
     """Threads that run jobs."""
+    runner: str = "auto"
+    """Who does the heavy part of a job: threads, spark, or auto: threads for less than 256 MiB, else Spark."""
+    executors_see_store: bool = False
+    """Whether Spark's executors have the store's directory under its path; those of a local master always do."""
     checkpoint_bytes: int = 64 * MIB
     checkpoint_seconds: float = 300.0
     """A page database is checkpointed when it has this much sealed WAL, or when some of it is this old."""
+    merge_chain: int = 6
+    merge_ratio: float = 1.0
+    """A slot is merged when its chunk and deltas are this many, or its deltas this heavy, measured by its chunk."""
+    time_travel_seconds: float = 0.0
+    """How far back every version of a page database can be opened (P14); 0: only what the WAL and snapshots happen to have."""
     delete_grace_seconds: float = 60.0
     """Bytes stay this long after their last reference went (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
@@ -91,6 +102,10 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         _require(self.interval_seconds > 0, "maintenance.interval_seconds must be positive")
         _require(0 <= self.workers <= 64, "maintenance.workers lies in [0, 64]")
+        _require(self.runner in ("auto", "threads", "spark"), "maintenance.runner is auto, threads or spark")
+        _require(self.merge_chain >= 2, "maintenance.merge_chain must be at least 2: a chunk and a delta")
+        _require(self.merge_ratio > 0, "maintenance.merge_ratio must be positive")
+        _require(self.time_travel_seconds >= 0, "maintenance.time_travel_seconds must not be negative")
         _require(self.delete_grace_seconds >= 0, "maintenance.delete_grace_seconds must not be negative")
         _require(self.jobs_keep_seconds >= 0, "maintenance.jobs_keep_seconds must not be negative")
         _require(self.audit_seconds >= 0, "maintenance.audit_seconds must not be negative")
@@ -132,6 +147,166 @@ class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.cold_bytes_per_second >= 0, "pages.cold_bytes_per_second must not be negative")
 
 
+class ManifestLogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the manifest logs of streams behave."""
+
+    mode: Literal["off", "shadow", "on"] = "on"
+    """`off`: no log. `shadow`: written and compared with the projection, not believed. `on`: the truth (S1)."""
+    chunk_bytes: int = 256 * KIB
+    """What a new chunk reserves."""
+    record_bytes_max: int = 4 * KIB
+    """A chunk is rotated when it has less room than this left; a larger record makes its chunk grow instead."""
+    rotation_seconds: float = 0.25
+    """A chunk with news about data is rotated, and so uploaded, when nothing was committed for this long."""
+    snapshot_chunks: int = 64
+    """Sealed chunks between two snapshots: how much of the log recovery replays at most, and what stays on disk."""
+    snapshots_kept: int = 2
+    """Should the newest one be damaged there is another."""
+    sealed_kept: int = 2
+    """Sealed chunks that stay on disk although they are uploaded and older than the newest snapshot."""
+    bundle_seconds: float = 7 * 86_400.0
+    """Chunks of one such period become one object."""
+
+    def __post_init__(self) -> None:
+        _require(
+            16 * KIB <= self.chunk_bytes <= MIB and self.chunk_bytes % 8 == 0,
+            "manifest_log.chunk_bytes lies in [16 KiB, 1 MiB] and is a multiple of 8",
+        )
+        _require(
+            64 <= self.record_bytes_max <= self.chunk_bytes // 2,
+            "manifest_log.record_bytes_max lies in [64, chunk_bytes / 2]",
+        )
+        _require(self.rotation_seconds > 0, "manifest_log.rotation_seconds must be positive")
+        _require(self.snapshot_chunks >= 1, "manifest_log.snapshot_chunks must be positive")
+        _require(self.snapshots_kept >= 1, "manifest_log.snapshots_kept must be positive")
+        _require(self.sealed_kept >= 0, "manifest_log.sealed_kept must not be negative")
+        _require(self.bundle_seconds > 0, "manifest_log.bundle_seconds must be positive")
+
+
+class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an owner serves other processes: everything a client can use up is bounded."""
+
+    calls_max: int = 64
+    """Calls that are worked on at once; more wait for `busy_seconds` and are then refused."""
+    waits_max: int = 256
+    """Long polls: they hold a thread each, and nothing else."""
+    streams_max: int = 32
+    """Tables that are being read; a slow client keeps its place."""
+    busy_seconds: float = 1.0
+    body_bytes_max: int = 16 * MIB
+    """Of a call. A batch of operations must fit."""
+    batch_bytes: int = 8 * MIB
+    """An Arrow batch ends with the row that passes this."""
+    wait_seconds_max: float = 20.0
+    """One long poll; clients that wait for longer ask again."""
+    stop_seconds: float = 5.0
+    """How long a closing server waits for calls to end; then it hangs up."""
+    http_connections_max: int = 64
+    """Connections to the HTTP side at once; more are told to come again."""
+    http_events_max: int = 16
+    """Pages that follow the store live: each holds a connection."""
+    http_ask_readers: bool = False
+    """Ask for a token even on loopback: for machines that others log in to."""
+    http_hosts: tuple[str, ...] = ()
+    """Names the HTTP side is reached by, beside localhost and addresses: a name that is not listed is refused."""
+    http_sample_seconds: float = 10.0
+    """How often the dashboard remembers how many segments are in which state."""
+
+    def __post_init__(self) -> None:
+        _require(min(self.calls_max, self.waits_max, self.streams_max) >= 1, "service: limits must be positive")
+        _require(self.body_bytes_max >= 64 * 1024, "service.body_bytes_max must be at least 64 KiB")
+        _require(self.batch_bytes >= 64 * 1024, "service.batch_bytes must be at least 64 KiB")
+        _require(0 < self.wait_seconds_max <= 300, "service.wait_seconds_max lies in (0, 300]")
+        _require(self.busy_seconds >= 0 and self.stop_seconds >= 0, "service: times must not be negative")
+        _require(2 <= self.http_connections_max <= 4096, "service.http_connections_max lies in [2, 4096]")
+        _require(
+            1 <= self.http_events_max < self.http_connections_max,
+            "service.http_events_max lies in [1, http_connections_max)",
+        )
+        _require(self.http_sample_seconds > 0, "service.http_sample_seconds must be positive")
+
+
+class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How key-value databases behave."""
+
+    memtable_bytes: int = 32 * MIB
+    """A memtable of this size is frozen and flushed."""
+    frozen_max: int = 2
+    """Frozen memtables that may wait for their flush; beyond it, writers wait."""
+    table_bytes: int = 32 * MIB
+    """A compaction begins a new table at this size, before compression."""
+    block_bytes: int = 64 * 1024
+    compression: str = "lz4"
+    """Of tables: lz4, zstd or none."""
+    bloom_bits_per_key: int = 10
+    cache_bytes: int = 64 * MIB
+    """Decoded blocks kept in memory, over all databases."""
+    level0_tables: int = 4
+    """So many overlapping tables are merged into level 1."""
+    level0_stop: int = 20
+    """With so many, writers wait for a compaction."""
+    level_bytes: int = 256 * MIB
+    """What level 1 may hold; each level below holds ten times more."""
+    stall_seconds: float = 60.0
+    """How long a writer waits for room before it is told."""
+    manifest_log_bytes: int = 256 * 1024
+    """A manifest whose log has grown to this is written as a snapshot."""
+
+    def __post_init__(self) -> None:
+        _require(self.memtable_bytes >= 1024, "lsm.memtable_bytes must be at least 1 KiB")
+        _require(self.table_bytes >= 1024, "lsm.table_bytes must be at least 1 KiB")
+        _require(64 <= self.block_bytes <= 16 * MIB, "lsm.block_bytes lies in [64, 16 MiB]")
+        _require(self.compression in ("lz4", "zstd", "none"), "lsm.compression is lz4, zstd or none")
+        _require(1 <= self.bloom_bits_per_key <= 64, "lsm.bloom_bits_per_key lies in [1, 64]")
+        _require(self.cache_bytes >= 0, "lsm.cache_bytes must not be negative")
+        _require(self.frozen_max >= 1, "lsm.frozen_max must be positive")
+        _require(1 < self.level0_tables <= self.level0_stop, "lsm.level0_tables lies in [2, level0_stop]")
+        _require(self.level_bytes > 0 and self.stall_seconds >= 0, "lsm: level_bytes must be positive")
+
+
+class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How streams behave."""
+
+    record_bytes_max: int = MIB
+    """A larger record is refused."""
+    segment_bytes: int = 64 * MIB
+    """A segment of this size is sealed, and the next one begun. The first ones of a quiet stream are smaller."""
+    seal_seconds: float = 60.0
+    """A segment with records is sealed after this long, so that it can move on."""
+    sync_seconds: float = 0.05
+    """Records that nobody waits for are durable this long after they were appended."""
+    pending_bytes_max: int = 8 * MIB
+    """Appended, and not written yet; beyond it the appending thread writes."""
+    cache_bytes: int = 64 * MIB
+    """Decompressed frames kept in memory, over all streams."""
+    hot_bytes: int = GIB
+    """What sealed segments of one stream may take as they were written; beyond it, those longest unused are evicted."""
+    warm_bytes: int = 4 * GIB
+    """The same for compressed ones that are in the object store too."""
+    compress: bool = True
+    upload: bool = True
+    """Whether sealed segments are compressed, and uploaded, in the background."""
+    tick_seconds: float = 1.0
+    """Between two looks at what there is to move."""
+    attempts: int = 5
+    """How often a read asks an object store that does not answer."""
+    retry_seconds: float = 0.1
+    """Before the second attempt; each further one waits twice as long."""
+    retain_seconds: float = 0.0
+    retain_bytes: int = 0
+    """Records older than this, and the oldest ones beyond so many bytes, go; 0: they stay. A stream can have its own."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.record_bytes_max <= 64 * MIB, "stream.record_bytes_max lies in [1, 64 MiB]")
+        _require(4 * KIB <= self.segment_bytes <= GIB, "stream.segment_bytes lies in [4 KiB, 1 GiB]")
+        _require(self.seal_seconds > 0 and self.sync_seconds >= 0, "stream: seal_seconds must be positive")
+        _require(self.tick_seconds > 0, "stream.tick_seconds must be positive")
+        _require(self.pending_bytes_max >= 0 and self.cache_bytes >= 0, "stream: budgets must not be negative")
+        _require(self.hot_bytes >= 0 and self.warm_bytes >= 0, "stream: budgets must not be negative")
+        _require(self.attempts >= 1 and self.retry_seconds >= 0, "stream.attempts must be positive")
+        _require(self.retain_seconds >= 0 and self.retain_bytes >= 0, "stream: retention must not be negative")
+
+
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything in quire.toml."""
 
@@ -141,6 +316,10 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     feed: FeedSettings = FeedSettings()
     maintenance: MaintenanceSettings = MaintenanceSettings()
     pages: PagesSettings = PagesSettings()
+    service: ServiceSettings = ServiceSettings()
+    manifest_log: ManifestLogSettings = ManifestLogSettings()
+    stream: StreamSettings = StreamSettings()
+    lsm: LsmSettings = LsmSettings()
 
 
 def load(text: bytes) -> StoreSettings:
@@ -167,9 +346,35 @@ object_store = "{object_store}"
 # retain_seconds = 604800.0    # change records kept when no cursor needs them: 7 days …
 # retain_bytes = 1073741824    # … or 1 GiB, whichever is less
 
+[service]
+# calls_max = 64               # calls of other processes that are worked on at once …
+# waits_max = 256              # … long polls …
+# streams_max = 32             # … and tables that are being read
+# body_bytes_max = 16777216    # of one call
+# http_hosts = []              # names by which the dashboard is reached, beside localhost and addresses: "data.lan"
+# http_ask_readers = false     # ask for a token even on this machine
+
 [maintenance]
 # enabled = true               # schedules, retention, leases and jobs, in the background of the owner
 # interval_seconds = 5.0
 # workers = 1                  # threads that run jobs
+# runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
+# time_travel_seconds = 0.0    # how far back every version of a page database can be opened
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
+
+[lsm]
+# memtable_bytes = 33554432    # key-value databases: a memtable of this size is flushed
+# cache_bytes = 67108864       # decoded blocks kept in memory, over all of them
+
+[manifest_log]
+# mode = "on"                  # streams' manifest logs: off, shadow or on
+# rotation_seconds = 0.25      # a quiet chunk with news is sealed and uploaded after this long
+
+[stream]
+# segment_bytes = 67108864     # a segment of this size is sealed …
+# seal_seconds = 60.0          # … or one this old
+# hot_bytes = 1073741824       # sealed segments of one stream as they were written …
+# warm_bytes = 4294967296      # … and compressed ones, before they are evicted
+# upload = true                # to the object store, in the background
+# retain_seconds = 0.0         # older records go; 0: they stay
 """

@@ -40,6 +40,11 @@ LOCK = "store.lock"
 MANIFEST = "manifest.lmdb"
 MANIFEST_LOCK = "manifest.lmdb-lock"
 SOCKET = "quire.sock"
+SOCKET_POINTER = "quire.sock.at"
+"""Says where the socket is when the path of the store is too long for one."""
+ADMIN_TOKEN = "admin.token"
+READ_TOKEN = "read.token"
+"""What clients show who come over the network."""
 READERS = "readers"
 PAGES = "pages"
 STREAMS = "streams"
@@ -91,7 +96,7 @@ class FixedFile:
         return self.name
 
 
-FIXED_FILES = frozenset({CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET})
+FIXED_FILES = frozenset({CONFIG, LOCK, MANIFEST, MANIFEST_LOCK, SOCKET, SOCKET_POINTER, ADMIN_TOKEN, READ_TOKEN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,17 @@ class WalSegmentFile:
     @property
     def path(self) -> str:
         return f"{pages_wal_dir(self.db_id)}/{u32('segment_id', self.segment_id):08x}.seg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowFile:
+    """How far a page database has followed the SQLite file it copies."""
+
+    db_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{PAGES}/{some_u32('db_id', self.db_id):08x}/follow.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +189,17 @@ class ManifestLogSnapshotFile:
     @property
     def path(self) -> str:
         return f"{stream_dir(self.stream_id, 'manifest')}/snapshot_{u64('snapshot_id', self.snapshot_id)}.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestLogLock:
+    """The lock of the one writer of a stream's manifest log."""
+
+    stream_id: int
+
+    @property
+    def path(self) -> str:
+        return f"{stream_dir(self.stream_id, 'manifest')}/writer.lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,10 +265,12 @@ StoreName = (
     FixedFile
     | LeaseFile
     | WalSegmentFile
+    | FollowFile
     | CachedChunkFile
     | StreamSegmentFile
     | ManifestLogFile
     | ManifestLogSnapshotFile
+    | ManifestLogLock
     | LsmManifestLogFile
     | LsmManifestSnapshotFile
     | LsmWalFile
@@ -259,6 +288,7 @@ _Parts = tuple[str, ...]
 _PATTERNS: tuple[tuple[str, Callable[[_Parts], StoreName | None]], ...] = (
     (f"{READERS}/{_UUID}\\.lease", lambda p: LeaseFile(reader=UUID(p[0]))),
     (f"{PAGES}/{_HEX8}/wal/{_HEX8}\\.seg", lambda p: WalSegmentFile(db_id=_hex(p[0]), segment_id=_hex(p[1]))),
+    (f"{PAGES}/{_HEX8}/follow\\.json", lambda p: FollowFile(db_id=_hex(p[0]))),
     (f"{PAGES}/{_HEX8}/cache/(.+)", lambda p: _cached(_hex(p[0]), p[1])),
     (
         f"{STREAMS}/{_NUMBER}/(hot|warm)/{_HEX16}\\.seg",
@@ -272,6 +302,7 @@ _PATTERNS: tuple[tuple[str, Callable[[_Parts], StoreName | None]], ...] = (
         f"{STREAMS}/{_NUMBER}/manifest/snapshot_{_NUMBER}\\.bin",
         lambda p: ManifestLogSnapshotFile(stream_id=int(p[0]), snapshot_id=int(p[1])),
     ),
+    (f"{STREAMS}/{_NUMBER}/manifest/writer\\.lock", lambda p: ManifestLogLock(stream_id=int(p[0]))),
     (
         f"{LSM}/{_HEX8}/manifest/{_NUMBER6}\\.log",
         lambda p: LsmManifestLogFile(db_id=_hex(p[0]), number=int(p[1])),

@@ -30,6 +30,9 @@ from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
 SLOW_SECONDS = 60.0
 """Between two rounds that look at many rows."""
 
+UNABSORBED = frozenset({WalState.INDEXED, WalState.CHECKPOINT_READY})
+"""Segments that wait for a checkpoint; the latter are of a plan that runs, or of one whose job has failed for good."""
+
 PRUNED_PER_ROUND = 10_000
 """Answers to keyed batches forgotten in one round."""
 
@@ -182,7 +185,7 @@ class Upkeep:
         due: list[int] = []
         with manifest.read() as txn:
             for db_id in txn.owners(t.WAL_CATALOG):
-                sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
+                sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
                 heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
                 if sealed and (heavy or min(row.sealed_at_ms for row in sealed) <= oldest):
                     record = txn.database(db_id)

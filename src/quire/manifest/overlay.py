@@ -5,6 +5,7 @@ Terms
   inserted  pending rows that their op claims are new
   undo      how pending rows looked before the current batch
   kept      decoded rows of small, hot tables that stay in memory across groups
+  encoded   a pending row that is `bytes` already: an op that makes thousands of rows makes them with numpy, not one by one
 
 Rules
   1. A batch reads its own writes and those of the batches before it, in every table.
@@ -68,7 +69,7 @@ class TableView(Generic[R]):
         """The row, or `None`."""
         found: Any = self.pending.get(key, _ABSENT)
         if found is not _ABSENT:
-            return found  # type: ignore[no-any-return]  # Any only to compare with the sentinel
+            return self._decode(found) if type(found) is bytes else found
         if key in self.inserted:
             return self.inserted[key]
         kept = self._kept
@@ -92,6 +93,31 @@ class TableView(Generic[R]):
         if key in self.inserted or (self._kept is not None and key in self._kept):
             return True
         return self._overlay.txn.get(key, db=self._handle) is not None
+
+    def put_encoded(self, rows: dict[bytes, bytes]) -> None:
+        """Insert or replace rows of a packed table that are encoded already."""
+        assert self.table.codec.packed is not None, "bytes stand for a record of a packed table"
+        assert self._kept is None, "kept rows are decoded"
+        encoded: dict[bytes, Any] = rows
+        if self._overlay.tracking:
+            for key, row in encoded.items():
+                self.put(key, row)
+        else:
+            self.pending.update(encoded)
+
+    def get_encoded(self, keys: list[bytes]) -> dict[bytes, bytes]:
+        """Those of the rows that exist, as bytes: in one call, 0.4 µs for each."""
+        with self._overlay.txn.cursor(db=self._handle) as cursor:
+            rows: dict[bytes, bytes] = dict(cursor.getmulti(keys))
+        encode = self.table.codec.encode
+        for waiting in (self.inserted, self.pending):
+            for key in keys if waiting else ():
+                record: Any = waiting.get(key, _ABSENT)
+                if record is None:
+                    rows.pop(key, None)
+                elif record is not _ABSENT:
+                    rows[key] = record if type(record) is bytes else encode(record)
+        return rows
 
     def _insert_optimistic(self, key: bytes, record: R) -> R | None:
         if key in self.pending:
@@ -126,7 +152,8 @@ class TableView(Generic[R]):
 
     def _row(self, key: bytes) -> R | None:
         """A pending row, `None` if deleted. REQUIRES that the key is pending."""
-        return self.pending[key] if key in self.pending else self.inserted[key]
+        row: Any = self.pending[key] if key in self.pending else self.inserted[key]
+        return self._decode(row) if type(row) is bytes else row
 
     def scan(self, prefix: bytes = b"", *, after: bytes | None = None) -> Iterator[tuple[bytes, R]]:
         """Rows whose key starts with `prefix` (and lies above `after`), in key order."""
@@ -205,11 +232,11 @@ class TableView(Generic[R]):
 
     def _flush_one(self) -> int:
         """A single row needs no cursor: the usual case of a commit that somebody waits for."""
+        record: Any
         ((key, record),) = (self.pending or self.inserted).items()
         assert record is not None, "deletions go the other way"
-        if not self._overlay.txn.put(
-            key, self.table.codec.encode(record), db=self._handle, overwrite=bool(self.pending)
-        ):
+        row = record if type(record) is bytes else self.table.codec.encode(record)
+        if not self._overlay.txn.put(key, row, db=self._handle, overwrite=bool(self.pending)):
             raise KeysTaken
         return 1
 
@@ -240,7 +267,7 @@ def _encoded(codec: Any, rows: list[tuple[bytes, Any]]) -> list[tuple[bytes, byt
         head, body = codec.head, codec.body
         return [(key, head + body(record)) for key, record in rows]
     encode = codec.encode
-    return [(key, encode(record)) for key, record in rows]
+    return [(key, record if type(record) is bytes else encode(record)) for key, record in rows]
 
 
 class Overlay:

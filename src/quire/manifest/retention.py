@@ -12,6 +12,7 @@ Rules
   3. A policy never takes the last snapshots by itself: if it would leave none, applying it raises unless forced.
   4. Applying is one batch of ordinary drops, with the delete job.
   5. Scheduled snapshots are tagged; the rule "named" keeps only those that a person named.
+  6. What a checkpoint keeps for time travel (P14) goes by its own time alone; it counts for no rule.
 
     >>> from quire.manifest.records import RetentionRecord
     >>> policy = RetentionRecord(keep_last=1)
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 EXPIRED = "expired"
 """Why a snapshot goes that had a time to live of its own."""
+
+WINDOW = "for time travel"
+"""Why a snapshot stays that a checkpoint has kept for the window of time travel (rule 6)."""
+
+WINDOW_TAG = "time-travel"
+"""The tag that such a snapshot carries."""
 
 SCHEDULE_TAG = "schedule"
 """The tag that a scheduled snapshot carries, with the schedule's name."""
@@ -84,7 +91,8 @@ class RetentionPlan:
     @property
     def drops_everything(self) -> bool:
         """Whether nothing would be left."""
-        return bool(self.decisions) and not any(each.keep for each in self.decisions)
+        counted = [each for each in self.decisions if each.why != WINDOW]
+        return bool(counted) and not any(each.keep for each in counted)
 
 
 def bucket(schedule: str, at_ms: int) -> str:
@@ -118,10 +126,11 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     """What becomes of each snapshot, in the order given (rule 2)."""
     snapshots = list(snapshots)
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
-    living = sorted((s for s in snapshots if s.snapshot_id not in expired), key=_age, reverse=True)
-    why: dict[int, str] = {}
+    why = {each.snapshot_id: WINDOW for each in snapshots if is_window(each)}
+    out = expired | why.keys()
+    living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
-        why = {each.snapshot_id: "there is no rule" for each in living}
+        why |= {each.snapshot_id: "there is no rule" for each in living}
     else:
         for keeps, reason in _rules(living, policy, now_ms):
             why.setdefault(keeps, reason)
@@ -161,6 +170,11 @@ def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, lis
     for each in newest_first:
         buckets.setdefault(bucket(schedule, each.created_at_ms), []).append(each)
     return buckets
+
+
+def is_window(snapshot: SnapshotInfo) -> bool:
+    """Whether a checkpoint keeps it for time travel (rule 6)."""
+    return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and WINDOW_TAG in snapshot.tags
 
 
 def is_personal(snapshot: SnapshotInfo) -> bool:
@@ -225,7 +239,7 @@ class Retention:
     def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
         """Drop what the plan says, in one batch; what was dropped. A snapshot that is gone meanwhile fails the batch."""
         dropped = plan.dropped
-        if plan.drops_everything and not force and any(each.why != EXPIRED for each in plan.decisions):
+        if plan.drops_everything and not force and any(each.why not in (EXPIRED, WINDOW) for each in plan.decisions):
             raise WouldDropEverything(
                 "the retention policy would drop every snapshot of the database",
                 hint="keep more, or say `--force` (force=True)",

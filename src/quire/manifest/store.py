@@ -61,7 +61,7 @@ from quire.manifest.records import (
     WalState,
 )
 from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
-from quire.manifest.retention import Retention
+from quire.manifest.retention import WINDOW_TAG, Retention
 from quire.manifest.snapshots import SnapshotInfo, Snapshots
 from quire.manifest.writer import ManifestWriter
 
@@ -334,7 +334,9 @@ class ManifestStore:
     def drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
         """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
         with self.read() as txn:
-            held = [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)] if snapshots else []
+            kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
+            # Those of a window of time travel nobody has asked for by name: they go with their database.
+            held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags]
             origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
         origins |= self.snapshots.origins(db_id, held)

@@ -5,6 +5,8 @@ Rules
      below it is held: no checkpoint goes beyond it.
   2. It pins what is not checkpointed: own segments and inherited ones alike, each under its origin's name, at most up to the
      anchor. Segments that were opened later are left out.
+  3. One that is kept for time travel also pins the segment that the last checkpoint ended in, as long as it is there: chunks
+     hold the version it ended with, and only that segment knows its size and time (P14).
 
 Pure reading.
 """
@@ -23,14 +25,18 @@ from quire.pages.publication import Mark
 _IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 
-def anchor_at(txn: ReadTxn, db_id: int, mark: Mark) -> Anchor:
-    """The anchor of a version that is sealed and published."""
+def anchor_at(txn: ReadTxn, db_id: int, mark: Mark, *, with_base: bool = False) -> Anchor:
+    """The anchor of a version that is sealed and published; with the segment of rule 3, if that is wanted."""
     wal = txn.wal_state(db_id)
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
     pins = tuple(
         Pin(row.origin_db_id, segment_id, min(row.last_lsn, mark.lsn), row.used_bytes)
         for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
-        if row.state in _IN_WAL and row.last_lsn > checkpointed and row.first_lsn <= mark.lsn
+        if row.first_lsn <= mark.lsn
+        and (
+            (row.state in _IN_WAL and row.last_lsn > checkpointed)
+            or (with_base and row.state is WalState.CHECKPOINTED and row.last_lsn == checkpointed)
+        )
     )
     return Anchor(mark.lsn, mark.segment_id, mark.size_pages, pins, mark.commit_ms)
 

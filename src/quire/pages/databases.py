@@ -41,16 +41,22 @@ def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
 
 def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
     """The database's shape, decided now if it never was (rule 1)."""
+    shape = shape_of(db_id, record, asked, default)
+    expected = config_hash(shape, record)
+    if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):
+        manifest.submit([SetDbPageSize(db_id, *shape, expected)]).result()
+    return shape
+
+
+def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
+    """The same for who only reads: of a database that was never opened, what it would be."""
     size = record.page_size or asked or default
     if asked and asked != size:
         raise InvalidInput("the page size is fixed", db_id=db_id, page_size=size, asked=asked)
     if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
         raise InvalidInput("a page size is a power of two from 512 to 65536", page_size=size)
     shape = Shape(size, record.pages_per_chunk or CHUNK_BYTES // size)
-    expected = config_hash(shape, record)
-    if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):
-        manifest.submit([SetDbPageSize(db_id, *shape, expected)]).result()
-    elif record.config_hash not in (b"", expected):
+    if record.page_size and record.config_hash not in (b"", config_hash(shape, record)):
         raise ConfigMismatch(
             "the database's page size, chunk size or compression is not what it was made with",
             hint="open it with the quire that made it",

@@ -11,7 +11,7 @@ Rules
   2. Publication runs behind, on the ticker's thread: at 4 MiB, after a second, or when a segment has ended (P6).
   3. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and goes on with the others (M12).
   4. Closing syncs, seals and publishes, so that nothing is left to recover.
-  5. A snapshot or fork holds a lease from before the seal until its transaction has committed (P13): no checkpoint passes it.
+  5. Readers of other processes (`published.py`, `remote.py`) hold the floor as those of this one do (M10).
   6. After fork() the child's engine is closed: files and threads are the parent's (M12).
 
 Threads: any; the ticker has one of its own.
@@ -22,41 +22,48 @@ database whose WAL is damaged: `open_damaged` reads what the manifest knows of i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from quire.core.clock import Clock
-from quire.core.errors import ArtifactGone, QuireError, ReadOnly, StalePlan, StoreClosed, UnknownArtifact
+from quire.core.errors import QuireError, ReadOnly, StoreClosed
 from quire.core.events import emit
+from quire.core.ids import ArtifactKey
 from quire.core.settings import PagesSettings
 from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
-from quire.pages.anchors import anchor_at, find_snapshot, inherited_map
+from quire.pages.anchoring import anchored
+from quire.pages.anchors import find_snapshot, inherited_map
 from quire.pages.cache import PageCache
 from quire.pages.databases import Shape, find_database, fix_shape
-from quire.pages.floors import Floors
+from quire.pages.floors import Floors, passed_floor
 from quire.pages.framemap import Regions
-from quire.pages.metrics import PagesCollector, PagesFigures, database_figures
+from quire.pages.leasefiles import LeaseFiles
+from quire.pages.metrics import PagesCollector, PagesFigures, figures_of
 from quire.pages.pagestore import PageStore
 from quire.pages.places import segment_place
 from quire.pages.publication import Mark
+from quire.pages.published import PublishedReaders, PublishedSnapshot
 from quire.pages.quota import StorageQuota
-from quire.pages.readers import Readers
+from quire.pages.readers import LEASE_SECONDS, Readers
 from quire.pages.recovery import published_mark, recover
+from quire.pages.remote import RemoteReader, RemoteReaders
+from quire.pages.snapshot import Snapshot
 from quire.pages.sources import SegmentPlace, Sources
 from quire.pages.throttle import Throttle
-from quire.pages.view import SnapshotView, ViewReader
-from quire.pages.view_build import view_of
+from quire.pages.timetravel import At
+from quire.pages.view import SnapshotView, ViewReader, without_object
+from quire.pages.view_build import open_kept, view_of
 from quire.pages.wal import Start, Wal
 
 TICK_SECONDS = 0.25
 """Between two looks: a quarter of the shortest interval anything here has."""
 
-ANCHOR_TRIES = 8
-"""How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""
+Upload = Callable[[Sequence[ArtifactKey]], None]
+"""Has artifacts put into the object store, and returns when they are there."""
 
 R = TypeVar("R")
 
@@ -75,8 +82,9 @@ class PageEngine:
         objects_url: str,
         settings: PagesSettings,
         ticking: bool = True,
+        upload: Upload | None = None,
     ) -> None:
-        """`ticking=False`: nothing happens by itself; tests call `tick`."""
+        """`ticking=False`: nothing happens by itself; tests call `tick`. `upload` has artifacts put into the object store."""
         # constant after construction
         self._manifest = manifest
         self._root = root
@@ -85,6 +93,7 @@ class PageEngine:
         self._objects_url = objects_url
         self._settings = settings
         self._ticking = ticking
+        self._upload = upload
         self.cache = PageCache(settings.cache_bytes)
         self.sources = Sources(
             root=root,
@@ -95,7 +104,20 @@ class PageEngine:
             throttle=Throttle(settings.cold_bytes_per_second, clock),
         )
         self._regions = Regions(self.sources)
-        self._floors = Floors(manifest, clock)
+        self._files = LeaseFiles(root, disk, clock)
+        self._floors = Floors(manifest, clock, self._files, lambda db_id: self._remote.in_memory(db_id))
+        self._remote = RemoteReaders(manifest, clock, self.open, self._floors.believes)
+        self._published = PublishedReaders(
+            manifest=manifest,
+            root=root,
+            disk=disk,
+            clock=clock,
+            sources=self.sources,
+            regions=self._regions,
+            objects_url=objects_url,
+            page_size=settings.page_size,
+            ticking=ticking,
+        )
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self.quota = StorageQuota(manifest, settings, clock, self.stores, self._stopping)
@@ -117,6 +139,8 @@ class PageEngine:
 
         With `salvage=True` damage in the WAL is cut off together with everything behind it, instead of raising `Corruption`.
         """
+        if self._manifest.read_only:  # recovery writes
+            raise ReadOnly("this process only reads the store", hint="use open_published() or open_view()", db=db)
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
         shape = fix_shape(self._manifest, db_id, record, page_size, self._settings.page_size)
@@ -182,7 +206,12 @@ class PageEngine:
 
     def _readers(self, db_id: int) -> Readers:
         return Readers(
-            db_id, self._clock, lambda: self._floors.outside(db_id), long_seconds=self._settings.long_reader_seconds
+            db_id,
+            self._clock,
+            lambda: self._floors.outside(db_id),
+            others=lambda: self._floors.others(db_id),
+            long_seconds=self._settings.long_reader_seconds,
+            given_floor=passed_floor(self._manifest, db_id),
         )
 
     def open_damaged(self, db: int | str) -> PageStore:
@@ -243,7 +272,10 @@ class PageEngine:
 
     def floor(self, db_id: int) -> int:
         """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
-        return self._floors.floor(db_id, self._open.get(db_id))
+        store = self._open.get(db_id)
+        if store is not None and store.wal.failure is None:
+            store.wal.publish()  # no floor is above what is published
+        return self._floors.floor(db_id, store)
 
     def wal_bytes(self, db_id: int) -> int:
         """Bytes of WAL of a database that no checkpoint has absorbed."""
@@ -268,64 +300,62 @@ class PageEngine:
         return self._anchored(db, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
 
     def _anchored(self, db: int | str, publish: Callable[[int, Anchor], R]) -> R:
-        """Rule 5. It never waits for an open write transaction: what that has not committed is not part of it."""
-        store = self.open(db)
-        wal, tags = store.wal, {"hold": "snapshot"}
-        hold, _ = store.readers.open_newest(lambda: (wal.durable.lsn, None), tags=tags, ttl_seconds=None)
-        try:
-            mark = self._flush(store)
-            for tries_left in reversed(range(ANCHOR_TRIES)):
-                with self._manifest.read() as txn:
-                    anchor = anchor_at(txn, store.db_id, mark)
-                try:
-                    return publish(store.db_id, anchor)
-                except (ArtifactGone, UnknownArtifact):
-                    # A segment below the hold was absorbed and truncated since: chunks have it now.
-                    if not tries_left:
-                        raise
-            raise StalePlan("checkpoints come faster than a snapshot can be taken", hint="try again")
-        finally:
-            store.readers.close(hold.reader_id)
+        return anchored(self._manifest, self.open(db), self._flush, publish)
 
-    def view(self, db: int | str, snapshot: int | str) -> SnapshotView:
-        """A snapshot as a value that can be sent to other processes (P16)."""
+    def view(self, db: int | str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
+        """A snapshot as a value that can be sent to other processes (P16); with `upload=True` also to those that share no disk
+        with this one: segments that it needs and that have no object yet get one first."""
         with self._manifest.read() as txn:
             db_id, _ = find_database(txn, db)
             snapshot_id, record = find_snapshot(txn, db_id, snapshot)
-            return view_of(txn, db_id, snapshot_id, record, self._objects_url)
+            view = view_of(txn, db_id, snapshot_id, record, self._objects_url)
+        if not upload or not (missing := without_object(view)):
+            return view
+        if self._upload is None:
+            raise ReadOnly("only the owner of a store uploads", hint='open the store with mode="rw"', db_id=db_id)
+        self._upload(missing)
+        return self.view(db_id, snapshot_id)
 
     def open_view(self, db: int | str, snapshot: int | str) -> ViewReader:
-        """A reader of a snapshot, by name or id. It needs no lease: the snapshot's row keeps what it reads."""
-        view = self.view(db, snapshot)
+        """A reader of a snapshot, by name or id, in any process. It needs no lease: the snapshot's row keeps what it reads, and
+        when that is dropped, reading raises `SnapshotGone`."""
+        return open_kept(self._manifest, self.view(db, snapshot), self.sources, self._regions)
 
-        def is_gone() -> bool:
-            with self._manifest.read() as txn:
-                return txn.snapshot(view.db_id, view.snapshot_id) is None
+    # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
+    def open_published(self, db: int | str, *, tags: dict[str, str] | None = None) -> PublishedSnapshot:
+        """A lease on the newest version that the manifest knows, at most a second old; also for who only reads the store."""
+        return self._published.open(db, tags=tags)
 
-        return ViewReader(view, self.sources, regions=self._regions, is_gone=is_gone)
+    def open_published_at(
+        self, db: int | str, at: At, *, tags: dict[str, str] | None = None
+    ) -> PublishedSnapshot | ViewReader:
+        """The same for the version that was current `at` an lsn or a time (P14)."""
+        return self._published.open_at(db, at, tags=tags)
+
+    def lease_reader(
+        self, db: int | str, tags: dict[str, str] | None = None, ttl: float = LEASE_SECONDS
+    ) -> RemoteReader:
+        """A client's lease on the newest durable version: a row, which outlives this process (M10)."""
+        return self._remote.open(db, tags, ttl)
+
+    def renew_reader(self, db: int | str, reader_id: int) -> RemoteReader:
+        """The client is alive. `LeaseExpired` if it was silent for too long, or its version may be gone."""
+        return self._remote.renew(db, reader_id)
+
+    def read_leased(self, db: int | str, reader_id: int) -> Snapshot:
+        """What a client's lease holds, to be read for it; closing it is `close_reader`'s."""
+        return self._remote.snapshot(db, reader_id)
+
+    def close_reader(self, db: int | str, reader_id: int) -> None:
+        """The client is done."""
+        self._remote.close(db, reader_id)
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def figures(self) -> PagesFigures:
         """Everything the engine counts, now."""
         self.quota.total()
         with self._manifest.read() as txn:
-            databases = tuple(
-                database_figures(
-                    txn,
-                    store,
-                    wal_bytes=self.quota.seen(store.db_id),
-                    wait_for_floor_ms=self._floors.waited_ms(store.db_id),
-                )
-                for store in self.stores()
-            )
-        throttle = self.sources.throttle
-        return PagesFigures(
-            databases=databases,
-            cache_bytes=self.cache.used_bytes,
-            cache_bytes_max=self.cache.bytes_max,
-            cache_hit_ratio=self.cache.hit_ratio,
-            cold_wait_seconds=throttle.waited_seconds if throttle is not None else 0.0,
-        )
+            return figures_of(txn, self.stores(), self.quota.seen, self._floors.waited_ms, self.cache, self.sources)
 
     def collector(self) -> PagesCollector:
         """The same for Prometheus."""
@@ -342,6 +372,7 @@ class PageEngine:
             self._wake.wait(TICK_SECONDS)
             self._wake.clear()
             self.quota.tick()
+            self._files.tick()
             for store in self.stores():
                 if self._stopping.is_set():
                     return
@@ -362,11 +393,11 @@ class PageEngine:
         """Everything that is due for one database."""
         now, wal = self._clock.monotonic(), store.wal
         store.readers.beat()
-        store.readers.expire()
+        self._remote.tick(store.db_id, store.readers.expire())
         if wal.failure is not None:
             return
         if store.is_dropped:
-            wal.abandon(StoreClosed("the database was dropped", db_id=store.db_id))
+            store.close()
             self._forget(store)
             return
         due = now - self._published_at.get(store.db_id, 0.0) >= self._settings.publish_seconds
@@ -390,11 +421,12 @@ class PageEngine:
         self._wake.set()
         if self._ticker is not None:
             self._ticker.join()
+        self._published.close()
         failures: list[QuireError] = []
         for store in self.stores():
             poisoned = store.wal.failure is not None
             try:
-                store.wal.close()
+                store.close()
             except Exception as error:
                 emit("error", "pages.close_failed", db_id=store.db_id, error=f"{type(error).__name__}: {error}")
                 if isinstance(error, QuireError) and not poisoned:
@@ -412,3 +444,5 @@ class PageEngine:
         for store in self._open.values():
             store.wal.forked()
             store.readers.forked()
+        self._published.forked()
+        self._remote.forked()

@@ -1,13 +1,22 @@
 """How far checkpoints may go, for open databases and for those that are not; and how long they had to wait.
 
+Terms
+  floor     min(readers in memory, readers as rows, lease files), at most what is published (M10, P9)
+  row       `snapshot_floor`: no reader that opens from now on gets a version below it. It is not the floor: it may be higher
+  life      of an owner: from its start to its end
+
 Rules
   1. An open database's floor comes from its readers; that of one that is not open is what the manifest has applied: whoever
      opens it later reads at or above that.
-  2. Remote readers are rows (M10). One that was there when this owner started is believed for a whole lease, whatever its row
-     says: its renewals may have been lost with the former owner.
-  3. A plan that finds indexed segments, all of them above the floor, has begun to wait; the next one that does not has stopped.
-  4. A floor that was given out is written down in `snapshot_floor`, for people and for the command line; nobody waits for that,
-     and nobody decides by it.
+  2. Before a floor is given out, the row is raised to it and committed, and then the lease files are looked at again: a process
+     that opens a version meanwhile sees the one, or is seen by the other (`leasefiles.py`). The floor is what that second look
+     leaves of it. The row is never lowered: what an earlier floor has allowed may still be running.
+  3. No floor is above what is published: so a reader that finds a row above its version finds a version that is high enough in
+     the same transaction, also when the owner is gone.
+  4. Remote readers are rows (M10), whose renewals are mostly in memory (`remote.py`). One that was written in an earlier life,
+     and was alive when that life last wrote one, is believed for a whole lease from the start of this one, whatever its row
+     says: its renewals may have been lost with the former owner. One that was written in this life lives until it expires.
+  5. A plan that finds indexed segments, all of them above the floor, has begun to wait; the next one that does not has stopped.
 
 Threads: any.
 """
@@ -15,66 +24,107 @@ Threads: any.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from quire.core.clock import Clock
+from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.ops.local import SetFloor
-from quire.manifest.records import WalState
+from quire.manifest.records import ReaderRecord, WalState
 from quire.manifest.store import ManifestStore
+from quire.pages.leasefiles import LeaseFiles
 from quire.pages.pagestore import PageStore
-from quire.pages.readers import LEASE_SECONDS
+from quire.pages.readers import LEASE_SECONDS, Lease
 
 
 class Floors:
     """See the rules above."""
 
-    def __init__(self, manifest: ManifestStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        manifest: ManifestStore,
+        clock: Clock,
+        files: LeaseFiles,
+        in_memory: Callable[[int], set[int]] = lambda _: set(),
+    ) -> None:
+        """`in_memory`: ids of a database's remote readers that have a lease in memory, so that their rows do not count."""
+        # constant after construction
         self._manifest = manifest
         self._clock = clock
+        self._files = files
+        self._in_memory = in_memory
         self._started_at = clock.monotonic()
         self._started_ms = clock.now_ms()
+        with manifest.read() as txn:
+            self._former_ms = max((row.heartbeat_at_ms for _, row in txn.scan(t.SNAPSHOT_READERS)), default=0)
+        """When an earlier life last wrote a reader's row (rule 4)."""
+        self._announcing = threading.Lock()
+        # guarded by _lock
         self._lock = threading.Lock()
         self._waiting_since: dict[int, float] = {}
         self._waited: dict[int, float] = {}
-        self._written: dict[int, tuple[int, int]] = {}
+
+    # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
+    def believes(self, row: ReaderRecord) -> bool:
+        """Whether a remote reader is taken to be alive by its row (rule 4)."""
+        if row.heartbeat_at_ms >= self._started_ms and row.expires_at_ms > self._clock.now_ms():
+            return True
+        is_young = self._clock.monotonic() - self._started_at < LEASE_SECONDS
+        return is_young and row.heartbeat_at_ms <= self._started_ms and row.expires_at_ms > self._former_ms
 
     def outside(self, db_id: int) -> int | None:
-        """The lowest version a remote reader may ask for; `None` without any (rule 2)."""
-        now, young = self._clock.now_ms(), self._clock.monotonic() - self._started_at < LEASE_SECONDS
-        with self._manifest.read() as txn:
-            return min(
-                (
-                    row.snapshot_lsn
-                    for _, row in txn.scan(t.SNAPSHOT_READERS, db_id)
-                    if row.expires_at_ms > now or (young and row.opened_at_ms <= self._started_ms)
-                ),
-                default=None,
-            )
+        """The lowest version a reader of another process may ask for; `None` without any."""
+        return min((lease.lsn for lease in self.others(db_id)), default=None)
 
+    def others(self, db_id: int) -> list[Lease]:
+        """Readers of other processes, as rows and as files."""
+        known, now = self._in_memory(db_id), self._clock.monotonic()
+        found = [
+            Lease(0, lease.lsn, lease.opened_ms, now, None, 0.0, {**lease.tags, "pid": str(lease.pid)})
+            for lease in self._files.of(db_id)
+        ]
+        with self._manifest.read() as txn:
+            found += [
+                Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
+                for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id)
+                if reader_id not in known and self.believes(row)
+            ]
+        return found
+
+    # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, db_id: int, store: PageStore | None) -> int:
         """The floor of a database (rule 1); whoever asks may act on it."""
-        if store is not None:
-            applied = store.wal.durable.lsn
-            floor = store.readers.floor(applied)
-        else:
-            with self._manifest.read() as txn:
-                wal = txn.wal_state(db_id)
-            outside = self.outside(db_id)
-            applied = wal.last_applied_lsn if wal is not None else 0
-            floor = applied if outside is None else min(applied, outside)
-        self._note(db_id, floor, applied)
+        with self._announcing:
+            asked = self._announce(db_id, store)
+        hit("pages.floor.announced")
+        floor = store.readers.floor(asked) if store is not None else self._lowest(db_id, None, asked)
+        self._note(db_id, floor)
         return floor
 
-    def _note(self, db_id: int, floor: int, high: int) -> None:
-        """Rules 3 and 4."""
+    def _announce(self, db_id: int, store: PageStore | None) -> int:
+        """Raise the row to what the floor may be, at most (rules 2 and 3). One at a time: else a late one would lower it."""
+        with self._manifest.read() as txn:
+            wal, row = txn.wal_state(db_id), txn.get(t.SNAPSHOT_FLOOR, db_id)
+        high = wal.last_applied_lsn if wal is not None else 0
+        asked = self._lowest(db_id, store, high)
+        if row is None or asked > row.min_snapshot_lsn or high != row.writer_high_lsn:
+            announced = max(asked, row.min_snapshot_lsn if row is not None else 0)
+            self._manifest.submit([SetFloor(db_id, announced, high)]).result()
+        return asked
+
+    def _lowest(self, db_id: int, store: PageStore | None, high: int) -> int:
+        if store is not None:
+            return store.readers.lowest(high)
+        outside = self.outside(db_id)
+        return high if outside is None else min(high, outside)
+
+    def _note(self, db_id: int, floor: int) -> None:
+        """Rule 5."""
         with self._manifest.read() as txn:
             rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         blocked = bool(rows) and all(row.last_lsn > floor for row in rows)
         now = self._clock.monotonic()
         with self._lock:
-            if self._written.get(db_id) != (floor, high):
-                self._written[db_id] = (floor, high)
-                self._manifest.submit([SetFloor(db_id, floor, high)])
             since = self._waiting_since.pop(db_id, None)
             if since is not None:
                 self._waited[db_id] = self._waited.get(db_id, 0.0) + now - since
@@ -87,3 +137,11 @@ class Floors:
             since = self._waiting_since.get(db_id)
             running = self._clock.monotonic() - since if since is not None else 0.0
             return int((self._waited.get(db_id, 0.0) + running) * 1000)
+
+
+def passed_floor(manifest: ManifestStore, db_id: int) -> int:
+    """What a plan that is stored may have been allowed, or has done: no reader is let in below it (P10)."""
+    with manifest.read() as txn:
+        wal = txn.wal_state(db_id)
+        plans = [record.covered_lsn for _, record in txn.scan(t.CHECKPOINT_PLAN, db_id)]
+    return max([wal.checkpointed_lsn if wal is not None else 0, *plans])

@@ -4,7 +4,7 @@ Everything is read when somebody asks: counting costs the engine nothing but a f
 name.
 
   page_index.rows{db}                  WAL-backed page versions that the index tracks
-  snapshot_readers.active{db}          live leases
+  snapshot_readers.active{db}          live leases: readers of this process, of others that read the store, and clients
   wal_segments.blocked_by_readers{db}  indexed segments that a checkpoint may not absorb yet because somebody reads below them
   checkpoint.wait_for_floor_ms{db}     how long plans have found nothing but such segments
 
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
+from quire.pages.cache import PageCache
 from quire.pages.pagestore import PageStore
+from quire.pages.sources import Sources
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -89,6 +91,29 @@ def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for
         unpublished_bytes=store.wal.unpublished_bytes,
         syncs=store.wal.syncs,
         recycled=store.wal.recycled,
+    )
+
+
+def figures_of(
+    txn: ReadTxn,
+    stores: Iterable[PageStore],
+    wal_bytes: Callable[[int], int],
+    waited_ms: Callable[[int], int],
+    cache: PageCache,
+    sources: Sources,
+) -> PagesFigures:
+    """The figures of an engine with these databases open."""
+    databases = tuple(
+        database_figures(txn, each, wal_bytes=wal_bytes(each.db_id), wait_for_floor_ms=waited_ms(each.db_id))
+        for each in stores
+    )
+    throttle = sources.throttle
+    return PagesFigures(
+        databases=databases,
+        cache_bytes=cache.used_bytes,
+        cache_bytes_max=cache.bytes_max,
+        cache_hit_ratio=cache.hit_ratio,
+        cold_wait_seconds=throttle.waited_seconds if throttle is not None else 0.0,
     )
 
 

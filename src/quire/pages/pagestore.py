@@ -23,49 +23,49 @@ Threads: any; a `WriteTxn` and a `Snapshot` belong to one thread at a time.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from sys import modules
 from threading import get_ident
 from typing import overload
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, DatabaseTombstoned, InvalidInput, ReadOnly, SnapshotGone, TimedOut
-from quire.core.ids import ArtifactKey
+from quire.core.errors import (
+    Corruption,
+    DatabaseTombstoned,
+    InvalidInput,
+    ReadOnly,
+    SnapshotGone,
+    StoreClosed,
+    TimedOut,
+)
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component
-from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
-from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.cache import RESOLVED_MAX
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
-from quire.pages.places import chunk_place
 from quire.pages.publication import Mark
 from quire.pages.readers import LEASE_SECONDS, Readers
 from quire.pages.snapshot import Snapshot
-from quire.pages.sources import ChunkPlace, Sources
+from quire.pages.sources import Sources
 from quire.pages.spill import SPILL_BYTES
 from quire.pages.timetravel import At, find_version
 from quire.pages.tracing import TRACE_API, span
 from quire.pages.transaction import WriteTxn
+from quire.pages.versions import InChain, Known, Versions
 from quire.pages.view import SnapshotView, ViewReader
 from quire.pages.view_build import view_of
 from quire.pages.wal import Wal
 
-LEAVES_KEPT = 1_024
-"""Decoded leaves of the slot map in memory, per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
-PLACES_KEPT = 16_384
-
-LOOKED_UP_AT_ONCE = 4_096
-"""Pages that are looked up in one transaction of the manifest (M4)."""
-
 _DATABASES = int(Component.DATABASE)
-
-InChain = tuple[int, list[ChunkPlace]]
-"""(what the chain covers, its chunks): where a page is that no WAL version answers."""
 
 UNPUBLISHED_MAX = 36 << 20
 """Two segments and a step (P6): beyond it `begin` publishes before it lets a writer in."""
+
+OPEN_TRIES = 20
+OPEN_PAUSE_SECONDS = 0.005
+"""How often, and with which pauses, a version that a checkpoint was just allowed to pass is looked for again."""
 
 
 class PageStore:
@@ -102,8 +102,15 @@ class PageStore:
         self._regions = regions
         self._objects_url = objects_url
         self._wait_for_room = wait_for_room
-        self._inherited = inherited
-        """Page → newest version in segments of an origin this database was forked from (P12)."""
+        self._versions = Versions(
+            db_id=db_id,
+            page_size=page_size,
+            pages_per_chunk=pages_per_chunk,
+            begin_read=manifest.read,
+            sources=sources,
+            objects_url=objects_url,
+            inherited=inherited,
+        )
         self._spill_pages = max(spill_bytes // page_size, 1)
         # the quota's
         self.room_until = 0
@@ -114,8 +121,6 @@ class PageStore:
         """The thread that holds it, for messages."""
         # caches
         self._resolved = sources.cache.resolved(db_id)
-        self._leaves: dict[tuple[int, int, int], Leaf] = {}
-        self._places: dict[ArtifactKey, ChunkPlace] = {}
         self._status: tuple[int, DbStatus] = (-1, DbStatus.ACTIVE)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +186,13 @@ class PageStore:
             return False
         return False
 
+    def close(self) -> None:
+        """Leave nothing to recover; of a database that was dropped nothing is published any more. For the engine."""
+        if self.is_dropped:
+            self.wal.abandon(StoreClosed("the database was dropped", db_id=self.db_id))
+        else:
+            self.wal.close()
+
     # ── opening versions ──────────────────────────────────────────────────────────────────────────────────────────────
     @overload
     def open_snapshot(
@@ -221,10 +233,17 @@ class PageStore:
         return Snapshot(self, self.readers, lease, mark, page_size=self.page_size, cache=self.sources.cache)
 
     def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
-        try:
-            return self._find_and_open(at, tags, ttl_seconds)
-        except Corruption:
-            return self._find_and_open(at, tags, ttl_seconds)  # a segment was let go while it was looked at (rule 5)
+        for tries_left in reversed(range(OPEN_TRIES)):
+            try:
+                return self._find_and_open(at, tags, ttl_seconds)
+            except Corruption:
+                break  # a segment was let go while it was looked at (rule 5)
+            except SnapshotGone as gone:
+                # With a window of time travel a checkpoint that was given its floor keeps what lies below it, in a moment.
+                if "floor" not in gone.where or not tries_left:
+                    raise
+                time.sleep(OPEN_PAUSE_SECONDS)
+        return self._find_and_open(at, tags, ttl_seconds)
 
     def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
         with self._manifest.read() as txn:
@@ -287,19 +306,13 @@ class PageStore:
 
     def _read(self, page: int, lsn: int, *, again: bool = False) -> tuple[int, bytes]:
         """(lsn of the version that answered, its image)."""
-        sources = self.sources
         where: Location | InChain | None = self._unpublished(page, lsn, again=again)
         if where is None:
             with self._manifest.read() as txn:
-                where = self._look_up(txn, page, lsn, again=again)
-        at = where[0]
-        if len(where) == 3:
-            image = sources.version(where[1], where[2], at, page)
-        else:
-            found = sources.chain_page(where[1], page % self.pages_per_chunk)
-            image = found if found is not None else sources.cache.zeros(self.page_size)
-        sources.cache.remember(self._resolved, page, (at, lsn, image))
-        return at, image
+                where = self._versions.look_up(txn, page, lsn, again=again)
+        image = self._versions.image(where, page)
+        self.sources.cache.remember(self._resolved, page, (where[0], lsn, image))
+        return where[0], image
 
     def _unpublished(self, page: int, lsn: int, *, again: bool = False) -> Location | None:
         version = self.wal.newest(page, lsn)
@@ -309,69 +322,10 @@ class PageStore:
             self.sources.forget_segment(self.db_id, version[1])
         return version[0], self.db_id, version[1]
 
-    def _look_up(self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
-        """Where a version is, by the manifest: rules 3 to 5."""
-        if not again:
-            head = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
-            if head is not None and head.lsn <= lsn:
-                return head.lsn, self.db_id, head.segment_id
-        slot = page // self.pages_per_chunk
-        chain = self._chain(txn, slot)
-        covered = chain[-1].covered_lsn if chain else 0
-        if covered > lsn:
-            raise SnapshotGone(
-                "this version of the page is no longer kept",
-                hint="open a newer snapshot; named snapshots keep theirs",
-                db_id=self.db_id,
-                page=page,
-                lsn=lsn,
-                covered_lsn=covered,
-            )
-        where = self._indexed(txn, page, lsn, covered)
-        if where is not None:
-            if again:
-                self.sources.forget_segment(where[1], where[2])
-            return where
-        return covered, [self._place(txn, link.artifact(slot), again=again) for link in chain]
-
-    def _indexed(self, txn: ReadTxn, page: int, lsn: int, covered: int) -> Location | None:
-        """The newest published version in (covered, lsn]."""
-        found = txn.at_or_below(t.PAGE_VERSION_INDEX, self.db_id, page, lsn)
-        if found is not None and found[0][2] > covered:
-            return found[0][2], found[1].origin_db_id, found[1].segment_id
-        inherited = self._inherited.find(page)
-        return inherited if inherited is not None and covered < inherited[0] <= lsn else None
-
-    def _chain(self, txn: ReadTxn, slot: int) -> Chain:
-        leaf, offset = place(slot)
-        held = txn.get(t.LIVE_LEAF, self.db_id, leaf)
-        if held is None:
-            return EMPTY
-        key = (held.origin_db_id, leaf, held.generation)
-        chains = self._leaves.get(key)
-        if chains is None:
-            row = txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
-            if row is None:
-                raise Corruption("a leaf of the slot map is missing", hint="run `quire manifest check`", leaf=key)
-            if len(self._leaves) >= LEAVES_KEPT:
-                self._leaves.clear()
-            chains = self._leaves[key] = unpack_leaf(row.entries)
-        return chains.get(offset, EMPTY)
-
-    def _place(self, txn: ReadTxn, key: ArtifactKey, *, again: bool) -> ChunkPlace:
-        found = self._places.get(key)
-        if found is None or again:
-            self.sources.forget_chunk(key)
-            if len(self._places) >= PLACES_KEPT:
-                self._places.clear()
-            found = self._places[key] = chunk_place(txn, key, self._objects_url)
-        return found
-
     def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]:
         """Several pages of one version, page → image; frames and chunk frames next to each other are read together."""
         images: dict[int, bytes] = {}
-        versions: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        slots: dict[int, tuple[list[ChunkPlace], list[int]]] = {}
+        unpublished: Known = {}
         rest: list[int] = []
         for page in pages:
             entry = self._resolved.get(page)
@@ -382,30 +336,6 @@ class PageStore:
             if where is None:
                 rest.append(page)
             else:
-                versions.setdefault(where[1:], []).append((page, where[0]))
-        for start in range(0, len(rest), LOOKED_UP_AT_ONCE):
-            with self._manifest.read() as txn:
-                for page in rest[start : start + LOOKED_UP_AT_ONCE]:
-                    found = self._look_up(txn, page, lsn)
-                    if len(found) == 3:
-                        versions.setdefault(found[1:], []).append((page, found[0]))
-                    else:
-                        slots.setdefault(page // self.pages_per_chunk, (found[1], []))[1].append(page)
-        for (origin, segment_id), wanted in versions.items():
-            try:
-                images.update(self.sources.versions(origin, segment_id, wanted, cold=cold))
-            except Corruption:
-                images.update((page, self.read(page, lsn)) for page, _ in wanted)  # rule 5, page by page
-        for slot, (chain, wanted_pages) in slots.items():
-            images.update(self._of_chain(slot, chain, wanted_pages, lsn, cold=cold))
+                unpublished.setdefault(where[1:], []).append((page, where[0]))
+        images.update(self._versions.read_many(rest, lsn, cold=cold, known=unpublished, reread=self.read))
         return images
-
-    def _of_chain(
-        self, slot: int, chain: list[ChunkPlace], pages: list[int], lsn: int, *, cold: bool
-    ) -> dict[int, bytes]:
-        first, zeros = slot * self.pages_per_chunk, self.sources.cache.zeros(self.page_size)
-        try:
-            found = self.sources.chain_pages(chain, [page - first for page in pages], cold=cold)
-        except Corruption:
-            return {page: self.read(page, lsn) for page in pages}
-        return {page: found.get(page - first, zeros) for page in pages}

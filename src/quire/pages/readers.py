@@ -12,7 +12,7 @@ Rules
   2. A lease that was not renewed in time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it
      needs may be gone. It protects until it is retired, however late that is: no clock takes part in a read.
   3. Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner
-     folds in through `outside`.
+     folds in through `outside`; `others` shows them to people.
   4. Leases that asked for it are renewed by `beat` for as long as somebody holds them: what was forgotten runs out.
 
 Threads: any; one lock per database, held for a few operations on dicts.
@@ -77,18 +77,22 @@ class Readers:
         clock: Clock,
         outside: Callable[[], int | None] = lambda: None,
         *,
+        others: Callable[[], list[Lease]] = list,
         long_seconds: float = 300.0,
+        given_floor: int = 0,
     ) -> None:
+        """`given_floor`: what an earlier life of the database may have acted on, and may go on with."""
         self.db_id = db_id
         self._clock = clock
         self._outside = outside
+        self._others = others
         self._long_seconds = long_seconds
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._beating: weakref.WeakKeyDictionary[object, Lease] = weakref.WeakKeyDictionary()
         self._beat_at = 0.0
         self._retired: OrderedDict[int, None] = OrderedDict()
-        self._given_floor = 0
+        self._given_floor = given_floor
         """The highest floor that was given out: no lease may be taken below it."""
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,6 +218,12 @@ class Readers:
         with self._lock:
             self._retire(list(self._leases.values()))
 
+    def retire(self, lease: Lease) -> None:
+        """Something else than its time has ended this lease: it protects nothing any more."""
+        with self._lock:
+            if lease.open:
+                self._retire([lease])
+
     def _retire(self, leases: list[Lease]) -> None:
         for lease in leases:
             lease.open, lease.retired = False, True
@@ -227,10 +237,19 @@ class Readers:
         """The floor now (rule 1). Whoever asks may act on it: no lease is taken below it from here on."""
         outside = self._outside()
         with self._lock:
-            floor = min((lease.lsn for lease in self._leases.values()), default=high_lsn)
-            floor = min(floor, high_lsn, high_lsn if outside is None else outside)
-            self._given_floor = max(self._given_floor, floor)
+            self._given_floor = self._lowest(high_lsn, outside)
             return self._given_floor
+
+    def lowest(self, high_lsn: int) -> int:
+        """What `floor` would say now; nobody may act on it."""
+        outside = self._outside()
+        with self._lock:
+            return self._lowest(high_lsn, outside)
+
+    def _lowest(self, high_lsn: int, outside: int | None) -> int:
+        floor = min((lease.lsn for lease in self._leases.values()), default=high_lsn)
+        floor = min(floor, high_lsn, high_lsn if outside is None else outside)
+        return max(self._given_floor, floor)
 
     @property
     def given_floor(self) -> int:
@@ -238,9 +257,10 @@ class Readers:
         return self._given_floor
 
     def peek(self) -> list[Lease]:
-        """The live leases, oldest version first: who holds the floor back."""
+        """The live leases, those of other processes included, oldest version first: who holds the floor back."""
+        others = self._others()
         with self._lock:
-            return sorted(self._leases.values(), key=lambda lease: lease.lsn)
+            return sorted([*self._leases.values(), *others], key=lambda lease: lease.lsn)
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -109,7 +109,8 @@ def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
 
 def _sweep(disk: Disk, root: str, db_id: int, known: set[int]) -> None:
     folder = os.path.join(root, pages_wal_dir(db_id))
-    disk.make_dirs(folder)
+    if not disk.exists(folder):
+        return  # it has never written: its first segment makes the directory
     for name in disk.names(folder):
         parsed = parse_path(f"{pages_wal_dir(db_id)}/{name}")
         if isinstance(parsed, WalSegmentFile) and parsed.segment_id not in known:

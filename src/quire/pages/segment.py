@@ -289,6 +289,32 @@ def encode(
     return Encoded(first_frame, count, last_lsn, b"".join(entries), pieces)
 
 
+def encode_one(
+    header: SegmentHeader, frame_no: int, write: PageWrite, db_size: int, durable_upto_lsn: int, commit_ms: int
+) -> tuple[bytes, bytes]:
+    """(entry, frame) of a transaction of one page, as `encode` has them. REQUIRES an image.
+
+    The commit that somebody waits for: without loop and lists it is made in half the time (3.4 µs), and on a processor that
+    has just slept through a sync each step saved counts two or three times.
+    """
+    page, image, prev_lsn, prev_segment = write
+    geometry, lsn, seed = header.geometry, header.first_lsn + frame_no, header.crc64 ^ frame_no
+    assert image is not None, "zeros go through `encode`"
+    if not 0 <= frame_no < geometry.capacity:
+        raise _does_not_fit(header, frame_no, 1)
+    assert durable_upto_lsn < lsn, "a frame cannot vouch for itself (rule 5)"
+    if len(image) != geometry.page_size:
+        raise _wrong_page(header, page, len(image))
+    try:
+        shared = SHARED.pack(page, db_size, lsn, prev_lsn, prev_segment, 0)
+        head = shared + (COMMIT.pack(durable_upto_lsn, commit_ms, 0) if db_size else _NO_COMMIT)
+    except struct.error as error:
+        raise OutOfRange("a field of a frame does not fit", cause=str(error), lsn=lsn) from error
+    checksum = WORD.pack(crc64(image, crc64(head, seed)))
+    entry = shared + checksum
+    return entry + WORD.pack(crc64(entry, seed)), b"".join((head, checksum, image))
+
+
 def check_pages(header: SegmentHeader, frame_no: int, pages: Sequence[PageWrite]) -> None:
     """Refuse what `encode` would refuse for its number or the size of a page; for who encodes in several steps."""
     if not pages or frame_no < 0 or frame_no + len(pages) > header.geometry.capacity:

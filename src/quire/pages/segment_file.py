@@ -53,7 +53,6 @@ from quire.pages.segment import (
     HEADER_BYTES,
     HINT,
     ZERO,
-    Encoded,
     FrameHead,
     Geometry,
     PageWrite,
@@ -62,6 +61,7 @@ from quire.pages.segment import (
     check_pages,
     decode_header,
     encode,
+    encode_one,
 )
 
 SLICE_BYTES = 1 * MIB
@@ -79,16 +79,18 @@ class Appended(NamedTuple):
 class SegmentFile:
     """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
 
-    __slots__ = ("_file", "_header", "_slice", "_trouble", "_used", "_writable")
+    __slots__ = ("_file", "_slice", "_trouble", "_writable", "header", "used")
 
     def __init__(self, file: File, header: SegmentHeader, *, writable: bool) -> None:
         # Constant after construction.
         self._file = file
-        self._header = header
+        self.header = header
+        """What its first bytes say."""
         self._writable = writable
         self._slice = max(1, SLICE_BYTES // header.geometry.stride)
         # Moved by the appending thread, read by all.
-        self._used = 0
+        self.used = 0
+        """Frames appended through this object; 0 for a segment that was opened to read."""
         # Only ever set.
         self._trouble: StoreUnusable | None = None
 
@@ -186,68 +188,79 @@ class SegmentFile:
         return self._file.path
 
     @property
-    def header(self) -> SegmentHeader:
-        return self._header
-
-    @property
-    def used(self) -> int:
-        """Frames appended through this object; 0 for a segment that was opened to read."""
-        return self._used
-
-    @property
     def room(self) -> int:
         """Frames that can still be appended."""
-        return self._header.geometry.capacity - self._used if self._writable else 0
+        return self.header.geometry.capacity - self.used if self._writable else 0
 
     @property
     def last_lsn(self) -> int:
         """The lsn of the last frame appended; the one before the segment's first, if there is none."""
-        return self._header.first_lsn + self._used - 1
+        return self.header.first_lsn + self.used - 1
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(
         self, pages: Sequence[PageWrite], *, db_size: int, durable_upto_lsn: int = 0, commit_ms: int = 0
     ) -> Appended:
         """Write a transaction, or (`db_size=0`) a part that the next segment goes on with. Durable after `sync`."""
-        self._check()
-        header, first, count, step = self._header, self._used, len(pages), self._slice
-        if count > step:
-            # So that ordinary bad input is refused before the first slice is written.
-            check_pages(header, first, pages)
-            head, pages = pages[:step], pages[step:]
-            encoded = encode(header, first, head, db_size=0, durable_upto_lsn=durable_upto_lsn)
-        else:
-            encoded = encode(
+        if self._trouble is not None or not self._writable:
+            self._check()
+        header, first, count = self.header, self.used, len(pages)
+        geometry = header.geometry
+        rest: Sequence[PageWrite] = ()
+        if count == 1 and pages[0][1] is not None:
+            entries, frame = encode_one(header, first, pages[0], db_size, durable_upto_lsn, commit_ms)
+            pieces = [(geometry.frames_offset + geometry.stride * first, frame)]
+        elif count <= self._slice:
+            _, _, _, entries, pieces = encode(
                 header, first, pages, db_size=db_size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms
             )
-            pages = ()
+        else:
+            # So that ordinary bad input is refused before the first slice is written.
+            check_pages(header, first, pages)
+            _, _, _, entries, pieces = encode(
+                header, first, pages[: self._slice], db_size=0, durable_upto_lsn=durable_upto_lsn
+            )
+            rest = pages[self._slice :]
         try:
-            entries = self._write_pieces(encoded)
-            for start in range(0, len(pages), step):
-                part = pages[start : start + step]
-                size = db_size if start + len(part) == len(pages) else 0
-                number = first + step + start
-                entries += self._write_pieces(
-                    encode(header, number, part, db_size=size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms)
-                )
+            for offset, data in pieces:
+                self._file.write_at(data, offset)
+            if rest:
+                entries += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
             hit("pages.segment.frames")
-            self._file.write_at(entries, header.geometry.entry_offset(first))
+            self._file.write_at(entries, HEADER_BYTES + ENTRY_BYTES * first)
         except BaseException as error:
             self._doubt("an append", error)
             raise
-        self._used = first + count
+        self.used = first + count
         return Appended(first, count, header.first_lsn + first + count - 1, entries)
 
-    def _write_pieces(self, encoded: Encoded) -> bytes:
-        for offset, data in encoded.pieces:
-            self._file.write_at(data, offset)
-        return encoded.entries
+    def _write_slices(
+        self, first: int, pages: Sequence[PageWrite], db_size: int, durable_upto_lsn: int, commit_ms: int
+    ) -> bytes:
+        """Write the frames of a large transaction slice by slice; their entries."""
+        entries: list[bytes] = []
+        for start in range(0, len(pages), self._slice):
+            part = pages[start : start + self._slice]
+            size = db_size if start + len(part) == len(pages) else 0
+            encoded = encode(
+                self.header,
+                first + start,
+                part,
+                db_size=size,
+                durable_upto_lsn=durable_upto_lsn,
+                commit_ms=commit_ms,
+            )
+            for offset, data in encoded.pieces:
+                self._file.write_at(data, offset)
+            entries.append(encoded.entries)
+        return b"".join(entries)
 
     def sync(self) -> int:
         """Make everything appended so far durable; returns the lsn up to which it is."""
-        self._check()
+        if self._trouble is not None or not self._writable:
+            self._check()
         # Read before the sync starts: what is appended meanwhile may or may not be covered.
-        lsn = self.last_lsn
+        lsn = self.header.first_lsn + self.used - 1
         try:
             hit("pages.segment.sync")
             self._file.sync()
@@ -259,7 +272,7 @@ class SegmentFile:
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def read_frame(self, frame_no: int, *, page: int | None = None) -> bytes:
         """The page in a frame, verified (rule 6); `page` is which one the caller expects there."""
-        geometry = self._header.geometry
+        geometry = self.header.geometry
         if not 0 <= frame_no < geometry.capacity:
             raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
         data = self._file.read_at(geometry.stride, geometry.frame_offset(frame_no))
@@ -271,7 +284,7 @@ class SegmentFile:
 
         They are views: each keeps the bytes of its whole run alive, so copy what is to be kept.
         """
-        geometry = self._header.geometry
+        geometry = self.header.geometry
         stride, zeros = geometry.stride, memoryview(bytes(geometry.page_size))
         images: dict[int, memoryview] = {}
         for first, count in _runs(sorted(set(frame_nos))):
@@ -288,14 +301,14 @@ class SegmentFile:
 
     def read_raw(self, first: int, count: int) -> bytes:
         """The bytes of neighbouring frames, unverified; fewer where the file ends."""
-        geometry = self._header.geometry
+        geometry = self.header.geometry
         if first < 0 or count < 0 or first + count > geometry.capacity:
             raise OutOfRange("the segment has no such frames", first=first, count=count, capacity=geometry.capacity)
         return self._file.read_at(count * geometry.stride, geometry.frame_offset(first))
 
     def read_index(self, count: int | None = None) -> bytes:
         """The first `count` entries (default: the whole region), unverified."""
-        capacity = self._header.geometry.capacity
+        capacity = self.header.geometry.capacity
         count = capacity if count is None else count
         if not 0 <= count <= capacity:
             raise OutOfRange("the segment has no such entries", count=count, capacity=capacity)
@@ -323,17 +336,17 @@ class SegmentFile:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
-        head = check_frame(self._header, frame_no, data)
+        head = check_frame(self.header, frame_no, data)
         if head is None or (page is not None and head.page != page):
             found = {} if head is None else {"found_page": head.page}
             raise ChecksumMismatch(
                 "a frame of the WAL is not what was written there",
                 hint=HINT,
                 path=self.path,
-                db_id=self._header.db_id,
-                segment_id=self._header.segment_id,
+                db_id=self.header.db_id,
+                segment_id=self.header.segment_id,
                 frame=frame_no,
-                offset=self._header.geometry.frame_offset(frame_no),
+                offset=self.header.geometry.frame_offset(frame_no),
                 page=page,
                 **found,
             )
@@ -351,8 +364,8 @@ class SegmentFile:
             f"{doing} to a WAL segment failed, and what reached the disk is unknown",
             hint="repair the cause, then reopen the store",
             path=self.path,
-            segment_id=self._header.segment_id,
-            frame=self._used,
+            segment_id=self.header.segment_id,
+            frame=self.used,
             cause=str(error),
         )
         if isinstance(error, Exception):

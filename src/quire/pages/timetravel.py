@@ -9,8 +9,11 @@ Rules
   1. A version is the last commit at or below what was asked for: never in the middle of a transaction.
   2. Live versions are read through a lease, as any other. An older one needs a snapshot that covers no more than it and pins
      every segment up to it: its leaves, and its pins cut at that version.
-  3. What lies between an anchor and the next version is the anchor itself, if the snapshot behind it was based on just that.
-  4. Anything else is gone: `SnapshotGone` says what there is.
+  3. What lies between an anchor and the next version is the anchor itself, if the snapshot behind it, or the live database, is
+     based on just that.
+  4. A live version that a window of time travel keeps is read from there: the checkpoint it was kept for may have been given
+     a floor above it, and then no lease is to be had (P9).
+  5. Anything else is gone: `SnapshotGone` says what there is.
 
 Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a zone.
 """
@@ -29,8 +32,10 @@ from quire.core.ids import Epoch
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import SnapshotRecord, WalState
+from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
 from quire.pages.framemap import PinnedSegment, Regions
+from quire.pages.places import segment_place
 from quire.pages.publication import Mark
 from quire.pages.view_build import pinned
 
@@ -84,12 +89,14 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
     begins = max(checkpointed, record.parent_lsn if record is not None else 0)
     live = _live_segments(txn, db_id, durable.lsn, checkpointed)
     mark = last_commit(regions, live, moment)
-    if mark is not None and mark.lsn >= begins:
-        return Found(mark)
     snapshots = sorted(
         ((key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)), key=lambda item: item[1].anchor_lsn
     )
-    found = _among(txn, regions, snapshots, moment, objects_url)
+    if mark is not None and mark.lsn >= begins:
+        windows = [(number, record) for number, record in snapshots if WINDOW_TAG in record.tags]
+        kept = _among(txn, regions, windows, moment, objects_url)
+        return kept if kept is not None and kept.mark.lsn == mark.lsn else Found(mark)
+    found = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
     if found is None:
         raise SnapshotGone(
             "this version is no longer kept",
@@ -119,6 +126,20 @@ def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment)
     return None
 
 
+def newest_sealed(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) -> Mark | None:
+    """The newest version of which every segment is sealed and indexed, if the chunks do not hold it yet."""
+    wal = txn.wal_state(db_id)
+    after, pins = wal.checkpointed_lsn if wal is not None else 0, list[PinnedSegment]()
+    rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
+    for segment_id, row in sorted(rows, key=lambda item: item[1].first_lsn):
+        if row.state not in (WalState.INDEXED, WalState.CHECKPOINT_READY):
+            break
+        place = segment_place(txn, row.origin_db_id, segment_id, objects_url)
+        pins.append(PinnedSegment(row.origin_db_id, segment_id, row.last_lsn, place))
+    mark = last_commit(regions, pins, Moment(pins[-1].upto_lsn, None)) if pins else None
+    return mark if mark is not None and mark.lsn > after else None
+
+
 def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn: int) -> list[PinnedSegment]:
     """The segments that still hold versions of the live database, open ones as far as they are durable. The last one that was
     absorbed is among them as long as it is there: it knows the size of what is in the chunks."""
@@ -142,6 +163,7 @@ def _among(
     snapshots: list[tuple[int, SnapshotRecord]],
     moment: Moment,
     objects_url: str,
+    checkpointed_lsn: int = -1,
 ) -> Found | None:
     """Rules 2 and 3."""
     before: tuple[int, SnapshotRecord] | None = None
@@ -151,13 +173,12 @@ def _among(
             continue
         pins = pinned(txn, record.pins, objects_url, upto_lsn=record.anchor_lsn)
         mark, covered = last_commit(regions, pins, moment), _covered(txn, record)
-        if mark is not None:
-            # Chunks that a checkpoint put under it while it was published may hold more than this version.
-            return Found(mark, snapshot_id, record) if covered <= mark.lsn else None
-        if before is not None and before[1].anchor_lsn == covered:
+        if mark is not None and covered <= mark.lsn:
+            return Found(mark, snapshot_id, record)
+        # Chunks that a checkpoint put under it while it was published may hold more than this version; a later one may not.
+        if mark is None and before is not None and before[1].anchor_lsn == covered:
             return _whole(*before)
-        return None
-    if before is not None and moment.lsn == before[1].anchor_lsn:
+    if before is not None and before[1].anchor_lsn in (moment.lsn, checkpointed_lsn):
         return _whole(*before)
     return None
 

@@ -2,7 +2,8 @@
 
 Rules
   1. A span that nobody records costs one look at `sys.modules`; hot paths take that look themselves, for `TRACE_API`.
-  2. Names are the seed's: `PageStore.read_page` with the epoch that satisfied it.
+  2. Names are the seed's: `PageStore.read_page` with the epoch that satisfied it, whoever reads;
+     `CheckpointPlanner.select_mvcc_segments` (in `jobs/checkpoint`) with the chosen segments and the readers in the way.
 """
 
 from __future__ import annotations

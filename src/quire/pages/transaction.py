@@ -129,13 +129,15 @@ class WriteTxn:
         self._check()
         if not images:
             return
-        wrong = next((page for page, image in images.items() if len(image) != self._wal.page_size), None)
-        if wrong is not None or any(type(image) is not bytes for image in images.values()):
-            raise InvalidInput("a page is bytes of the page size", page=wrong, page_size=self._wal.page_size)
-        if min(images) < 0 or max(images) >= PAGES_MAX:
-            raise OutOfRange("a page's number does not fit 32 bits", min=min(images), max=max(images))
+        page_size, first, last = self._wal.page_size, min(images), max(images)
+        if {*map(len, images.values())} != {page_size} or {*map(type, images.values())} != {bytes}:
+            wrong = next((page for page, image in images.items() if len(image) != page_size), None)
+            raise InvalidInput("a page is bytes of the page size", page=wrong, page_size=page_size)
+        if first < 0 or last >= PAGES_MAX:
+            raise OutOfRange("a page's number does not fit 32 bits", min=first, max=last)
         self._images.update(images)
-        self.size_pages = max(self.size_pages, max(images) + 1)
+        if last >= self.size_pages:
+            self.size_pages = last + 1
         if self._spill is not None or len(self._images) > self._spill_pages:
             self._spill_over(*images)
 

@@ -30,7 +30,10 @@ import numpy as np
 
 from quire.core.errors import Corruption, OutOfRange, ReadOnly, SnapshotGone
 from quire.core.ids import ArtifactKey, ArtifactKind, Epoch
+from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
+from quire.objects.api import ObjectStore
+from quire.pages.cache import PageCache
 from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.sources import ChunkPlace, Sources
 
@@ -42,6 +45,8 @@ LINK_DTYPE = np.dtype(
 )  # fmt: skip
 """One artifact of a chain. `space` counts `SnapshotView.spaces`, `name` counts `SnapshotView.names`."""
 
+ALONE_BYTES = 16 << 20
+"""Pages kept in memory by a reader that is opened by itself."""
 CHAINS_KEPT = 4_096
 SCAN_PAGES = 1_024
 """Pages that `scan` reads at a time."""
@@ -81,6 +86,32 @@ class SnapshotView:
     def open(self, sources: Sources, *, regions: Regions | None = None) -> ViewReader:
         """A reader of this version."""
         return ViewReader(self, sources, regions=regions)
+
+    def open_alone(self, open_store: Callable[[str], ObjectStore], *, cache_bytes: int = ALONE_BYTES) -> ViewReader:
+        """A reader that has object stores by URL and nothing else: for views whose segments were uploaded (P16)."""
+        cache = PageCache(cache_bytes)
+        return ViewReader(self, Sources(root="", disk=_NoDisk(), open_store=open_store, cache=cache))
+
+
+def without_object(view: SnapshotView) -> list[ArtifactKey]:
+    """Its pinned segments that have no object yet: who shares no disk with the owner cannot read them (P16)."""
+    return [
+        ArtifactKey(pin.origin_db_id, ArtifactKind.WAL, pin.segment_id, 0)
+        for pin in view.pins
+        if pin.place is None or not pin.place.object_key
+    ]
+
+
+class _NoDisk(OsDisk):
+    """A disk with nothing on it, so that nobody's files are taken for the store's."""
+
+    __slots__ = ()
+
+    def open(self, path: str, **_: bool) -> OsFile:
+        raise FileNotFoundError(path)
+
+    def exists(self, _: str) -> bool:
+        return False
 
 
 class ViewReader:

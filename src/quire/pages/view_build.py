@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.core.errors import Corruption, UnknownDatabase
+from quire.core.errors import Corruption, SnapshotGone, UnknownDatabase
 from quire.core.ids import ArtifactKey
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.durable.names import object_key
@@ -20,10 +20,12 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbRecord, Pin, SnapshotRecord
 from quire.manifest.slots import unpack_leaf
-from quire.pages.framemap import PinnedSegment
+from quire.manifest.store import ManifestStore
+from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.places import chunk_row, segment_place, space_of
 from quire.pages.publication import Mark
-from quire.pages.view import LINK_DTYPE, SnapshotView
+from quire.pages.sources import Sources
+from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader
 
 
 def view_of(
@@ -50,6 +52,25 @@ def view_of(
         names=names,
         pins=tuple(pinned(txn, record.pins, objects_url, upto_lsn=mark.lsn)),
     )
+
+
+def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, regions: Regions) -> ViewReader:
+    """A reader of a view that a snapshot's row stands behind; when that is dropped it says so (`SnapshotGone`)."""
+
+    def is_gone() -> bool:
+        with manifest.read() as txn:
+            return txn.snapshot(view.db_id, view.snapshot_id) is None
+
+    try:
+        return ViewReader(view, sources, regions=regions, is_gone=is_gone)
+    except Corruption as error:
+        for pin in view.pins:
+            sources.forget_segment(pin.origin_db_id, pin.segment_id)  # a handle may be older than its file
+        if is_gone():
+            what = "the snapshot was dropped while it was opened"
+            where = {"db_id": view.db_id, "snapshot_id": view.snapshot_id, "cause": str(error)}
+            raise SnapshotGone(what, hint="open another one", **where) from error
+    return ViewReader(view, sources, regions=regions, is_gone=is_gone)
 
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:

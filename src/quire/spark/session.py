@@ -20,13 +20,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import SparkUnavailable
-from quire.spark.java import find_java
+from quire.spark.java import find_java, quiet_home
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,13 +70,26 @@ def session(
     master = master or os.environ.get("SPARK_MASTER", "") or "local[*]"
     if master.startswith("sc://"):
         return attach(SparkSession.builder.remote(master).getOrCreate())
-    os.environ["JAVA_HOME"] = find_java().home
+    os.environ["JAVA_HOME"] = quiet_home(find_java())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # rule 2
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     builder = SparkSession.builder.master(master).appName(app)
     for name, value in settings_of(master, memory, config).items():
         builder = builder.config(name, value)
-    return attach(builder.getOrCreate())
+    with _unwarned():
+        made = builder.getOrCreate()
+    return attach(made)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Start the JVM without our wish for warnings: its Python workers would inherit it, and leave pipes to the collector."""
+    wish = os.environ.pop("PYTHONWARNINGS", None)
+    try:
+        yield
+    finally:
+        if wish is not None:
+            os.environ["PYTHONWARNINGS"] = wish
 
 
 def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> dict[str, str]:

@@ -30,33 +30,35 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, Self
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, JobAlreadyPending, ReadOnly, StorageFault, StoreClosed
+from quire.core.errors import InvalidInput, ReadOnly, StorageFault, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.feed import ChangeFeed
-from quire.manifest.records import DbKind, JobKind
+from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.store import layout
-from quire.store.info import (
-    DatabaseInfo,
-    StoreInfo,
-    database_info,
-    has_open_segment,
-    live_databases,
-    store_info,
-)
+from quire.store.info import DatabaseInfo, StoreInfo, database_info, has_open_segment, live_databases, store_info
 
 if TYPE_CHECKING:
     from quire.jobs.upkeep import Round, Upkeep
     from quire.jobs.worker import Worker
+    from quire.lsm.engine import KvEngine
+    from quire.lsm.kv import Kv
     from quire.manifest.jobqueue import Job
     from quire.manifest.snapshots import SnapshotInfo
     from quire.objects.api import ObjectStore
     from quire.pages.engine import PageEngine
+    from quire.pages.view import SnapshotView
+    from quire.service.server import Credentials, Server
+    from quire.service.web.server import WebServer
+    from quire.sqlite.connect import At, Connection
+    from quire.store.heavy import Heavy
     from quire.store.rooms import Rooms
+    from quire.stream.engine import StreamEngine
+    from quire.stream.stream import Stream
 
 Mode = Literal["rw", "r"]
 
@@ -153,6 +155,7 @@ class Store:
         self._opening = threading.Lock()
         self._rooms: Rooms | None = None
         self._upkeep_timer: threading.Timer | None = None
+        self._servers: list[Server | WebServer] = []
         self._closed = False
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,6 +163,8 @@ class Store:
         """Commit what is queued, close everything, give the lock back. A second time, and in a forked child: nothing."""
         if self._closed or self._pid != os.getpid():
             return
+        for server in self._servers:  # who asks must be answered by a store that is open
+            server.close()
         self._closed = True
         if self._upkeep_timer is not None:
             self._upkeep_timer.cancel()
@@ -239,6 +244,56 @@ class Store:
                 )
             return self._rooms
 
+    # ── SQLite ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def sqlite(
+        self,
+        name: str,
+        *,
+        at: At | None = None,
+        create: bool = False,
+        page_size: int = 0,
+        fork_of: str | None = None,
+        fork_at: str | None = None,
+        timeout: float = 5.0,
+    ) -> Connection:
+        """A SQLite connection (apsw) to a page database: its newest version, or for reading the one `at` a snapshot, lsn or
+        time.
+
+        With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was at its
+        snapshot `fork_at`. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
+        """
+        rooms = self._need_rooms()
+        if fork_of is not None:
+            self.fork(fork_of, name, at=fork_at)
+        elif fork_at is not None:
+            raise InvalidInput(
+                "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=fork_at
+            )
+        return rooms.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
+
+    @property
+    def sqlite_vfs(self) -> str:
+        """For SQLite connections of other making: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
+        return self._need_rooms().sqlite.vfs_name
+
+    @property
+    def kvs(self) -> KvEngine:
+        """The key-value databases."""
+        return self._need_rooms().kv
+
+    def kv(self, name: str, *, create: bool = False) -> Kv:
+        """A key-value database; with `create=True` it is made if there is none."""
+        return self.kvs.open(name, create=create)
+
+    @property
+    def streams(self) -> StreamEngine:
+        """The streams."""
+        return self._need_rooms().streams
+
+    def stream(self, name: str, *, create: bool = False) -> Stream:
+        """A stream; with `create=True` it is made if there is none."""
+        return self.streams.open(name, create=create)
+
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start_upkeep(self) -> None:
         """In the background, from one interval on: a command that is over in a second needs none of it."""
@@ -271,24 +326,22 @@ class Store:
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
         """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
-        manifest = self.manifest
-        with manifest.read() as txn:
-            db_id = txn.database_id(name)
-            info = database_info(txn, db_id)
-        manifest.drop_db(db_id, snapshots=snapshots).result()
+        info = self.database(name)
+        self.manifest.drop_db(info.db_id, snapshots=snapshots).result()
+        if info.kind is not DbKind.PAGES:
+            self._need_rooms().engine_of(info.kind).sweep()
         return info
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
         """Give a database another name; the database under its new one."""
-        manifest = self.manifest
-        with manifest.read() as txn:
-            db_id = txn.database_id(old)
-        manifest.rename_db(db_id, new).result()
-        return self._info_of(db_id)
+        self.manifest.rename_db(self.database(old).db_id, new).result()
+        return self.database(new)
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
+        if (kind := self.database(name).kind) is not DbKind.PAGES:
+            return self._need_rooms().engine_of(kind).snapshot(name, snapshot, tags=tags)
         db_id, in_segment = self._look(name)
         if in_segment:
             return self.pages.snapshot(db_id, snapshot, tags=tags)
@@ -296,41 +349,37 @@ class Store:
 
     def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
         """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
+        if (kind := self.database(name).kind) is not DbKind.PAGES:
+            return self._info_of(self._need_rooms().engine_of(kind).fork(name, new_name, at=at))
         source, in_segment = self._look(name)
         if at is None and in_segment:
             return self._info_of(self.pages.fork(source, new_name))
         return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at))
 
-    def checkpoint(self, name: str) -> Job:
-        """Bring what is in a database's WAL into chunks; the job, as it ended."""
-        db_id, in_segment = self._look(name)
-        if in_segment:
-            self.pages.open(db_id)  # a crashed owner may have left a segment that must be recovered first
-        return self._run_now(JobKind.CHECKPOINT, db_id)
+    def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
+        """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""
+        return self.pages.view(name, snapshot, upload=upload)
 
-    def merge(self, name: str) -> Job:
+    @property
+    def heavy(self) -> Heavy:
+        """The jobs that read or write many bytes, over one database or all."""
+        from quire.store.heavy import Heavy
+
+        return Heavy(self, self._need_rooms())
+
+    def checkpoint(self, name: str, *, runner: str = "") -> Job:
+        """Bring what is in a database's WAL into chunks; the job, as it ended. `runner`: auto, threads or spark."""
+        return self.heavy.checkpoint(name, runner=runner)
+
+    def merge(self, name: str, *, runner: str = "") -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
-        return self._run_now(JobKind.MERGE, self._id_of(name))
-
-    def _run_now(self, kind: JobKind, db_id: int) -> Job:
-        """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
-        jobs = self.manifest.jobs
-        try:
-            job_id = jobs.enqueue(kind, db_id)
-        except JobAlreadyPending:
-            job_id = jobs.outstanding(db_id, kind)
-        self.worker.run(job_id)
-        return jobs.get(job_id)
+        return self.heavy.merge(name, runner=runner)
 
     def _look(self, name: str) -> tuple[int, bool]:
         """The id of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""
         with self.manifest.read() as txn:
             db_id = txn.database_id(name)
             return db_id, has_open_segment(txn, db_id)
-
-    def _id_of(self, name: str) -> int:
-        with self.manifest.read() as txn:
-            return txn.database_id(name)
 
     def databases(self) -> list[DatabaseInfo]:
         """The live databases, by name."""
@@ -345,6 +394,44 @@ class Store:
     def _info_of(self, db_id: int) -> DatabaseInfo:
         with self.manifest.read() as txn:
             return database_info(txn, db_id)
+
+    # ── other processes ───────────────────────────────────────────────────────────────────────────────────────────────
+    def serve(
+        self,
+        address: str | None = None,
+        *,
+        admin_token_file: str = "",
+        read_token_file: str = "",
+        tls_cert_file: str = "",
+        tls_key_file: str = "",
+    ) -> Server:
+        """Let other processes use this store (`quire.connect`), in the background, until the server or the store is closed.
+
+        Without an address on the store's Unix socket. `grpc://HOST:PORT` and `grpc+tls://HOST:PORT` ask every caller for a
+        token: the files are made if they are not there, by default `admin.token` and `read.token` in the store.
+        """
+        from quire.service.server import Credentials, Server
+
+        self._check()
+        credentials = Credentials(
+            admin_token_file=admin_token_file,
+            read_token_file=read_token_file,
+            tls_cert_file=tls_cert_file,
+            tls_key_file=tls_key_file,
+        )
+        server = Server(self, address, credentials)
+        with self._opening:
+            self._servers.append(server)
+        return server
+
+    def serve_http(self, address: str = "127.0.0.1:7448", credentials: Credentials | None = None) -> WebServer:
+        """Metrics, health and the dashboard, until the server or the store is closed: docs/dashboard.md."""
+        from quire.service.web.server import WebServer
+        from quire.store.why import why
+
+        self._check()
+        self._servers.append(server := WebServer(self, address, credentials, explain=why))
+        return server
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> StoreInfo:

@@ -263,14 +263,20 @@ class WarmReader:
             at = following
         return raw, blocks
 
+    def dictionary(self) -> Dictionary:
+        """What it was compressed with."""
+        if not self._dictionary_bytes:
+            return NO_DICTIONARY
+        raw = self._read(self._dictionary_at, self._dictionary_bytes)
+        if crc64(raw[:-8]) != int.from_bytes(raw[-8:], "little"):
+            raise self._damaged("its dictionary is not what was written", offset=self._dictionary_at)
+        return Dictionary(dictionary_of(self._read(0, WARM_HEADER_BYTES), path=self.path), raw[:-8])
+
     def _zstd(self) -> zstandard.ZstdDecompressor:
         if self._decompressor is None:
             known = None
             if self._dictionary_bytes:
-                raw = self._read(self._dictionary_at, self._dictionary_bytes)
-                if crc64(raw[:-8]) != int.from_bytes(raw[-8:], "little"):
-                    raise self._damaged("its dictionary is not what was written", offset=self._dictionary_at)
-                known = zstandard.ZstdCompressionDict(raw[:-8])
+                known = zstandard.ZstdCompressionDict(self.dictionary().body)
             self._decompressor = zstandard.ZstdDecompressor(dict_data=known)
         return self._decompressor
 
@@ -295,3 +301,10 @@ def check_header(raw: Bytes, *, path: str = "") -> tuple[int, int]:
     if version != VERSION:
         raise FormatTooNew("this segment was compressed by a newer quire", hint="upgrade", version=version, path=path)
     return stream_id, segment_id
+
+
+def dictionary_of(raw: Bytes, *, path: str = "") -> int:
+    """The dictionary_id of a compressed segment, from its first 64 bytes."""
+    check_header(raw, path=path)
+    dictionary_id: int = HEADER.unpack_from(raw)[8]
+    return dictionary_id

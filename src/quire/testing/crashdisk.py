@@ -406,8 +406,11 @@ def _notice_mapped(inode: _Inode) -> None:
         _play(known, op, keep_all)
     for start in range(0, len(live), SECTOR_BYTES):
         sector = live[start : start + SECTOR_BYTES]
-        if known[start : start + SECTOR_BYTES] != sector:
-            inode.pending.append(_Write(start, sector))
+        before = bytes(known[start : start + SECTOR_BYTES]).ljust(len(sector), b"\0")
+        changed = [place for place, byte in enumerate(sector) if byte != before[place]] if before != sector else []
+        if changed:  # only those bytes may be garbled, as by `write_at`: their neighbours are on the disk
+            first, last = changed[0], changed[-1] + 1
+            inode.pending.append(_Write(start + first, sector[first:last]))
 
 
 def _load(path: str) -> _Directory:

@@ -1,29 +1,57 @@
 """The checkpoint and merge jobs: plan, store the plan, run it, publish in the transaction that ends the job.
 
 What is there after a crash, step by step
+  versions kept            an expiring snapshot of the old live set (`window.py`); the next attempt finds it and makes no other
   before `BeginPlan`       nothing; the next attempt plans anew
   plan stored, running     some objects of the burned generation; the next attempt builds the same plan from the same segments
                            and adopts them (P11), or abandons it and has them deleted (P10)
   published                everything, in one transaction with the end of the job
 
 Rules
-  1. A stored plan is run again only if building it again gives the same digest; otherwise it is abandoned.
-  2. What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
+  1. A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned.
+  2. Another job's plan is abandoned when that job has ended, and waited for until then.
+  3. Every commit on the way holds the job's lease (`steps.commit_step`), and publishing needs the running attempt: a zombie
+     stores, abandons and publishes nothing.
+  4. What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
+  5. An attempt that is stopped, or fails, starts no more slots; those under way are waited for.
+  6. Who does the reading and writing is a `Runner`: threads, or Spark (the payload's `runner`, else `maintenance.runner`). One
+     that does not see the store's files gets the segments as objects, which are uploaded first.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from quire.core.errors import InternalError
+from quire.core.errors import IllegalTransition
 from quire.core.events import emit
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
-from quire.jobs.checkpoint.plan import CheckpointPlan, Shape, candidates, plan_checkpoint, plan_merge, shape_of
-from quire.jobs.checkpoint.publish import publish_ops
-from quire.jobs.checkpoint.run import SlotResult, write_slot
-from quire.jobs.context import JobContext, PagesOfStore
-from quire.jobs.handler import Done, Later, Outcome, Progress
+from quire.jobs.checkpoint import plan as limits
+from quire.jobs.checkpoint.plan import (
+    MERGE_ALL,
+    CheckpointPlan,
+    inputs_of,
+    is_long,
+    plan_checkpoint,
+    plan_merge,
+    shape_of,
+)
+from quire.jobs.checkpoint.publish import chain_after, publish_ops
+from quire.jobs.checkpoint.read import Dirty, SegmentInput, join_pages, split_pages, split_rows
+from quire.jobs.checkpoint.run import SlotResult, join_slot
+from quire.jobs.checkpoint.select import engine_of, select_segments
+from quire.jobs.checkpoint.window import keep_versions
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Later, Outcome, Progress, options
+from quire.jobs.runner import Runner, Runners
+from quire.jobs.steps import commit_step
+from quire.jobs.threads import thread_runner
+from quire.jobs.tiers.handler import upload_job
+from quire.jobs.uploads import upload_now
+from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Counter, Op
@@ -31,58 +59,122 @@ from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, PlanRecord, WalRecord
-
-MERGE_CHAIN = 6
-"""A chain this long is merged by a job of its own, before it is so long that a checkpoint rewrites it."""
+from quire.pages.places import chunk_place, segment_place
 
 TAKEN_MS = 1_000
 """How long a job waits that finds another one's plan running on its database."""
 
 
-def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+Choose = Callable[[int], Runner]
+"""The runner for so many bytes."""
+
+THREADS = Runners()
+
+
+def checkpoint_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
     """Absorb what is sealed and below the floor into chunks."""
-    pages = _pages(ctx)
-    if not (job.payload or {}).get("sealed_only"):
-        pages.flush(job.db_id)
-    return _run(ctx, job, progress, merge=False)
+    given = options(job, sealed_only=False, runner="")
+    if not given["sealed_only"]:
+        engine_of(ctx).flush(job.db_id)
+    return _run(ctx, job, progress, chooser(ctx, runners, given["runner"]))
 
 
-def merge_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+def merge_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
     """Rewrite slots whose chains have grown."""
-    return _run(ctx, job, progress, merge=True)
+    wish = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")["runner"]
+    return _run(ctx, job, progress, chooser(ctx, runners, wish))
 
 
-def _pages(ctx: JobContext) -> PagesOfStore:
-    if ctx.pages is None:
-        raise InternalError("this worker has no page engine", hint="run the job in the owner's process")
-    return ctx.pages
+def chooser(ctx: JobContext, runners: Runners, wish: str) -> Choose:
+    """Rule 6; what was chosen first is kept, so that an attempt counts and writes with the same one."""
+    chosen: list[Runner] = []
+
+    def threads() -> Runner:
+        engine_of(ctx)
+        return thread_runner(ctx, label="quire-checkpoint")
+
+    def runner_for(size_bytes: int) -> Runner:
+        if not chosen:
+            chosen.append(runners.choose(wish, size_bytes, threads))
+        return chosen[0]
+
+    return runner_for
 
 
-def _run(ctx: JobContext, job: Job, progress: Progress, *, merge: bool) -> Outcome:
-    manifest, db_id, pages = ctx.manifest, job.db_id, _pages(ctx)
-    plan = _resume(ctx, job, merge=merge)
-    if plan is None and _is_taken(ctx, db_id):
-        return Later(ctx.clock.now_ms() + TAKEN_MS)
-    plan = plan or _begin(ctx, job, merge=merge)
+def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> Outcome:
+    plan = _resume(ctx, job, runner_for)
+    if plan is None:
+        if _is_taken(ctx, job.db_id):
+            return Later(ctx.clock.now_ms() + TAKEN_MS)
+        try:
+            plan = _begin(ctx, job, runner_for)
+        except IllegalTransition:
+            if not _is_taken(ctx, job.db_id):
+                raise
+            return Later(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
     if plan is None:
         return Done({"slots": 0})
     hit("jobs.checkpoint.planned")
-    results: list[SlotResult] = []
-    with ThreadPoolExecutor(ctx.settings.workers or 1, thread_name_prefix="quire-checkpoint") as pool:
-        written = pool.map(lambda task: write_slot(task, sources=pages.sources, open_store=ctx.open_store), plan.tasks)
-        for result in written:
-            results.append(result)
-            progress(len(results), len(plan.tasks))
+    results = _write(plan, runner_for(plan.read_bytes), progress)
     hit("jobs.checkpoint.written")
-    now_ms = ctx.clock.now_ms()
+    return publish(ctx, job, plan, results)
+
+
+def is_merge(job: Job) -> bool:
+    """Whether a job merges, and does not checkpoint."""
+    return job.kind is JobKind.MERGE
+
+
+def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dirty]:
+    """What changed of each slot of one database."""
+    answers = runner.regroup(split_pages, inputs, join_pages)
+    return {answer.key[1]: answer.result() for answer in answers}
+
+
+def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -> list[SegmentInput]:
+    """The same inputs, at places where the runner can read them: those that are only files are uploaded first (rule 6)."""
+    inputs = list(inputs)
+    wanted = {(each.place.origin_db_id, each.place.segment_id) for each in inputs if not each.place.object_key}
+    if runner.shares_disk or not wanted:
+        return inputs
+    keys = [ArtifactKey(origin, ArtifactKind.WAL, segment_id, 0) for origin, segment_id in sorted(wanted)]
+    upload_now(ctx.manifest, Worker(ctx, {JobKind.UPLOAD: upload_job}), keys)
+    with ctx.manifest.read() as txn:
+        return [
+            replace(
+                each,
+                place=segment_place(txn, each.place.origin_db_id, each.place.segment_id, ctx.objects_url) or each.place,
+            )
+            for each in inputs
+        ]
+
+
+def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[SlotResult]:
+    """The plan's objects, in the order of its tasks; rule 5."""
+    tasks = {(plan.db_id, task.key.id): task for task in plan.tasks}
+    written = {
+        answer.key: answer.result()
+        for answer in runner.regroup(split_rows, plan.inputs, join_slot, tasks, tick=progress)
+    }
+    return [written[key] for key in tasks]
+
+
+def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[SlotResult]) -> Outcome:
+    """The end of the job, with everything that becomes true with it."""
+    manifest, db_id = ctx.manifest, plan.db_id
     with manifest.read() as txn:
-        ops, origins = publish_ops(txn, plan, results, job.record.attempt, now_ms)
-        long = any(len(txn.chain(db_id, task.key.id)) + 1 >= MERGE_CHAIN for task in plan.tasks)
-    follow: list[Op] = []
+        ops, origins = publish_ops(txn, plan, results, job.record.attempt, ctx.clock.now_ms())
+        merge_is_due = not is_merge(job) and _has_long_chain(ctx, txn, plan, results)
+    after: list[Op] = []
     if plan.segments:
-        follow.append(_ensure(ctx, JobKind.TRUNCATE, db_id))
-    if long and not merge:
-        follow.append(_ensure(ctx, JobKind.MERGE, db_id))
+        after.append(_ensure(ctx, JobKind.TRUNCATE, db_id))
+    if merge_is_due:
+        rule = {"chain_min": ctx.settings.merge_chain, "ratio": ctx.settings.merge_ratio}
+        after.append(_ensure(ctx, JobKind.MERGE, db_id, rule))
+    if plan.more:
+        after.append(_ensure(ctx, job.kind, db_id, _payload_after(job)))
+    for segment_id in plan.segments:
+        emit("info", "wal.checkpointed", db_id=db_id, segment_id=segment_id, generation=plan.generation)
     summary = {
         "slots": len(results),
         "cleared": len(plan.cleared),
@@ -92,49 +184,118 @@ def _run(ctx: JobContext, job: Job, progress: Progress, *, merge: bool) -> Outco
         "covered_lsn": plan.covered_lsn,
         "generation": plan.generation,
     }
-    return Done(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(follow))
+    return Done(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(after))
 
 
-def _ensure(ctx: JobContext, kind: JobKind, db_id: int) -> Op:
-    return EnsureJob(ctx.manifest.allocate(Counter.JOB), ctx.manifest.jobs.record(kind, db_id))
+def _payload_after(job: Job) -> dict[str, Any]:
+    """What the next job is told that goes on where this one ended."""
+    given: dict[str, Any] = job.payload or {}
+    return given if is_merge(job) else {**given, "sealed_only": True}
 
 
-def _begin(ctx: JobContext, job: Job, *, merge: bool) -> CheckpointPlan | None:
+def _has_long_chain(ctx: JobContext, txn: ReadTxn, plan: CheckpointPlan, results: Sequence[SlotResult]) -> bool:
+    """Whether the checkpoint leaves a chain that is to be merged."""
+    settings = ctx.settings
+    for task, result in zip(plan.tasks, results, strict=True):
+        before = txn.chain(plan.db_id, task.key.id)
+        length = len(chain_after(task, before))
+        if length > 1:
+            base, *deltas = (
+                chunk_place(txn, link.artifact(task.key.id), ctx.objects_url).size_bytes for link in before
+            )
+            heavy = sum(deltas) + result.size_bytes
+            if is_long(length, base, heavy, chain_min=settings.merge_chain, ratio=settings.merge_ratio):
+                return True
+    return False
+
+
+def _ensure(ctx: JobContext, kind: JobKind, db_id: int, payload: Any = None) -> Op:
+    return EnsureJob(ctx.manifest.allocate(Counter.JOB), ctx.manifest.jobs.record(kind, db_id, payload))
+
+
+def _begin(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
     """Plan, and store the plan before anything is written under it (P10)."""
-    pages, db_id = _pages(ctx), job.db_id
-    floor = pages.floor(db_id)
-    with ctx.manifest.read() as txn:
-        shape = shape_of(txn, db_id, ctx.objects_url)
-        plan = (
-            plan_merge(txn, db_id, shape) if merge else _plan(txn, pages, db_id, candidates(txn, db_id, floor), shape)
-        )
+    db_id = job.db_id
+    if is_merge(job):
+        with ctx.manifest.read() as txn:
+            plan = plan_merge(txn, db_id, shape_of(txn, db_id, ctx.objects_url), **merge_rule(job))
+    else:
+        segments, more = select_segments(ctx, db_id, frames_max=partial(frames_max, runner_for))
+        if not segments:
+            return None
+        plan = replace(_planned(ctx, db_id, segments, runner_for), more=more)
     if plan is None:
         return None
-    record = plan.record(job.job_id, job.record.attempt, ctx.clock.now_ms())
-    ctx.manifest.submit([BeginPlan(db_id, plan.generation, record)]).result()
+    commit_step(ctx, job, [begin_op(ctx, job, plan)])
     hit("jobs.checkpoint.begun")
+    tell_begun(plan)
     return plan
 
 
-def _plan(
-    txn: ReadTxn, pages: PagesOfStore, db_id: int, segments: list[tuple[int, WalRecord]], shape: Shape
-) -> CheckpointPlan | None:
-    return plan_checkpoint(txn, pages.sources, db_id, segments, shape) if segments else None
+def frames_max(runner_for: Choose, waiting_bytes: int) -> int:
+    """How much one plan takes of so much WAL: more than the usual where the rows do not come to this process."""
+    return limits.SPARK_FRAMES_MAX if runner_for(waiting_bytes).name == "spark" else limits.PLAN_FRAMES_MAX
 
 
-def _resume(ctx: JobContext, job: Job, *, merge: bool) -> CheckpointPlan | None:
-    """The plan an earlier attempt has stored, built again; abandoned if it comes out differently (rule 1)."""
-    pages, db_id = _pages(ctx), job.db_id
+def begin_op(ctx: JobContext, job: Job, plan: CheckpointPlan) -> Op:
+    """What stores a plan."""
+    return BeginPlan(plan.db_id, plan.generation, plan.record(job.job_id, job.record.attempt, ctx.clock.now_ms()))
+
+
+def tell_begun(plan: CheckpointPlan) -> None:
+    """Say which segments are taken."""
+    for segment_id in plan.segments:
+        emit("info", "wal.checkpoint_ready", db_id=plan.db_id, segment_id=segment_id, generation=plan.generation)
+
+
+def _planned(
+    ctx: JobContext, db_id: int, segments: Sequence[tuple[int, WalRecord]], runner_for: Choose, generation: int = 0
+) -> CheckpointPlan:
+    """The plan for these segments, of the next generation or of this one."""
+    runner = runner_for(sum(row.used_bytes for _, row in segments))
     with ctx.manifest.read() as txn:
-        stored = [(key[1], record) for key, record in txn.scan(t.CHECKPOINT_PLAN, db_id)]
-    for generation, record in stored:
-        if record.job_id == job.job_id and (plan := _rebuild(ctx, pages, db_id, generation, record, merge=merge)):
-            return plan
-        if _is_over(ctx, record):
-            emit("info", "checkpoint.plan_abandoned", db_id=db_id, generation=generation)
-            ops = [AbandonPlan(db_id, generation), *ctx.manifest.jobs.deletions([db_id])]
-            ctx.manifest.submit(ops).result()
+        shape = shape_of(txn, db_id, ctx.objects_url)
+        inputs = inputs_of(txn, db_id, segments, shape)
+    inputs = reachable(ctx, runner, inputs)
+    dirty = count_dirty(runner, inputs)
+    with ctx.manifest.read() as txn:
+        shape = shape_of(txn, db_id, ctx.objects_url)
+        shape = replace(shape, generation=generation or shape.generation)
+        return replace(plan_checkpoint(txn, db_id, segments, shape, dirty), inputs=tuple(inputs))
+
+
+def merge_rule(job: Job) -> dict[str, Any]:
+    """Which chains a merge is about: all of them, if nobody said otherwise."""
+    given = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")
+    return {name: given[name] for name in ("chain_min", "ratio")}
+
+
+def _resume(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
+    """The plan an earlier attempt has stored, built again; abandoned if it comes out differently (rules 1 and 2)."""
+    db_id = job.db_id
+    for generation, record in stored_plans(ctx, db_id):
+        if record.job_id == job.job_id:
+            if not is_merge(job):
+                keep_versions(ctx, db_id)
+            if (plan := _rebuild(ctx, job, generation, record, runner_for)) is not None:
+                return plan
+        elif not has_ended(ctx, record.job_id):
+            continue
+        abandon(ctx, job, generation)
     return None
+
+
+def stored_plans(ctx: JobContext, db_id: int) -> list[tuple[int, PlanRecord]]:
+    """(generation, plan) of what is stored for a database."""
+    with ctx.manifest.read() as txn:
+        return [(key[1], record) for key, record in txn.scan(t.CHECKPOINT_PLAN, db_id)]
+
+
+def abandon(ctx: JobContext, job: Job, generation: int) -> None:
+    """Give a plan up: what was written under it is deleted."""
+    commit_step(ctx, job, [AbandonPlan(job.db_id, generation), *ctx.manifest.jobs.deletions([job.db_id])])
+    hit("jobs.checkpoint.abandoned")
+    emit("info", "checkpoint.plan_abandoned", db_id=job.db_id, generation=generation)
 
 
 def _is_taken(ctx: JobContext, db_id: int) -> bool:
@@ -143,22 +304,36 @@ def _is_taken(ctx: JobContext, db_id: int) -> bool:
         return next(iter(txn.raw_scan(t.CHECKPOINT_PLAN, db_id)), None) is not None
 
 
-def _is_over(ctx: JobContext, record: PlanRecord) -> bool:
-    """Whether nobody works on a plan: its job has ended, or it is this very job, which has come to another plan."""
+def has_ended(ctx: JobContext, job_id: int) -> bool:
+    """Whether nobody will come back to a plan of this job. One that waits for its next attempt will."""
     with ctx.manifest.read() as txn:
-        owner = txn.job(record.job_id)
-    return owner is None or owner.attempt != record.attempt or owner.finished_at_ms > 0
+        owner = txn.job(job_id)
+    return owner is None or owner.finished_at_ms > 0
 
 
 def _rebuild(
-    ctx: JobContext, pages: PagesOfStore, db_id: int, generation: int, record: PlanRecord, *, merge: bool
+    ctx: JobContext, job: Job, generation: int, record: PlanRecord, runner_for: Choose
 ) -> CheckpointPlan | None:
+    """Rule 1."""
+    db_id = job.db_id
     with ctx.manifest.read() as txn:
-        shape = replace(shape_of(txn, db_id, ctx.objects_url), generation=generation)
-        if merge:
-            plan = plan_merge(txn, db_id, shape)
-        else:
-            rows = [(each, txn.get(t.WAL_CATALOG, db_id, each)) for each in record.segments]
-            present = [(each, row) for each, row in rows if row is not None]
-            plan = _plan(txn, pages, db_id, present, shape) if len(present) == len(rows) else None
-    return plan if plan is not None and plan.digest == record.digest else None
+        if is_merge(job):
+            shape = replace(shape_of(txn, db_id, ctx.objects_url), generation=generation)
+            plan = plan_merge(txn, db_id, shape, **merge_rule(job))
+        segments = segments_of(txn, db_id, record)
+    if not is_merge(job):
+        plan = _planned(ctx, db_id, segments, runner_for, generation) if segments else None
+    return plan if plan is not None and is_same(plan, record) else None
+
+
+def segments_of(txn: ReadTxn, db_id: int, record: PlanRecord) -> list[tuple[int, WalRecord]]:
+    """The segments of a stored plan; none if one of them is gone."""
+    rows = [(each, txn.get(t.WAL_CATALOG, db_id, each)) for each in record.segments]
+    present = [(each, row) for each, row in rows if row is not None]
+    return present if len(present) == len(rows) else []
+
+
+def is_same(plan: CheckpointPlan, record: PlanRecord) -> bool:
+    """Whether a plan that was built again is the one that was stored (rule 1)."""
+    again = plan.record(record.job_id, record.attempt, record.created_at_ms)
+    return plan.digest == record.digest and again.artifacts == record.artifacts

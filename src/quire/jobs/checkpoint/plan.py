@@ -3,39 +3,56 @@
 Terms
   candidates   the contiguous run of indexed segments after `checkpointed_lsn` whose last lsn is at or below the floor (P9)
   covered      the last lsn of the last candidate: what the new artifacts hold everything up to
+  dirty        slot → how many of its pages changed, in how many segments; counted before a plan is made (`read.py`)
 
 Rules
   1. A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
   2. A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
      gets a delta (DESIGN 5.7). Slots beyond the size at `covered` are cleared (P15).
-  3. The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it.
+  3. The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
+     covers the segments (which never change), what becomes of each slot, and the chain it had; another answer to any of them
+     is another plan. No row of the page index is needed for it: those never come to where plans are made (K2).
+  4. A plan is bounded, whatever waits: `PLAN_FRAMES_MAX` frames of WAL (one segment at least), or `MERGE_SLOTS_MAX` slots to
+     merge, the longest chains first. What is left is the next job's. Only the newest version of a page is written, so a page
+     that was written a million times costs its index entries, and one image.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.core.errors import UnknownDatabase
+from quire.core.errors import ConfigMismatch, UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.durable.names import object_key
+from quire.jobs.checkpoint.read import Dirty, SegmentInput
 from quire.jobs.checkpoint.run import SlotTask
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import PlanRecord, WalRecord, WalState
-from quire.manifest.slots import Chain, unpack_leaf
-from quire.pages.places import chunk_place
-from quire.pages.segment_scan import ROW_DTYPE, as_rows, page_map, sealed_entries
-from quire.pages.sources import ChunkPlace, Sources
+from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
+from quire.manifest.slots import Chain, place, unpack_leaf
+from quire.pages import databases
+from quire.pages.places import chunk_place, segment_place
+from quire.pages.sources import ChunkPlace, SegmentPlace
 
 DIRTY_RATIO = 0.25
 CHAIN_MAX = 8
 """DESIGN 5.7: beyond these a slot is rewritten."""
+
+PLAN_FRAMES_MAX = 1 << 19
+"""Frames of WAL that one plan of threads looks at: 2 GiB of 4 KiB pages, whose rows are in this process's memory."""
+
+SPARK_FRAMES_MAX = 1 << 23
+"""Frames of WAL that one plan of Spark looks at: 32 GiB of 4 KiB pages, 64 MiB of rows over all executors."""
+
+MERGE_SLOTS_MAX = 64
+"""Slots that one merge rewrites: at most 4 GiB, after which others get their turn."""
+
+MERGE_ALL = 2
+"""The shortest chain there is something to merge in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,19 @@ class CheckpointPlan:
     tasks: tuple[SlotTask, ...]
     cleared: tuple[int, ...]
     """Slots that no longer exist at `covered_lsn`."""
+    leaves: dict[int, LeafRef]
+    """The leaves it was made on: publishing needs them unchanged (P10)."""
     digest: bytes
+    inputs: tuple[SegmentInput, ...] = ()
+    """The segments, and where they are to be read; none for a merge."""
+    more: bool = False
+    """Whether something is left for the next one (rule 4)."""
+
+    @property
+    def read_bytes(self) -> int:
+        """About how much is read for it."""
+        dirty = sum(task.dirty * task.page_size for task in self.tasks)
+        return dirty + sum(place.size_bytes for task in self.tasks for place in task.chain)
 
     def record(self, job_id: int, attempt: int, now_ms: int) -> PlanRecord:
         """As it is stored."""
@@ -75,6 +104,20 @@ class Shape:
     pages_per_chunk: int
     generation: int
     objects_url: str
+    compression: Compression = Compression.ZSTD
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slot map of a database, as a plan sees it."""
+
+    chains: dict[int, Chain]
+    leaves: dict[int, LeafRef]
+
+    def under(self, slots: Iterable[int]) -> dict[int, LeafRef]:
+        """The leaves of some slots; of none that is not there yet (generation 0)."""
+        numbers = sorted({place(slot)[0] for slot in slots})
+        return {number: self.leaves.get(number, LeafRef(0, 0)) for number in numbers}
 
 
 def shape_of(txn: ReadTxn, db_id: int, objects_url: str) -> Shape:
@@ -84,7 +127,11 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str) -> Shape:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
     page_size = record.page_size
     per_chunk = record.pages_per_chunk or (CHUNK_BYTES // page_size if page_size else 0)
-    return Shape(page_size, per_chunk, record.next_generation, objects_url)
+    expected = databases.config_hash(databases.Shape(page_size, per_chunk), record)
+    if page_size and record.config_hash not in (b"", expected):
+        hint = "open it with the quire that made it"
+        raise ConfigMismatch("chunks of another shape would be written over this database", hint=hint, db_id=db_id)
+    return Shape(page_size, per_chunk, record.next_generation, objects_url, record.compression)
 
 
 def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalRecord]]:
@@ -101,52 +148,85 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
     return taken
 
 
+def first_step(segments: Sequence[tuple[int, WalRecord]], frames_max: int) -> list[tuple[int, WalRecord]]:
+    """As many of the candidates, from the first, as one plan takes (rule 4)."""
+    taken, frames = list(segments[:1]), 0
+    for (_, before), each in pairwise(segments):
+        frames += before.last_lsn - before.first_lsn + 1
+        if frames + each[1].last_lsn - each[1].first_lsn + 1 > frames_max:
+            break
+        taken.append(each)
+    return taken
+
+
+def inputs_of(txn: ReadTxn, db_id: int, segments: Sequence[tuple[int, WalRecord]], shape: Shape) -> list[SegmentInput]:
+    """What is to be read of these segments, and from where."""
+    covered, size_pages = _end_of(segments)
+    return [
+        SegmentInput(
+            db_id=db_id,
+            place=segment_place(txn, row.origin_db_id, segment_id, shape.objects_url)
+            or SegmentPlace(origin_db_id=row.origin_db_id, segment_id=segment_id),
+            last_lsn=row.last_lsn,
+            covered_lsn=covered,
+            size_pages=size_pages,
+            pages_per_chunk=shape.pages_per_chunk,
+        )
+        for segment_id, row in segments
+    ]
+
+
+def _end_of(segments: Sequence[tuple[int, WalRecord]]) -> tuple[int, int]:
+    """(covered lsn, size in pages there) of a run of segments."""
+    return segments[-1][1].last_lsn, next((row.size_pages for _, row in reversed(segments) if row.size_pages), 0)
+
+
 def plan_checkpoint(
-    txn: ReadTxn, sources: Sources, db_id: int, segments: Sequence[tuple[int, WalRecord]], shape: Shape
+    txn: ReadTxn,
+    db_id: int,
+    segments: Sequence[tuple[int, WalRecord]],
+    shape: Shape,
+    dirty: Mapping[int, Dirty],
 ) -> CheckpointPlan:
     """The plan that absorbs these segments, whole transactions up to the end of the last."""
-    covered = segments[-1][1].last_lsn
-    size_pages = next((row.size_pages for _, row in reversed(segments) if row.size_pages), 0)
-    rows = [_rows(sources, segment_id, row) for segment_id, row in segments]
-    newest = page_map(np.concatenate(rows), covered)
-    newest = newest[newest["page"] < np.uint32(size_pages)]
+    covered, size_pages = _end_of(segments)
     first_lsn = min(row.first_lsn for _, row in segments)
-    digest = _digest(db_id, shape.generation, covered, newest.tobytes())
-    chains = _chains(txn, db_id)
-    tasks = []
-    slots = newest["page"] // np.uint32(shape.pages_per_chunk)
-    for slot in np.unique(slots).tolist():
-        frames = newest[slots == slot]
-        tasks.append(
-            _task(txn, db_id, slot, frames, chains.get(slot, ()), covered, size_pages, digest, first_lsn, shape)
-        )
+    held = _slots(txn, db_id)
+    tasks = tuple(
+        _task(txn, db_id, slot, dirty[slot], held.chains.get(slot, ()), covered, size_pages, first_lsn, shape)
+        for slot in sorted(dirty)
+    )
     last_slot = (size_pages - 1) // shape.pages_per_chunk if size_pages else -1
-    cleared = tuple(sorted(slot for slot in chains if slot > last_slot))
-    names = tuple(segment_id for segment_id, _ in segments)
-    return CheckpointPlan(db_id, shape.generation, covered, size_pages, names, tuple(tasks), cleared, digest)
-
-
-def _rows(sources: Sources, segment_id: int, row: WalRecord) -> NDArray[np.void]:
-    file = sources.segment(row.origin_db_id, segment_id)
-    count = row.last_lsn - file.header.first_lsn + 1
-    return as_rows(file.header, sealed_entries(file.header, file.read_index(count), count, path=file.path))
+    cleared = tuple(sorted(slot for slot in held.chains if slot > last_slot))
+    digest = _digest(db_id, shape, covered, size_pages, segments, tasks, cleared, held)
+    return CheckpointPlan(
+        db_id=db_id,
+        generation=shape.generation,
+        covered_lsn=covered,
+        size_pages=size_pages,
+        segments=tuple(segment_id for segment_id, _ in segments),
+        tasks=tuple(replace(task, digest=digest) for task in tasks),
+        cleared=cleared,
+        leaves=held.under([*(task.key.id for task in tasks), *cleared]),
+        digest=digest,
+        inputs=tuple(inputs_of(txn, db_id, segments, shape)),
+    )
 
 
 def _task(
     txn: ReadTxn,
     db_id: int,
     slot: int,
-    frames: NDArray[np.void],
+    dirty: Dirty,
     chain: Chain,
     covered: int,
     size_pages: int,
-    digest: bytes,
     first_lsn: int,
     shape: Shape,
 ) -> SlotTask:
     places = tuple(chunk_place(txn, link.artifact(slot), shape.objects_url) for link in chain)
     pages_below = min(shape.pages_per_chunk, size_pages - slot * shape.pages_per_chunk)
-    rewrite = is_rewritten(len(frames), pages_below, chain, places)
+    rewrite = is_rewritten(dirty.pages, pages_below, chain, places)
     kind, delta_id = (ArtifactKind.BASE, 0) if rewrite else (ArtifactKind.DELTA, 1)
     key = ArtifactKey(db_id, kind, slot, shape.generation, delta_id)
     return SlotTask(
@@ -157,11 +237,13 @@ def _task(
         pages_per_chunk=shape.pages_per_chunk,
         pages_below=pages_below,
         covered_lsn=covered,
-        digest=digest,
+        digest=b"",
         chain=places if rewrite else (),
-        frames=frames,
+        dirty=dirty.pages,
+        parts=dirty.parts,
         base_generation=0 if rewrite else chain[0].generation,
         lsn_start=first_lsn,
+        compression=shape.compression,
     )
 
 
@@ -172,49 +254,96 @@ def is_rewritten(dirty: int, pages: int, chain: Chain, places: Sequence[ChunkPla
     return sum(place.size_bytes for place in places[1:]) >= places[0].size_bytes
 
 
-def _chains(txn: ReadTxn, db_id: int) -> dict[int, Chain]:
-    """Slot → chain of the whole database."""
+def is_long(chain_length: int, base_bytes: int, delta_bytes: int, *, chain_min: int, ratio: float) -> bool:
+    """Whether a chain is so long, or its deltas so heavy, that a merge is due."""
+    return chain_length >= chain_min or (chain_length > 1 and delta_bytes >= ratio * base_bytes)
+
+
+def _slots(txn: ReadTxn, db_id: int) -> Slots:
+    """The slot map of the whole database."""
     chains: dict[int, Chain] = {}
+    leaves: dict[int, LeafRef] = {}
     for (_, number), held in txn.scan(t.LIVE_LEAF, db_id):
+        leaves[number] = held
         row = txn.get(t.SLOT_LEAF, held.origin_db_id, number, held.generation)
         if row is not None:
             leaf = unpack_leaf(row.entries)
             chains.update({number * SLOTS_PER_LEAF + offset: chain for offset, chain in leaf.items()})
-    return chains
+    return Slots(chains, leaves)
 
 
-def _digest(db_id: int, generation: int, covered: int, body: bytes) -> bytes:
-    head = f"{db_id}:{generation}:{covered}:".encode()
-    return hashlib.sha256(head + body).digest()
+def _digest(
+    db_id: int,
+    shape: Shape,
+    covered: int,
+    size_pages: int,
+    segments: Sequence[tuple[int, WalRecord]],
+    tasks: Sequence[SlotTask],
+    cleared: Sequence[int],
+    held: Slots,
+) -> bytes:
+    """Rule 3."""
+    fixed = (shape.page_size, shape.pages_per_chunk, int(shape.compression))
+    digest = hashlib.sha256(repr((db_id, shape.generation, covered, size_pages, fixed, tuple(cleared))).encode())
+    for segment_id, row in segments:
+        digest.update(repr((row.origin_db_id, segment_id, row.first_lsn, row.last_lsn, row.salt)).encode())
+    for task in tasks:
+        chain = [
+            (int(link.kind), link.origin_db_id, link.generation, link.delta_id, link.covered_lsn)
+            for link in held.chains.get(task.key.id, ())
+        ]
+        key, changed = task.key, (task.dirty, task.parts)
+        digest.update(repr((key.id, int(key.kind), key.delta_id, chain, changed)).encode())
+    return digest.digest()
 
 
-def plan_merge(txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = 2) -> CheckpointPlan | None:
-    """Rewrite every slot whose chain is at least so long; `None` if there is none."""
+def plan_merge(
+    txn: ReadTxn, db_id: int, shape: Shape, *, chain_min: int = MERGE_ALL, ratio: float = 0.0
+) -> CheckpointPlan | None:
+    """Rewrite the slots whose chains are at least so long or, for their base, so heavy; `None` if there is none."""
     wal = txn.wal_state(db_id)
     if wal is None:
         return None
-    long = {slot: chain for slot, chain in _chains(txn, db_id).items() if len(chain) >= chain_min}
-    if not long:
+    held = _slots(txn, db_id)
+    due: list[tuple[int, Chain, tuple[ChunkPlace, ...]]] = []
+    for slot, chain in held.chains.items():
+        if len(chain) >= MERGE_ALL:
+            places = tuple(chunk_place(txn, link.artifact(slot), shape.objects_url) for link in chain)
+            base, *deltas = (each.size_bytes for each in places)
+            if is_long(len(chain), base, sum(deltas), chain_min=chain_min, ratio=ratio):
+                due.append((slot, chain, places))
+    if not due:
         return None
+    due.sort(key=lambda item: (-len(item[1]), item[0]))
+    chosen = sorted(due[:MERGE_SLOTS_MAX], key=lambda item: item[0])
+    tasks = [_merge_task(db_id, slot, chain, places, shape) for slot, chain, places in chosen]
     covered = wal.checkpointed_lsn
-    body = b"".join(f"{slot}:{chain[-1].generation}:{len(chain)};".encode() for slot, chain in sorted(long.items()))
-    digest = _digest(db_id, shape.generation, covered, body)
-    nothing = np.zeros(0, ROW_DTYPE)
-    tasks = []
-    for slot, chain in sorted(long.items()):
-        key = ArtifactKey(db_id, ArtifactKind.BASE, slot, shape.generation)
-        tasks.append(
-            SlotTask(
-                key=key,
-                url=shape.objects_url,
-                object_key=object_key(key),
-                page_size=shape.page_size,
-                pages_per_chunk=shape.pages_per_chunk,
-                pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: nothing is left out
-                covered_lsn=chain[-1].covered_lsn,
-                digest=digest,
-                chain=tuple(chunk_place(txn, link.artifact(slot), shape.objects_url) for link in chain),
-                frames=nothing,
-            )
-        )
-    return CheckpointPlan(db_id, shape.generation, covered, wal.size_pages, (), tuple(tasks), (), digest)
+    digest = _digest(db_id, shape, covered, wal.size_pages, (), tasks, (), held)
+    return CheckpointPlan(
+        db_id=db_id,
+        generation=shape.generation,
+        covered_lsn=covered,
+        size_pages=wal.size_pages,
+        segments=(),
+        tasks=tuple(replace(task, digest=digest) for task in tasks),
+        cleared=(),
+        leaves=held.under(task.key.id for task in tasks),
+        digest=digest,
+        more=len(due) > len(chosen),
+    )
+
+
+def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, ...], shape: Shape) -> SlotTask:
+    key = ArtifactKey(db_id, ArtifactKind.BASE, slot, shape.generation)
+    return SlotTask(
+        key=key,
+        url=shape.objects_url,
+        object_key=object_key(key),
+        page_size=shape.page_size,
+        pages_per_chunk=shape.pages_per_chunk,
+        pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: nothing is left out
+        covered_lsn=chain[-1].covered_lsn,
+        digest=b"",
+        chain=places,
+        compression=shape.compression,
+    )

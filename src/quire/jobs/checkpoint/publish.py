@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from quire.core.errors import StalePlan
 from quire.core.ids import ArtifactKind
 from quire.jobs.checkpoint.plan import CheckpointPlan
 from quire.jobs.checkpoint.run import SlotResult, SlotTask
-from quire.manifest import tables as t
 from quire.manifest.ops.artifacts import PutChunk, PutDelta
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.plans import FinishPlan
 from quire.manifest.ops.slots import SetSlots
 from quire.manifest.ops.wal import AdvanceCheckpoint
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRef, Residency
+from quire.manifest.records import ChunkRecord, DeltaRecord, Residency
 from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
 
 
@@ -34,7 +34,7 @@ def publish_ops(
         before = txn.chain(plan.db_id, task.key.id)
         origins.update(link.origin_db_id for link in before)
         ops.append(_row(task, result, before, now_ms))
-        leaves.setdefault(leaf, {})[offset] = _chain(task, before)
+        leaves.setdefault(leaf, {})[offset] = chain_after(task, before)
     cleared: dict[int, bytearray] = {}
     for slot in plan.cleared:
         leaf, offset = place(slot)
@@ -42,7 +42,7 @@ def publish_ops(
         leaves.setdefault(leaf, {})
         origins.update(link.origin_db_id for link in txn.chain(plan.db_id, slot))
     for leaf, changes in sorted(leaves.items()):
-        held = txn.get(t.LIVE_LEAF, plan.db_id, leaf) or LeafRef(0, 0)
+        held = plan.leaves[leaf]
         origins.add(held.origin_db_id or plan.db_id)
         gone = bytes(cleared.get(leaf, b""))
         ops.append(
@@ -63,16 +63,20 @@ def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
         "sha256": result.sha256,
         "bitmap_hash": result.bitmap_hash,
         "plan_digest": task.digest,
+        "compression": task.compression,
         "uploaded_at_ms": now_ms,
     }
     if key.kind is ArtifactKind.BASE:
         return PutChunk(key.origin_db_id, key.id, key.generation, ChunkRecord(remote, size, now_ms, **common))
+    if not before or before[0].generation != task.base_generation:
+        raise StalePlan("the base that a delta was made for is gone", hint="plan again", artifact=key)
     base = before[0]
     record = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
     return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, record)
 
 
-def _chain(task: SlotTask, before: Chain) -> Chain:
+def chain_after(task: SlotTask, before: Chain) -> Chain:
+    """The chain of a slot once its task is published."""
     key = task.key
     link = Link(key.kind, key.origin_db_id, key.generation, task.covered_lsn, key.delta_id)
     return (link,) if key.kind is ArtifactKind.BASE else (*before, link)

@@ -1,17 +1,23 @@
 """Writing one slot's new chunk or delta: reads frames and, for a rewrite, the old chain; writes one object.
 
+Terms
+  part    what one segment has for one slot: the newest frame in it of each page (`read.py`)
+
 Rules
   1. A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at
      once, write the same artifact, and the second adopts what the first put (P11).
-  2. Page bodies are read once and written once (K2): frames in the order of their segments, a chain in the order of its pages.
-  3. Memory is one chunk's compressed bytes plus the frames of one slot.
+  2. So a slot is written only from all of its parts: with one of them missing an older version of a page would get a name that
+     the next attempt believes in. The plan says how many parts and pages there are.
+  3. Page bodies are read once and written once (K2): frames in the order of their segments, a chain in the order of its pages.
+  4. Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), 4 MiB of frames, the rows of the
+     slot's changed pages (24 bytes each), and for a rewrite one open reader per chunk of the chain.
 
 Safe to run on an executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge as merge_sorted
 from operator import itemgetter
@@ -19,18 +25,22 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.errors import InternalError
 from quire.core.ids import ArtifactKey
+from quire.core.limits import MIB
 from quire.durable.failpoints import hit
+from quire.jobs.checkpoint.read import Part, newest_frames
 from quire.jobs.places import OpenStore
+from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_adopt import adopts
 from quire.pages.chunk_chain import merge
 from quire.pages.chunk_format import ChunkIdentity
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
-from quire.pages.sources import ChunkPlace, Sources
+from quire.pages.sources import ChunkPlace, SegmentPlace, Sources
 
-FRAMES_AT_ONCE = 1_024
-"""Frames of a slot that are read before they are compressed: 4 MiB of 4 KiB pages."""
+FRAME_BYTES_AT_ONCE = 4 * MIB
+"""Pages of a slot that are read before they are compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +60,12 @@ class SlotTask:
     digest: bytes
     chain: tuple[ChunkPlace, ...]
     """What a rewrite starts from; empty for a delta."""
-    frames: NDArray[np.void]
-    """`ROW_DTYPE`, the newest version of each changed page of the slot, by page."""
+    dirty: int = 0
+    parts: int = 0
+    """How many pages of the slot changed, in how many segments (rule 2)."""
     base_generation: int = 0
     lsn_start: int = 0
+    compression: Compression = Compression.ZSTD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +80,26 @@ class SlotResult:
     bitmap_hash: int
 
 
-def write_slot(task: SlotTask, *, sources: Sources, open_store: OpenStore) -> SlotResult:
-    """Write the slot's new object; durable on return."""
+def join_slot(key: Key, task: SlotTask | None, parts: list[Part], tools: Tools) -> SlotResult:
+    """Write the object of a slot from everything that segments have for it; durable on return."""
+    assert task is not None, "slots are written by a plan"
+    frames = newest_frames(parts, task.covered_lsn)
+    if (len(frames), len(parts)) != (task.dirty, task.parts):  # rule 2
+        found = {"pages": len(frames), "parts": len(parts), "planned": (task.dirty, task.parts)}
+        raise InternalError("a slot has other changes than its plan says", hint="run the job again", slot=key, **found)
+    places = {(part.place.origin_db_id, part.place.segment_id): part.place for part in parts}
+    return write_slot(task, frames, places, sources=tools.sources, open_store=tools.open_store)
+
+
+def write_slot(
+    task: SlotTask,
+    frames: NDArray[np.void],
+    places: Mapping[tuple[int, int], SegmentPlace],
+    *,
+    sources: Sources,
+    open_store: OpenStore,
+) -> SlotResult:
+    """Write the slot's new object from these frames (`FRAME_DTYPE`, by page) over its chain."""
     identity = ChunkIdentity(
         key=task.key,
         plan_digest=task.digest,
@@ -80,12 +110,13 @@ def write_slot(task: SlotTask, *, sources: Sources, open_store: OpenStore) -> Sl
         base_generation=task.base_generation,
     )
     parts: list[bytes] = []
-    writer = ChunkWriter(parts.append, identity, compression=Compression.ZSTD)
-    for offset, image in _pages(task, sources):
+    writer = ChunkWriter(parts.append, identity, compression=task.compression)
+    for offset, image in _pages(task, frames, places, sources):
         writer.add(offset, image)
     info = writer.finish()
     hit("jobs.checkpoint.encoded")
     body = b"".join(parts)
+    parts.clear()  # rule 4: the second copy goes before the slow part begins
     put = open_store(task.url).put(
         task.object_key, body, create_only=True, identity=adopts(identity), sha256=info.sha256
     )
@@ -102,12 +133,16 @@ def write_slot(task: SlotTask, *, sources: Sources, open_store: OpenStore) -> Sl
     )
 
 
-def _pages(task: SlotTask, sources: Sources) -> Iterator[tuple[int, bytes | memoryview]]:
+Places = Mapping[tuple[int, int], SegmentPlace]
+Image = bytes | memoryview
+
+
+def _pages(task: SlotTask, frames: NDArray[np.void], places: Places, sources: Sources) -> Iterator[tuple[int, Image]]:
     """(offset, image) in rising order: changed pages over what the chain holds."""
-    changed = _frames(task, sources)
+    changed = _frames(task, frames, places, sources)
     if not task.chain:
         return changed
-    fresh = {int(page) % task.pages_per_chunk for page in task.frames["page"].tolist()}
+    fresh = {int(page) % task.pages_per_chunk for page in frames["page"].tolist()}
     kept = (
         (offset, image)
         for offset, image in merge([sources.chunk(place) for place in task.chain], pages_below=task.pages_below)
@@ -116,17 +151,22 @@ def _pages(task: SlotTask, sources: Sources) -> Iterator[tuple[int, bytes | memo
     return merge_sorted(changed, kept, key=itemgetter(0))
 
 
-def _frames(task: SlotTask, sources: Sources) -> Iterator[tuple[int, bytes | memoryview]]:
-    frames = task.frames
-    for start in range(0, len(frames), FRAMES_AT_ONCE):
-        part = frames[start : start + FRAMES_AT_ONCE]
-        images: dict[int, bytes | memoryview] = {}
+def _frames(task: SlotTask, frames: NDArray[np.void], places: Places, sources: Sources) -> Iterator[tuple[int, Image]]:
+    step = max(FRAME_BYTES_AT_ONCE // task.page_size, 1)
+    for start in range(0, len(frames), step):
+        part = frames[start : start + step]
+        images: dict[int, Image] = {}
         for origin, segment in {(int(o), int(s)) for o, s in zip(part["origin_db_id"], part["segment_id"])}:
             of_segment = part[(part["origin_db_id"] == origin) & (part["segment_id"] == segment)]
-            bodies = sources.frames(origin, segment, of_segment["frame_no"].tolist())
+            bodies = _bodies(sources, places[origin, segment], of_segment["frame_no"].tolist())
             images.update(zip(of_segment["page"].tolist(), bodies))
         for page in part["page"].tolist():
             yield page % task.pages_per_chunk, images[page]
+
+
+def _bodies(sources: Sources, place: SegmentPlace, frame_nos: Sequence[int]) -> Sequence[Image]:
+    sources.segment(place.origin_db_id, place.segment_id, place)  # opened by its place: the file may not be here
+    return sources.frames(place.origin_db_id, place.segment_id, frame_nos)
 
 
 def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInfo:

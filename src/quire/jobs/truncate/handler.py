@@ -2,63 +2,82 @@
 
 Rules
   1. Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in
-     commits of at most 8,192 rows, between which others write.
+     commits of at most 8,192 rows, between which others write, found in transactions that look at 65,536 at most (M4).
   2. A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
-     and forks hold their own (P12).
-  3. Every step may be repeated.
+     and forks hold their own (P12). At most 256 of them in one commit.
+  3. With a window of time travel the segment that the last checkpoint ended in stays until the next one: it knows the size and
+     the time of the version that the chunks hold (P14).
+  4. Every step may be repeated, and needs the job's lease.
+  5. Rows above `checkpointed_lsn` all stay, superseded or not: any of their versions may be opened by lsn or time. That bounds
+     the index by the WAL budget; a page's chain is cut by the checkpoint that absorbs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.core.events import emit
+from quire.core.limits import SCAN_ROWS_MAX
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
+from quire.jobs.steps import commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.pageindex import VERSION_NAME, DropPageVersions
 from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import WalState
+from quire.manifest.records import WalRecord, WalState
 
 STEP_ROWS = 8_192
+STEP_SEGMENTS = 256
 
 
 def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Drop absorbed rows, then move their segments to TRUNCATED."""
     manifest, db_id, dropped = ctx.manifest, job.db_id, 0
-    page: int | None = 0
-    while page is not None:
+    place: tuple[int, int] | None = (0, 0)
+    while place is not None:
         progress(dropped, 0)
         with manifest.read() as txn:
-            names, page = _absorbed(txn, db_id, page)
+            names, place = _absorbed(txn, db_id, place)
         if names:
-            manifest.submit([DropPageVersions(db_id, b"".join(names))]).result()
+            commit_step(ctx, job, [DropPageVersions(db_id, b"".join(names))])
             hit("jobs.truncate.dropped")
             dropped += len(names)
     with manifest.read() as txn:
         done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
-    if not done:
-        return Done({"rows": dropped, "segments": 0})
-    ops: list[Op] = [MoveWalState(db_id, segment_id, WalState.TRUNCATED) for segment_id, _ in done]
-    origins = {row.origin_db_id for _, row in done}
-    for segment_id, row in done:
-        emit("info", "wal.truncated", db_id=db_id, segment_id=segment_id, bytes=row.used_bytes)
+        wal = txn.wal_state(db_id)
+    if ctx.settings.time_travel_seconds and wal is not None:
+        done = [(segment_id, row) for segment_id, row in done if row.last_lsn != wal.checkpointed_lsn]  # rule 3
     freed = sum(row.used_bytes for _, row in done)
     result = {"rows": dropped, "segments": len(done), "bytes": freed}
-    return Done(result, ops=(*ops, *manifest.jobs.deletions(origins)))
+    while len(done) > STEP_SEGMENTS:
+        progress(dropped, 0)
+        step, done = done[:STEP_SEGMENTS], done[STEP_SEGMENTS:]
+        commit_step(ctx, job, _let_go(ctx, db_id, step))
+        hit("jobs.truncate.moved")
+    return Done(result, ops=tuple(_let_go(ctx, db_id, done)) if done else ())
 
 
-def _absorbed(txn: ReadTxn, db_id: int, from_page: int) -> tuple[list[bytes], int | None]:
-    """Names of absorbed versions from a page on, at most a step of them, and the page to go on with; `None` at the end."""
+def _let_go(ctx: JobContext, db_id: int, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
+    """The end of these segments, as far as this database is concerned, and the deletion of what nobody else holds."""
+    for segment_id, row in segments:
+        emit("info", "wal.truncated", db_id=db_id, segment_id=segment_id, bytes=row.used_bytes)
+    moves: list[Op] = [MoveWalState(db_id, segment_id, WalState.TRUNCATED) for segment_id, _ in segments]
+    return [*moves, *ctx.manifest.jobs.deletions({row.origin_db_id for _, row in segments})]
+
+
+def _absorbed(txn: ReadTxn, db_id: int, start: tuple[int, int]) -> tuple[list[bytes], tuple[int, int] | None]:
+    """Names of absorbed versions from a (page, lsn) on, at most a step of them, and where to go on; `None` at the end."""
     wal = txn.wal_state(db_id)
     names: list[bytes] = []
-    for (owner, page, lsn), _ in txn.scan(t.PAGE_VERSION_INDEX, start=(db_id, from_page, 0)):
+    for looked, ((owner, page, lsn), _) in enumerate(txn.scan(t.PAGE_VERSION_INDEX, start=(db_id, *start))):
         if owner != db_id:
             break
-        if len(names) >= STEP_ROWS:
-            return names, page
+        if len(names) >= STEP_ROWS or looked >= SCAN_ROWS_MAX:
+            return names, (page, lsn)
         if wal is not None and lsn <= wal.checkpointed_lsn:
             names.append(VERSION_NAME.pack(page, lsn))
     return names, None

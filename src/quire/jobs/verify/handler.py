@@ -1,4 +1,5 @@
-"""The verify job: of one artifact (the one it names), or of a database (payload `{"scope": "database"}`).
+"""The verify job: of one artifact (the one it names), of a database (payload `{"scope": "database"}`), or of the whole store
+(`{"scope": "store"}`: `whole.py`).
 
 Rules
   1. A bad verdict is given only if a second look, at the row as it is by then, comes to the same.
@@ -12,7 +13,9 @@ Durable are only the verdicts, in rows: a crash anywhere leaves those that were 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
+from typing import Any
 
 from quire.core.errors import InvalidInput, UnknownArtifact
 from quire.core.events import emit
@@ -21,11 +24,14 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
+from quire.jobs.runner import Runners
 from quire.jobs.steps import commit_step
+from quire.jobs.threads import thread_runner
 from quire.jobs.trouble import Trouble
-from quire.jobs.verify.plan import place_to_verify, plan_verification, summary
+from quire.jobs.verify.plan import bitmap_of, place_to_verify, plan_verification, summary
 from quire.jobs.verify.publish import still_holds, verdict_ops
 from quire.jobs.verify.run import Finding, VerifyTask, verify
+from quire.jobs.verify.whole import plan_aged, verify_store
 from quire.manifest.jobqueue import Job
 
 STEP_ARTIFACTS = 16
@@ -34,20 +40,40 @@ STEP_ARTIFACTS = 16
 ATTEMPT_ARTIFACTS = 1_024
 """Looked at in one attempt: 64 GiB of full chunks."""
 
+THREADS = Runners()
+
 PAUSE_MS = 1_000
 """For how long the others may run between two attempts."""
 
 
-def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+def verify_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
     """Compare rows, files and objects, and record what was found."""
-    scope = options(job, scope="")["scope"]
+    given = options(job, scope="", runner="", max_age_seconds=0.0, max_duration_seconds=0.0)
+    scope = given["scope"]
+    if scope == "store" and not job.db_id:
+        return _verify_store(ctx, job, progress, runners, given)
     if scope == "database" and job.record.artifact is None:
         return _verify_database(ctx, job, progress)
     if scope:
         raise InvalidInput(
-            "a verification is of one artifact, or has the scope `database`", job_id=job.job_id, scope=scope
+            "a verification is of one artifact, or has the scope `database` or `store`", job_id=job.job_id, scope=scope
         )
     return _verify_artifact(ctx, job)
+
+
+def _verify_store(ctx: JobContext, job: Job, progress: Progress, runners: Runners, given: dict[str, Any]) -> Outcome:
+    with ctx.manifest.read() as txn:
+        due = plan_aged(txn, job.record.created_at_ms, given["max_age_seconds"])
+    runner = runners.choose(given["runner"], due.size_bytes, partial(thread_runner, ctx, label="quire-verify"))
+    limits = (given["max_age_seconds"], given["max_duration_seconds"])
+
+    def settle(findings: list[Finding]) -> list[Finding]:
+        """Rule 1, and the verdicts are recorded."""
+        settled = _second_look(ctx, findings)
+        _publish(ctx, job, settled)
+        return settled
+
+    return verify_store(ctx, job, progress, runner, limits, settle)
 
 
 def _verify_artifact(ctx: JobContext, job: Job) -> Outcome:
@@ -101,15 +127,20 @@ def _unspared(ctx: JobContext, keys: Iterator[ArtifactKey], trouble: Trouble) ->
 
 def _look(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
     """What these artifacts are, by the rows as they are now; bad ones by a second look (rule 1)."""
-    findings = _look_once(ctx, keys)
+    return _second_look(ctx, _look_once(ctx, keys))
+
+
+def _second_look(ctx: JobContext, findings: Sequence[Finding]) -> list[Finding]:
+    """Rule 1."""
     doubtful = [each.place.key for each in findings if each.is_bad]
     return [each for each in findings if not each.is_bad] + (_look_once(ctx, doubtful) if doubtful else [])
 
 
 def _look_once(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
     with ctx.manifest.read() as txn:
-        places = [place for key in keys if (place := place_to_verify(ctx, txn, key)) is not None]
-    return verify(VerifyTask(tuple(places)), disk=ctx.disk, open_store=ctx.open_store)
+        found = [(place, bitmap_of(txn, key)) for key in keys if (place := place_to_verify(ctx, txn, key)) is not None]
+    task = VerifyTask(tuple(place for place, _ in found), tuple(bitmap for _, bitmap in found))
+    return verify(task, disk=ctx.disk, open_store=ctx.open_store)
 
 
 def _publish(ctx: JobContext, job: Job, findings: list[Finding]) -> None:

@@ -9,6 +9,7 @@ Rules
   2. A verification is over when everything that was there when it was asked for has been looked at since: so it may be
      interrupted anywhere and goes on where it was, and what it has seen is in the rows alone.
   3. Left alone are artifacts that are to be deleted (their bytes may be gone) and segments that are still written.
+     Segments of streams have another form on each tier, which the stream knows: `quire stream verify` looks at them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.places import Place
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import VerifyState, WalRecord, WalState
+from quire.manifest.records import VerifyState, WalFormat, WalRecord, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
 
 PLANNED_MAX = 65_536
@@ -54,7 +55,7 @@ def plan_verification(txn: ReadTxn, db_id: int, asked_at_ms: int) -> VerifyPlan:
     for key, row in _of_database(txn, db_id):
         if row.verified_at_ms >= asked_at_ms:
             seen += 1
-        elif _is_meant(txn, key, row, asked_at_ms):
+        elif is_meant(txn, key, row, asked_at_ms):
             left.append((row.verified_at_ms, key))
     return VerifyPlan(tuple(key for _, key in heapq.nsmallest(PLANNED_MAX, left)), seen, len(left))
 
@@ -111,9 +112,16 @@ def _needed(txn: ReadTxn, db_id: int) -> Iterator[ArtifactKey]:
             yield from artifacts(unpack_leaf(row.entries), number)
 
 
-def _is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
+def bitmap_of(txn: ReadTxn, key: ArtifactKey) -> int:
+    """The hash of a chunk's page bitmap, by its row; 0 if it is no chunk, or none was recorded."""
+    return int(getattr(artifact_row(txn, key), "bitmap_hash", 0))
+
+
+def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
     """Rules 2 and 3."""
     if isinstance(row, WalRecord):
+        if row.format is WalFormat.APPEND_ONLY:
+            return False
         return row.state is not WalState.OPEN and row.sealed_at_ms <= asked_at_ms and not _is_doomed(txn, key)
     return bool(row.created_at_ms <= asked_at_ms) and not _is_doomed(txn, key)
 

@@ -3,7 +3,8 @@
 Rules
   1. An artifact is VERIFIED if every copy that its row promises is there and is what the row says; MISSING if one is not there;
      ALTERED if one differs.
-  2. A row that knows no sha256 learns it: that of the copies, which must agree.
+  2. A row that knows no sha256 learns it: that of the copies, which must agree. Of a chunk the bitmap of its pages must have
+     the hash that its row says, too.
   3. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad: the finding carries the
      error, and no verdict.
 
@@ -13,14 +14,18 @@ Safe to run on an executor. Raises nothing about an artifact: it is all in the f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from quire.core.errors import Corruption, ObjectNotFound, QuireError
+from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.jobs.copies import Found, difference, look_at_file, look_at_object
 from quire.jobs.places import OpenStore, Place
+from quire.jobs.runner import Tools
 from quire.jobs.trouble import Trouble
 from quire.manifest.records import VerifyState
+from quire.pages.chunk_footer import load_footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class VerifyTask:
     """Artifacts to be looked at."""
 
     places: tuple[Place, ...]
+    bitmaps: tuple[int, ...] = ()
+    """The hash of each one's page bitmap, by its row; 0, or none at all, where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +56,25 @@ class Finding:
         return self.state in (VerifyState.MISSING, VerifyState.ALTERED)
 
 
+def run_task(task: VerifyTask, tools: Tools) -> list[Finding]:
+    """`verify`, as a runner calls it."""
+    return verify(task, disk=tools.disk, open_store=tools.open_store)
+
+
 def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Finding]:
     """Look at all of them; a store that does not answer is asked once."""
     trouble, findings = Trouble(), []
-    for place in task.places:
-        finding = Finding(place, error=trouble.first) if trouble.spares(place) else _verify(place, disk, open_store)
+    for place, bitmap in zip_longest(task.places, task.bitmaps, fillvalue=0):
+        assert isinstance(place, Place), "there are at most as many bitmaps as places"
+        spared = trouble.spares(place)
+        finding = Finding(place, error=trouble.first) if spared else _verify(place, bitmap, disk, open_store)
         if finding.error is not None:
             trouble.add(place, finding.error)
         findings.append(finding)
     return findings
 
 
-def _verify(place: Place, disk: Disk, open_store: OpenStore) -> Finding:
+def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Finding:
     copies: dict[str, Found] = {}
     missing: list[str] = []
     try:
@@ -84,8 +98,29 @@ def _verify(place: Place, disk: Disk, open_store: OpenStore) -> Finding:
     ]
     if not altered and len({found.sha256 for found in copies.values()}) > 1:
         altered.append("file and object differ, and no digest says which one is right")
+    try:
+        if not missing and not altered and bitmap and _bitmap_hash(place, disk, open_store) != bitmap:
+            altered.append("the bitmap of its pages is not the one that its row describes")
+    except QuireError as error:
+        return Finding(place, error=error)
     if missing or altered:
         state = VerifyState.MISSING if missing else VerifyState.ALTERED
         return Finding(place, state, problems=(*missing, *altered))
     learned = next((found.sha256 for found in copies.values()), b"") if not place.sha256 else b""
     return Finding(place, VerifyState.VERIFIED, learned)
+
+
+def _bitmap_hash(place: Place, disk: Disk, open_store: OpenStore) -> int:
+    """Of a chunk whose bytes are as they should be: its footer is read again, and nothing else."""
+    if place.has_local:
+        file = disk.open(place.local, write=False)
+        try:
+            footer, _ = load_footer(lambda at, size: file.read_at(size, at), place.size_bytes, name=place.object_key)
+        finally:
+            file.close()
+    else:
+        store = open_store(place.url)
+        footer, _ = load_footer(
+            lambda at, size: store.get_range(place.object_key, at, size), place.size_bytes, name=place.object_key
+        )
+    return crc64(footer.bitmap)

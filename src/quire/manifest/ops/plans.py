@@ -7,8 +7,8 @@ Terms
   generation  burned by the plan: no other plan ever writes objects of these names
 
 Rules
-  1. A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds somebody else's plan
-     abandons it first.
+  1. A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds another one's plan
+     waits until that job has ended, and abandons what it has left.
   2. Publishing needs the plan's row and the running attempt of its job: a zombie's batch fails as a whole.
   3. An abandoned plan's names enter the catalogs at zero references: the collector deletes what was already written.
   4. The segments a plan absorbs are CHECKPOINT_READY while it runs, CHECKPOINTED when it is published, INDEXED again when it is

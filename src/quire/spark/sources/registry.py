@@ -10,4 +10,12 @@ if TYPE_CHECKING:
 
 def sources(*, pushdown: bool) -> list[type[DataSource]]:
     """Every source; with `pushdown` those that take filters (K5: a session that has it switched off refuses them)."""
-    return []
+    from quire.spark.sources.changes import ChangesSource
+    from quire.spark.sources.diff import DiffSource
+    from quire.spark.sources.pages import FilteredPagesSource, PagesSource
+    from quire.spark.sources.sqlite import FilteredSqliteSource, SqliteSource
+    from quire.spark.sources.table import FilteredTableSource, TableSource
+
+    if pushdown:
+        return [FilteredTableSource, ChangesSource, FilteredPagesSource, FilteredSqliteSource, DiffSource]
+    return [TableSource, ChangesSource, PagesSource, SqliteSource, DiffSource]

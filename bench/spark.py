@@ -1,0 +1,195 @@
+"""The data sources on Spark against what they stand on: SQLite itself, the local feed, Spark's own floor.
+
+What is the same for both: the rows, the machine, as many processes as the session has cores; the JVM has started, and each
+query has run once. `scan` compares with apsw reading the same table from an ordinary file, each process its share of the
+rowids, every row as a tuple. `changes` compares with `feed.fetch` in the owner's process, every record decoded. `micro_batch`
+compares the time that Spark says a batch of one change took with that of a source that answers from memory.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import apsw
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+
+import quire
+from bench.report import Report, alternate, seconds
+from quire.core.limits import GIB
+from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
+from quire.manifest.ops.base import Counter, ReserveIds
+from quire.spark.access import options_of
+from quire.spark.session import session
+
+SETTINGS = StoreSettings(
+    maintenance=MaintenanceSettings(enabled=False),
+    pages=PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
+)
+CORES = os.cpu_count() or 1
+
+MAKE = "create table t(id integer primary key, a integer, b text)"
+FILL = (
+    "with recursive n(i) as (select ? union all select i + 1 from n where i < ?)"
+    " insert into t select i, i * 7 % 1000003, printf('%020d', i) from n"
+)
+STEP = 1_000_000
+"""Rows of one transaction while the table is filled."""
+
+NATIVE = """
+import sys, apsw
+connection = apsw.Connection(sys.argv[1], flags=apsw.SQLITE_OPEN_READONLY)
+sys.stdin.readline()
+count = 0
+for row in connection.execute("select id, a, b from t where id between ? and ?", (int(sys.argv[2]), int(sys.argv[3]))):
+    count += 1
+print(count, flush=True)
+"""
+
+
+@cache
+def spark() -> SparkSession:
+    """One session for all parts."""
+    return session(f"local[{CORES}]", app="quire-bench")
+
+
+def drain(frame: DataFrame) -> None:
+    """Read everything, and keep nothing."""
+    frame.write.format("noop").mode("overwrite").save()
+
+
+def scan(report: Report, directory: Path, quick: bool) -> None:
+    rows, rounds = (500_000, 1) if quick else (10_000_000, 3)
+    native = directory / "native.db"
+    with quire.open(directory / "scan", settings=SETTINGS) as store:
+        with closing(apsw.Connection(str(native))) as one, closing(store.sqlite("bench", create=True)) as other:
+            for connection in (one, other):
+                connection.execute(MAKE)
+                for first in range(1, rows + 1, STEP):
+                    connection.execute(FILL, (first, min(first + STEP - 1, rows)))
+        store.checkpoint("bench")
+        store.snapshot("bench", "whole")
+        options = {**options_of(store), "database": "bench", "snapshot": "whole", "table": "t"}
+        frame = spark().read.format("quire.sqlite").options(**options).load()
+        assert frame.count() == rows
+        drain(frame)
+        times = alternate(rounds, lambda: seconds(lambda: _native(native, rows)), lambda: seconds(lambda: drain(frame)))
+    theirs, ours = times
+    report.figure("sqlite_rows_per_second", rows / ours)
+    report.figure("apsw_rows_per_second", rows / theirs)
+    detail = f"{rows / ours:,.0f} rows/s; apsw in {CORES} processes {rows / theirs:,.0f}"
+    report.ratio("sqlite_scan_vs_apsw", theirs / ours, 0.5, "higher", detail)
+
+
+def _native(path: Path, rows: int) -> None:
+    """The same rows, in as many processes; their start is not counted on, so they wait for a line."""
+    share = -(-rows // CORES)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", NATIVE, str(path), str(first), str(min(first + share - 1, rows))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in range(1, rows + 1, share)
+    ]
+    for each in started:
+        assert each.stdin is not None
+        each.stdin.write("\n")
+        each.stdin.flush()
+    counted = sum(int(each.communicate()[0]) for each in started)
+    assert counted == rows
+
+
+def changes(report: Report, directory: Path, quick: bool) -> None:
+    count, rounds = (20_000, 1) if quick else (1_000_000, 3)
+    with quire.open(directory / "changes", settings=SETTINGS) as store:
+        store.feed.register(name="bench")
+        guards = [store.manifest.submit([ReserveIds(Counter.JOB, number)]) for number in range(1_000, 1_000 + count)]
+        guards[-1].result()
+        frame = spark().read.format("quire.changes").options(**options_of(store), last=str(count)).load()
+        assert frame.count() == count
+
+        def fetch() -> None:
+            done = 0
+            while done < count:
+                done = store.feed.fetch("bench", 10_000, after=done).next_sequence - 1
+
+        times = alternate(rounds, lambda: seconds(fetch), lambda: seconds(lambda: drain(frame)))
+    local, ours = times
+    report.figure("changes_per_second", count / ours)
+    detail = f"{count / ours:,.0f} changes/s; fetched where they are {count / local:,.0f}"
+    report.ratio("changes_vs_local_fetch", local / ours, 0.3, "higher", detail)
+
+
+# ── micro-batches ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class TrivialReader(DataSourceStreamReader):
+    """One row for each batch, from memory: what Spark itself takes."""
+
+    def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark gives these names
+        return {"n": 0}
+
+    def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:  # noqa: ARG002, N802
+        return {"n": start["n"] + 1}
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:  # noqa: ARG002
+        return [InputPartition(end["n"])]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[int]]:
+        yield (partition.value,)
+
+
+class TrivialSource(DataSource):
+    @classmethod
+    def name(cls) -> str:
+        return "bench.trivial"
+
+    def schema(self) -> str:
+        return "n int"
+
+    def streamReader(self, schema: Any) -> TrivialReader:  # noqa: ARG002, N802
+        return TrivialReader()
+
+
+def micro_batch(report: Report, directory: Path, quick: bool) -> None:
+    batches = 12 if quick else 60
+    spark().dataSource.register(TrivialSource)
+    with quire.open(directory / "stream", settings=SETTINGS) as store:
+        for number in range(1_000, 1_000 + 8 * batches):
+            store.manifest.submit([ReserveIds(Counter.JOB, number)]).result()
+        options = {**options_of(store), "cursor": "bench", "max_changes": "1"}
+        turns: dict[str, list[float]] = {"trivial": [], "ours": []}
+        for turn in range(2 if quick else 4):  # in turns, each from a checkpoint of its own
+            for name in turns:
+                reader = spark().readStream.format("bench.trivial" if name == "trivial" else "quire.changes")
+                if name == "ours":
+                    reader = reader.options(**{**options, "cursor": f"bench-{turn}"})
+                turns[name] += _batches(reader.load(), directory / f"{name}-{turn}", batches)
+    floor, ours = statistics.median(turns["trivial"]), statistics.median(turns["ours"])
+    report.figure("micro_batch_ms", ours)
+    report.figure("trivial_batch_ms", floor)
+    report.ratio("micro_batch_vs_floor", ours / floor, 1.5, "lower", f"{ours:.0f} ms; a trivial source {floor:.0f} ms")
+
+
+def _batches(frame: DataFrame, checkpoint: Path, wanted: int) -> list[float]:
+    """How long batches took, in ms, the first ones left out."""
+    query = frame.writeStream.format("noop").option("checkpointLocation", str(checkpoint)).start()
+    try:
+        while not query.exception() and (query.lastProgress is None or query.lastProgress["batchId"] < wanted):
+            time.sleep(0.1)
+        told = [each for each in query.recentProgress if each["numInputRows"]]
+    finally:
+        query.stop()
+    return [float(each["durationMs"]["triggerExecution"]) for each in told[4:]]
+
+
+PARTS = (scan, changes, micro_batch)

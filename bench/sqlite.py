@@ -1,0 +1,391 @@
+"""SQLite on quire against SQLite on a file: WAL mode, synchronous=FULL, the same apsw, the same disk, in turns.
+
+What is the same for both: the SQL, the page size, SQLite's own cache, and that a commit has returned only when it is on disk.
+What is not: native SQLite copies its WAL back into the file every 1,000 pages, which is part of its figures; quire publishes
+and seals in the background, which is part of ours. Point reads are single SELECTs, each a read transaction of its own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import random
+import shutil
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+import quire
+from bench.report import Report, alternate, rate, seconds
+from quire.core.limits import GIB, MIB
+from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
+from quire.durable.files import OsDisk
+from quire.manifest.ops.wal import AdvanceWal
+from quire.objects.api import ObjectStore, list_objects
+from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
+from quire.pages.cache import PageCache
+from quire.pages.sources import Sources
+from quire.pages.view import ViewReader
+from quire.sqlite.reader import open_reader
+from quire.store.store import Store
+
+SETTINGS = StoreSettings(
+    maintenance=MaintenanceSettings(enabled=False),
+    pages=PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
+)
+THREADS = 4
+BLOCK = 50
+"""Transactions between two turns of the contenders."""
+ACCOUNTS = 10_000
+
+
+class Contenders:
+    """The same database twice: in a file and in a store."""
+
+    def __init__(self, directory: Path, name: str, *statements: str) -> None:
+        self.directory = directory / name
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        self.store: Store = quire.open(self.directory / "store", settings=SETTINGS)
+        self.native, self.ours = self.connect_native(), self.connect_ours()
+        for connection in (self.native, self.ours):
+            for statement in statements:
+                connection.execute(statement)
+
+    def connect_native(self) -> apsw.Connection:
+        connection = apsw.Connection(str(self.directory / "native.db"))
+        connection.set_busy_timeout(60_000)
+        connection.pragma("journal_mode", "wal")
+        connection.pragma("synchronous", "full")
+        return connection
+
+    def connect_ours(self) -> apsw.Connection:
+        return self.store.sqlite("bench", create=True, timeout=60)
+
+    def close(self) -> None:
+        self.native.close()
+        self.ours.close()
+        self.store.close()
+
+
+def filled(directory: Path, name: str, rows: int) -> Contenders:
+    """A table of rows of about 100 bytes in both."""
+    made = Contenders(directory, name, "create table t(id integer primary key, a integer, b text)")
+    fill = (
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < ?)"
+        " insert into t select i, i * 7 % 1000003, printf('%080d', i) from n"
+    )
+    for connection in (made.native, made.ours):
+        connection.execute(fill, (rows,))
+    return made
+
+
+def small_writes(report: Report, directory: Path, quick: bool) -> None:
+    both = Contenders(directory, "small", "create table t(id integer primary key, a integer, b text)")
+    blocks, rng = 6 if quick else 40, random.Random(1)
+
+    def run(connection: apsw.Connection) -> Callable[[], float]:
+        def block() -> float:
+            def work() -> None:
+                for _ in range(BLOCK):
+                    key = rng.randrange(5_000)
+                    connection.execute("insert or replace into t values (?, ?, ?)", (key, key, "x" * 80))
+
+            return BLOCK / seconds(work)
+
+        return block
+
+    ours, native = alternate(blocks, run(both.ours), run(both.native))
+    detail = f"{rate(ours)} against {rate(native)}, one row a transaction"
+    report.ratio("small_writes_vs_native", ours / native, 0.8, "higher", detail)
+    report.figure("small_writes_per_second", ours)
+    both.close()
+
+
+def bulk_insert(report: Report, directory: Path, quick: bool) -> None:
+    rows = 50_000 if quick else 300_000
+    both = Contenders(directory, "bulk", "create table t(id integer primary key, a integer, b text)")
+    data = [(number * 7 % 1_000_003, f"{number:080d}") for number in range(rows)]
+
+    def run(connection: apsw.Connection) -> Callable[[], float]:
+        def work() -> None:
+            with connection:
+                connection.executemany("insert into t(a, b) values (?, ?)", data)
+
+        return lambda: rows / seconds(work)
+
+    ours, native = alternate(3 if quick else 5, run(both.ours), run(both.native))
+    detail = f"{rate(ours)} against {rate(native)} rows, {rows:,} a transaction"
+    report.ratio("bulk_insert_vs_native", ours / native, 0.5, "higher", detail)
+    both.close()
+
+
+def point_reads(report: Report, directory: Path, quick: bool) -> None:
+    rows, count = 20_000, 10_000 if quick else 50_000
+    both = filled(directory, "points", rows)
+
+    def run(connection: apsw.Connection) -> Callable[[], float]:
+        keys = random.Random(2).choices(range(1, rows + 1), k=count)
+
+        def work() -> None:
+            execute = connection.execute
+            for key in keys:
+                execute("select a from t where id = ?", (key,)).get  # noqa: B018 - reads the row
+
+        return lambda: count / seconds(work)
+
+    for connection in (both.ours, both.native):
+        connection.execute("select sum(a) from t").get  # noqa: B018 - warms the caches
+    ours, native = alternate(5 if quick else 9, run(both.ours), run(both.native))
+    detail = f"{rate(ours)} against {rate(native)}"
+    report.ratio("point_reads_vs_native", ours / native, 0.7, "higher", detail)
+    _threaded_reads(report, both, rows, count // 2)
+    both.close()
+
+
+def _threaded_reads(report: Report, both: Contenders, rows: int, count: int) -> None:
+    def run(connect: Callable[[], apsw.Connection]) -> Callable[[], float]:
+        connections = [connect() for _ in range(THREADS)]
+
+        def reader(connection: apsw.Connection, seed: int) -> None:
+            for key in random.Random(seed).choices(range(1, rows + 1), k=count):
+                connection.execute("select a from t where id = ?", (key,)).get  # noqa: B018 - reads the row
+
+        def work() -> None:
+            threads = [
+                threading.Thread(target=reader, args=(connection, seed)) for seed, connection in enumerate(connections)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return lambda: THREADS * count / seconds(work)
+
+    ours, native = alternate(3, run(both.connect_ours), run(both.connect_native))
+    detail = f"{rate(ours)} against {rate(native)}"
+    report.ratio("point_reads_4_threads_vs_native", ours / native, None, "higher", detail)
+
+
+def full_scan(report: Report, directory: Path, quick: bool) -> None:
+    rows = 50_000 if quick else 400_000
+    both = filled(directory, "scan", rows)
+
+    def run(connection: apsw.Connection) -> Callable[[], float]:
+        return lambda: rows / seconds(lambda: connection.execute("select sum(length(b)) from t").get)
+
+    ours, native = alternate(5 if quick else 9, run(both.ours), run(both.native))
+    detail = f"{rate(ours)} against {rate(native)} rows"
+    report.ratio("full_scan_vs_native", ours / native, 0.5, "higher", detail)
+    both.close()
+
+
+def tpcb(report: Report, directory: Path, quick: bool) -> None:
+    """A write-bound load: each transaction moves money between accounts and notes it down."""
+    both = Contenders(
+        directory,
+        "tpcb",
+        "create table accounts(id integer primary key, balance integer, filler text)",
+        "create table tellers(id integer primary key, balance integer)",
+        "create table branches(id integer primary key, balance integer)",
+        "create table history(account integer, teller integer, branch integer, delta integer, at text)",
+        "insert into branches values (1, 0)",
+        *(f"insert into tellers values ({number}, 0)" for number in range(1, 11)),
+        "with recursive n(i) as (select 1 union all select i + 1 from n where i < 10000)"
+        " insert into accounts select i, 0, printf('%060d', i) from n",
+    )
+    count = 25 if quick else 150
+
+    def transaction(connection: apsw.Connection, rng: random.Random) -> None:
+        account, teller, delta = rng.randint(1, ACCOUNTS), rng.randint(1, 10), rng.randint(-99_999, 99_999)
+        connection.execute("begin immediate")
+        connection.execute("update accounts set balance = balance + ? where id = ?", (delta, account))
+        connection.execute("select balance from accounts where id = ?", (account,)).get  # noqa: B018 - as the load says
+        connection.execute("update tellers set balance = balance + ? where id = ?", (delta, teller))
+        connection.execute("update branches set balance = balance + ? where id = 1", (delta,))
+        connection.execute("insert into history values (?, ?, 1, ?, datetime())", (account, teller, delta))
+        connection.execute("commit")
+
+    def run(connect: Callable[[], apsw.Connection]) -> Callable[[], float]:
+        connections = [connect() for _ in range(THREADS)]
+
+        def client(connection: apsw.Connection, seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(count):
+                transaction(connection, rng)
+
+        def work() -> None:
+            threads = [threading.Thread(target=client, args=each) for each in zip(connections, range(THREADS))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return lambda: THREADS * count / seconds(work)
+
+    ours, native = alternate(4 if quick else 12, run(both.connect_ours), run(both.connect_native))
+    detail = f"{rate(ours)} against {rate(native)}, {THREADS} threads"
+    report.ratio("tpcb_4_threads_vs_native", ours / native, 0.8, "higher", detail)
+    for connection in (both.ours, both.native):
+        sums = [connection.execute(f"select sum({each[1]}) from {each[0]}").get for each in _BALANCES]
+        assert len(set(sums)) == 1, "money was lost"
+    both.close()
+
+
+_BALANCES = (("accounts", "balance"), ("tellers", "balance"), ("branches", "balance"), ("history", "delta"))
+
+
+def fork_and_query(report: Report, directory: Path, quick: bool) -> None:
+    """A database of 10 GiB that is nearly all holes, and one of a few pages: the fork must cost the same."""
+    root, rounds = directory / "fork", 7 if quick else 21
+    store = quire.open(root, settings=SETTINGS)
+    for name in ("large", "small"):
+        with store.sqlite(name, create=True) as connection:
+            connection.execute("create table t(a); insert into t values ('kept')")
+        connection.close()
+    store.close()
+    store = quire.open(root, settings=SETTINGS)
+    pages = 10 * GIB // 4096
+    _stretch(store, "large", pages)
+    commits: list[float] = []
+    writer = store.sqlite("small")
+    for number in range(rounds * 5):
+        started = time.perf_counter()
+        writer.execute("insert into t values (?)", (number,))
+        commits.append(time.perf_counter() - started)
+    commit = statistics.median(commits)
+    times: dict[str, list[float]] = {"large": [], "small": []}
+    for number in range(rounds):
+        for name, seen in times.items():
+            started = time.perf_counter()
+            fork = store.sqlite(f"{name}-{number}", fork_of=name)
+            found = fork.execute("select a from t limit 1").get
+            seen.append(time.perf_counter() - started)
+            assert found == "kept"
+            fork.close()
+    large, small = (statistics.median(times[name]) for name in ("large", "small"))
+    detail = (
+        f"{large * 1e3:.2f} ms against {commit * 1e3:.2f} ms for a commit; of a small database {small * 1e3:.2f} ms"
+    )
+    report.ratio("fork_10gib_and_query_vs_commit", large / commit, 10, "lower", detail)
+    writer.close()
+    store.close()
+
+
+def _stretch(store: Store, name: str, pages: int) -> None:
+    """Make a database larger without writing: pages that never were are zeros."""
+    with store.manifest.read() as txn:
+        db_id = txn.database_id(name)
+        state = txn.wal_state(db_id)
+    assert state is not None, "it was written to"
+    store.manifest.submit([AdvanceWal(db_id, 0, size_pages=pages)]).result()
+    engine = store.pages.open(name)
+    with engine.begin() as txn_:
+        assert txn_.size_pages == pages, "the engine believes the manifest"
+        header = txn_.read_page(0)
+        txn_.write_page(0, header[:28] + pages.to_bytes(4, "big") + header[32:])
+
+
+class Counted:
+    """An object store that counts what is read from it."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.reads: list[int] = []
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        self.reads.append(length)
+        return self._inner.get_range(key, offset, length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Touched:
+    """A view that counts the pages SQLite asks it for."""
+
+    def __init__(self, reader: ViewReader) -> None:
+        self._reader = reader
+        self.lsn, self.page_size, self.size_pages = reader.lsn, reader.page_size, reader.size_pages
+        self.pages: set[int] = set()
+
+    def read_page(self, page: int) -> bytes:
+        self.pages.add(page)
+        return self._reader.read_page(page)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def cold_from_s3(report: Report, directory: Path, quick: bool) -> None:
+    """A snapshot whose chunks are on S3 (moto's server), read through the VFS with nothing in memory."""
+    rows, queries = 5_000 if quick else 40_000, 5 if quick else 20
+    store = quire.open(directory / "cold", settings=SETTINGS)
+    connection = store.sqlite("bench", create=True)
+    connection.execute("create table t(id integer primary key, b blob)")
+    connection.executemany("insert into t values (?, randomblob(1000))", ((number,) for number in range(rows)))
+    connection.close()
+    store.checkpoint("bench")
+    store.snapshot("bench", "cold")
+    view, local = store.pages.view("bench", "cold"), open_store(store.objects_url)
+    if view.pins:
+        report.ratio("cold_s3_requests_per_page", None, 2, "lower", "the checkpoint has not absorbed everything")
+        return
+    with s3() as options:
+        remote = open_store("s3://bench/objects", options=options)
+        for info in list_objects(local):
+            remote.put(info.key, local.get(info.key))
+        counted = Counted(remote)
+        moved = replace(view, spaces=tuple(("s3://bench/objects", prefix) for _, prefix in view.spaces))
+        requests, fetched, touched = 0, 0, 0
+        for number in range(queries):
+            counted.reads.clear()
+            sources = Sources(root="", disk=OsDisk(), open_store=lambda _: counted, cache=PageCache(8 * MIB))
+            source = Touched(moved.open(sources))
+            reader = open_reader(source)
+            assert reader.execute("select length(b) from t where id = ?", (number * 97 % rows,)).get == 1000
+            reader.close()
+            requests += len(counted.reads)
+            fetched += sum(counted.reads)
+            touched += len(source.pages)
+        remote.close()
+    size = view.size_pages * view.page_size
+    detail = (
+        f"{requests / queries:.1f} requests, {fetched / queries / 1024:.0f} KiB for {touched / queries:.1f} pages a query,"
+        f" of {size / MIB:.0f} MiB"
+    )
+    report.ratio("cold_s3_requests_per_page", requests / touched, 2, "lower", detail)
+    report.figure("cold_s3_bytes_per_query", fetched / queries)
+    store.close()
+
+
+@contextmanager
+def s3() -> Iterator[StoreOptions]:
+    """An S3 endpoint on this machine with a bucket `bench`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of moto's and its dependencies' own making
+        from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+    host, port = server.get_host_and_port()
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection.request("PUT", "/bench")
+    connection.getresponse().read()
+    connection.close()
+    keys = {"access_key_id": "bench", "secret_access_key": "bench"}
+    yield StoreOptions(endpoint=f"http://{host}:{port}", region="us-east-1", allow_http=True, settings=keys)
+    server.stop()
+
+
+PARTS = (small_writes, bulk_insert, point_reads, full_scan, tpcb, fork_and_query, cold_from_s3)

@@ -1,0 +1,314 @@
+"""Streams and their manifest log: against loops that do only what cannot be left out.
+
+How the opponents are made fair: the bare writer packs the same payloads, takes the same checksums and copies the same bytes
+into a mapped file; the bare reader unpacks every header, checks and unpacks every payload, and keeps the newest of each type
+per segment in dicts: what our index knows then, without its transition table. Both sides get the same records, neither syncs
+where appending is measured, and they take turns.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench.report import Report, alternate, rate, seconds
+from bench.stream_records import stream_append, stream_batches, stream_read, stream_tail
+from quire.core.clock import SystemClock
+from quire.core.settings import ManifestLogSettings
+from quire.durable.checksums import crc64
+from quire.durable.files import Disk, OsDisk, OsFile
+from quire.stream import mlog_records as r
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, encode_record, new_header
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_reader import Chunk, Position, load_chunk
+from quire.stream.mlog_recovery import recover
+from quire.stream.mlog_snapshot import write_snapshot
+from quire.stream.mlog_writer import ManifestLogWriter
+
+SETTINGS = ManifestLogSettings(chunk_bytes=1 << 20)
+LIVE = 1_000
+"""Segments alive at a time in the history."""
+
+
+LAYOUTS = {
+    kind: struct.Struct(layout).unpack
+    for kind, layout in {0: "<QI4x", 1: "<QQ", 2: "<I4x", 3: "<QI4x", 10: "<Q", 11: "<Q", 13: "<Q"}.items()
+}
+"""Payloads of fixed size, for the bare reader; it keeps the others as they are."""
+
+
+class Unsynced(OsFile):
+    """A file whose sync does nothing."""
+
+    def sync(self) -> None:
+        pass
+
+
+class NoSync(OsDisk):
+    """What appending costs, not what the disk costs."""
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> OsFile:
+        file = super().open(path, create=create, exclusive=exclusive, write=write)
+        with file:
+            return Unsynced(os.dup(file.fileno()), path)
+
+    def sync_dir(self, path: str) -> None:
+        pass
+
+
+def _life(segment: int) -> list[tuple[r.Payload, int]]:
+    """What happens to a segment in a stream with all tiers: nine records."""
+    key = f"00000001/{segment:08x}/wal:00000000"
+    return [
+        (r.SegmentOpened(segment << 24, 1), segment),
+        (r.SealSegment(1 << 24, segment * 7919), segment),
+        (r.CompressionStarted(segment & 0xFFFF), segment),
+        (r.CompressionDone(1 << 22, 3), segment),
+        (r.UploadStarted(key), segment),
+        (r.UploadDone(key, f"{segment:032x}"), segment),
+        (r.LocalEvicted(1 << 24), segment),
+        (r.HydrationStarted(2), segment),
+        (r.HydrationDone(1 << 24), segment),
+    ]
+
+
+def _history(records: int) -> list[tuple[r.Payload, int]]:
+    told: list[tuple[r.Payload, int]] = []
+    segment = 1
+    while len(told) < records:
+        told += _life(segment)
+        segment += 1
+    return told[:records]
+
+
+def _files(directory: Path, name: str, disk: Disk | None = None) -> LogFiles:
+    root = directory / name
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    return LogFiles(disk or OsDisk(), str(root), 1)
+
+
+def append(report: Report, directory: Path, quick: bool) -> None:
+    """Append typed records; against packing, checksumming and copying them into a map."""
+    told = _history(20_000 if quick else 100_000)
+
+    def ours() -> float:
+        files = _files(directory, "append", NoSync())
+        writer = ManifestLogWriter.open(files, clock=SystemClock(), settings=SETTINGS)
+
+        def work() -> None:
+            add = writer.append
+            for number, (value, segment) in enumerate(told):
+                add(value, segment)
+                if number % 64 == 0 and writer.needs_rotation():
+                    writer.rotate()
+
+        spent = seconds(work)
+        writer.abandon()
+        return len(told) / spent
+
+    def bare() -> float:
+        path = directory / "bare"
+        path.write_bytes(bytes(1 << 20))
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 1 << 20) as mapped:
+
+            def work() -> None:
+                pack, at, now = RECORD.pack, CHUNK_BYTES, time.time_ns
+                for value, segment in told:
+                    payload = value.encode()
+                    size = len(payload)
+                    if at + RECORD_BYTES + size > 1 << 20:
+                        at = CHUNK_BYTES
+                    end = at + RECORD_BYTES + size
+                    mapped[at + RECORD_BYTES : end] = payload
+                    mapped[at : at + RECORD_BYTES] = pack(
+                        value.TYPE, 0, size, segment, 0, now() // 1_000_000, crc64(payload)
+                    )
+                    at = end
+
+            return len(told) / seconds(work)
+
+    mine, loop = alternate(1 if quick else 5, ours, bare)
+    report.figure("mlog_append_per_second", mine)
+    report.ratio("mlog_append_vs_bare_loop", mine / loop, 0.5, "higher", f"{rate(mine)} of {rate(loop)}")
+
+
+def replaying(report: Report, directory: Path, quick: bool) -> None:
+    """Check and fold a history; against unpacking, checksumming and keeping the newest record of each type per segment."""
+    del directory
+    told = _history(30_000 if quick else 200_000)
+    objects = _chunks(told)
+
+    def ours() -> float:
+        index = ManifestIndex()
+
+        def work() -> None:
+            for number, data in enumerate(objects):
+                index.fold_chunk(load_chunk(data, chunk_index=number))
+
+        spent = seconds(work)
+        assert (index.records, index.rejected) == (len(told), 0)
+        return len(told) / spent
+
+    def bare() -> float:
+        newest: dict[int, dict[int, object]] = {}
+
+        def work() -> None:
+            unpack = RECORD.unpack_from
+            for data in objects:
+                at, end = CHUNK_BYTES, new_end(data)
+                while at < end:
+                    kind, _, size, segment, _, _, checksum = unpack(data, at)
+                    start = at + RECORD_BYTES
+                    at = start + size
+                    payload = data[start:at]
+                    if crc64(payload) != checksum:
+                        raise AssertionError("a payload fails its checksum")
+                    known = newest.get(segment)
+                    if known is None:
+                        known = newest[segment] = {}
+                    known[kind] = LAYOUTS[kind](payload) if kind in LAYOUTS else payload
+
+        return len(told) / seconds(work)
+
+    ours()  # loads numpy
+    mine, loop = alternate(1 if quick else 5, ours, bare)
+    report.figure("mlog_replay_per_second", mine)
+    report.ratio("mlog_replay_vs_bare_loop", mine / loop, 0.6, "higher", f"{rate(mine)} of {rate(loop)}")
+
+
+def new_end(data: bytes) -> int:
+    """`committed_len`, as its header says."""
+    return int.from_bytes(data[40:48], "little")
+
+
+def _chunks(told: list[tuple[r.Payload, int]], size: int = 256 << 10) -> list[bytes]:
+    """The history as objects of chunks."""
+    objects: list[bytes] = []
+    body, count, base = bytearray(), 0, 0
+
+    def end() -> None:
+        nonlocal body, count, base
+        header = new_header(
+            chunk_index=len(objects),
+            base_record=base,
+            committed_len=CHUNK_BYTES + len(body),
+            chunk_crc64=crc64(body),
+            flags=1,
+        )
+        objects.append(header.encode() + bytes(body) + ChunkFacts(header, count, 0).encode())
+        body, base, count = bytearray(), base + count, 0
+
+    for value, segment in told:
+        body += encode_record(value.TYPE, segment, r.encode(value), timestamp_ms=1_700_000_000_000)
+        count += 1
+        if len(body) > size:
+            end()
+    if count:
+        end()
+    return objects
+
+
+def commit(report: Report, directory: Path, quick: bool) -> None:
+    """A commit of one record into a chunk that is nearly empty, and into one that is nearly full: the same cost."""
+    rounds = 200 if quick else 1_000
+    files = _files(directory, "commit")
+    with ManifestLogWriter.open(files, clock=SystemClock(), settings=SETTINGS) as writer:
+        record = r.SegmentOpened(1, 1)
+
+        def commits() -> float:
+            spent = []
+            for _ in range(rounds):
+                writer.append(record, 1)
+                began = time.perf_counter()
+                writer.commit()
+                spent.append(time.perf_counter() - began)
+            return statistics.median(spent)
+
+        empty = commits()
+        while writer.position.offset < (1 << 20) - 200 * rounds - (64 << 10):
+            writer.append(record, 1)
+        writer.commit()
+        full = commits()
+    report.figure("mlog_commit_seconds", empty)
+    detail = f"{full * 1e6:.0f} µs in a full chunk, {empty * 1e6:.0f} µs in an empty one"
+    report.ratio("mlog_commit_full_vs_empty", full / empty, 1.5, "lower", detail)
+
+
+def recovery(report: Report, directory: Path, quick: bool) -> None:
+    """Open a log after a long history and after one of a hundredth of it: snapshot and tail are the same size."""
+    short, long = (10_000, 200_000) if quick else (100_000, 10_000_000)
+    spent = []
+    for records in (short, long):
+        files = _files(directory, f"recovery-{records}")
+        end = _with_history(files, records)
+        rounds = [seconds(partial(recover, files, SystemClock())) for _ in range(9)]
+        assert recover(files, SystemClock()).index.records == end
+        spent.append(statistics.median(rounds))
+        shutil.rmtree(files.root)
+    report.figure("mlog_recovery_seconds", spent[1])
+    detail = f"{spent[1] * 1e3:.1f} ms after {long:,} records, {spent[0] * 1e3:.1f} ms after {short:,}"
+    report.ratio("mlog_recovery_long_vs_short", spent[1] / spent[0], 1.5, "lower", detail)
+
+
+def _with_history(files: LogFiles, records: int) -> int:
+    """A log whose state is folded from so many records, with a snapshot near its end and a tail; segments retire."""
+    index = ManifestIndex()
+    segment = 0
+    chunk_index = 0
+    os.makedirs(files.directory)
+    tail: list[bytes] = []
+    while index.records < records:
+        told: list[tuple[r.Payload, int]] = []
+        while len(told) < 50_000 and index.records + len(told) < records:
+            segment += 1
+            told += _life(segment)
+            if segment > LIVE:
+                key = f"00000001/{segment - LIVE:08x}/wal:00000000"
+                gone = segment - LIVE
+                told += [(r.Tier2DeleteQueued(key), gone), (r.Tier2Deleted(key), gone), (_RETIRED, gone)]
+        tail = _numbered(_chunks(told), chunk_index, index.records)
+        for data in tail:
+            index.fold_chunk(load_chunk(data, chunk_index=chunk_index))
+            chunk_index += 1
+    assert index.rejected == 0
+    write_snapshot(files, 1, Position(chunk_index, CHUNK_BYTES), index)
+    more = [each for number in range(1_000) for each in _life(segment + 1 + number)]
+    for data in _numbered(_chunks(more), chunk_index, index.records):
+        Path(files.chunk(chunk_index)).write_bytes(data)
+        chunk_index += 1
+    return index.records + len(more)
+
+
+_RETIRED = r.CustomEvent(r.Schema.SEGMENT_RETIRED)
+
+
+def _numbered(objects: list[bytes], first: int, base: int) -> list[bytes]:
+    """The same chunks further on in a log."""
+    moved = []
+    for number, data in enumerate(objects):
+        chunk: Chunk = load_chunk(data, chunk_index=number)
+        header = chunk.header._replace(chunk_index=first + number, base_record=base + chunk.header.base_record)
+        facts = chunk.facts._replace(header=header)
+        moved.append(header.encode() + data[CHUNK_BYTES : header.committed_len] + facts.encode())
+    return moved
+
+
+PARTS: list[Callable[[Report, Path, bool], None]] = [
+    stream_append,
+    stream_batches,
+    stream_read,
+    stream_tail,
+    append,
+    replaying,
+    commit,
+    recovery,
+]

@@ -1,0 +1,235 @@
+"""Commands about key-value databases: get, put, delete, scan, stats, compact, verify, backup, backups, restore.
+
+Rules
+  1. Keys and values are text on the command line (UTF-8), or hexadecimal with --hex; what is shown is text where it is UTF-8,
+     and `0x…` where it is not. JSON has them in hexadecimal.
+  2. A write is synced before the command says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.command import Cli, Verdict
+from quire.cli.exits import OK, PROBLEMS
+from quire.cli.named import Database
+from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.plain import count_of, moment, size
+from quire.cli.typed import command, new_app
+from quire.core.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from quire.lsm.backup import Backup
+
+Key = Annotated[str, typer.Argument(metavar="KEY", help="The key.")]
+Hex = Annotated[bool, typer.Option("--hex", help="Keys and values are hexadecimal.")]
+Label = Annotated[
+    str, typer.Option("--label", metavar="NAME", help="The backups' name.", show_default="the database's")
+]
+
+SCAN_ROWS = 100
+"""Shown by `scan` unless told otherwise."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register these commands."""
+    group = new_app("Key-value databases: read, write, look after.")
+    command(group, "get", example="quire kv get cart ann")(get)
+    command(group, "put", example="quire kv put cart ann '3 apples' --create")(put)
+    command(group, "delete", example="quire kv delete cart ann")(delete)
+    command(group, "scan", example="quire kv scan cart --prefix a --limit 10")(scan)
+    command(group, "stats", example="quire kv stats cart")(stats)
+    command(group, "compact", example="quire kv compact cart")(compact)
+    command(group, "verify", example="quire kv verify cart")(verify)
+    command(group, "backup", example="quire kv backup cart")(backup)
+    command(group, "backups", example="quire kv backups cart")(list_backups)
+    command(group, "restore", example="quire kv restore cart-again --label cart")(restore)
+    app.add_typer(group, name="kv")
+
+
+# ── pairs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
+    """Show the value of a key."""
+    name = _given(key, hex_)
+    with cli.owner() as store:
+        value = store.kv(database).get(name)
+    if value is None:
+        hint = f"`quire kv scan {database}` shows what there is"
+        raise NotFound("the database has no such key", hint=hint, key=key, database=database)
+    return Note(text=_shown(value, hex_), data={"key": name, "value": value})
+
+
+def put(
+    cli: Cli,
+    database: Database,
+    key: Key,
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="Its value.")],
+    hex_: Hex = False,
+    create: Annotated[bool, typer.Option("--create", help="Make the database if there is none.")] = False,
+) -> Note:
+    """Set the value of a key."""
+    name, content = _given(key, hex_), _given(value, hex_)
+    with cli.owner() as store:
+        lsn = store.kv(database, create=create).write({name: content})
+    return Note(text=f"put {key} in {database}", data={"key": name, "lsn": lsn})
+
+
+def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
+    """Remove a key; one that is not there is fine."""
+    name = _given(key, hex_)
+    with cli.owner() as store:
+        lsn = store.kv(database).write({name: None})
+    return Note(text=f"deleted {key} from {database}", data={"key": name, "lsn": lsn})
+
+
+def scan(
+    cli: Cli,
+    database: Database,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="KEY", help="Keys that begin so.")] = "",
+    low: Annotated[str, typer.Option("--from", metavar="KEY", help="Keys from this one on.")] = "",
+    high: Annotated[str, typer.Option("--to", metavar="KEY", help="Keys below this one.")] = "",
+    reverse: Annotated[bool, typer.Option("--reverse", help="The last first.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many; 0 for all.")] = SCAN_ROWS,
+    hex_: Hex = False,
+) -> Listing:
+    """List keys and values in order."""
+    if prefix and (low or high):
+        raise InvalidInput("a scan has a prefix or a range", hint="leave --prefix or --from and --to out")
+
+    def rows() -> Iterator[Row]:
+        with cli.owner() as store:
+            pairs = store.kv(database).scan(
+                prefix=_given(prefix, hex_) if prefix else None,
+                low=_given(low, hex_),
+                high=_given(high, hex_) if high else None,
+                reverse=reverse,
+            )
+            for key, value in islice(pairs, limit or None):
+                yield Row([_shown(key, hex_), _shown(value, hex_)], {"key": key, "value": value})
+
+    return Listing(columns=["key", "value"], rows=rows(), empty="no such keys")
+
+
+# ── looking after ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def stats(cli: Cli, database: Database) -> Facts:
+    """Show what a database consists of."""
+    with cli.owner() as store:
+        found = store.kv(database).stats()
+    lines = [
+        ("keys, about", f"{found.rows - 2 * found.tombstones + found.memtable_keys:,}"),
+        ("last lsn", f"{found.last_lsn:,}"),
+        ("tables", f"{found.tables:,}, {size(found.table_bytes)}"),
+        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(found.levels)) or "none"),
+        ("in memory", f"{found.memtable_keys:,} keys, {size(found.memtable_bytes)}"),
+        ("manifest log", size(found.manifest_log_bytes)),
+    ]
+    return Facts(lines=lines, data=found)
+
+
+def compact(cli: Cli, database: Database) -> Note:
+    """Merge all tables into one level: what was overwritten or deleted goes."""
+    with cli.owner() as store:
+        kv = store.kv(database)
+        before = kv.stats().table_bytes
+        kv.compact()
+        after = kv.stats().table_bytes
+    return Note(text=f"compacted {database}: {size(before)} → {size(after)}", data={"before": before, "after": after})
+
+
+def verify(cli: Cli, database: Database) -> Verdict:
+    """Read every byte of a database and say what is wrong with it."""
+    from quire.lsm.verify import problems
+
+    with cli.owner() as store:
+        kv = store.kv(database)
+        found = list(problems(kv))
+        tables = kv.stats().tables
+    shown = Listing(
+        columns=["rule", "what", "path"],
+        rows=[Row([each.rule, each.what, each.path or "-"], each) for each in found],
+        empty=f"{database} is sound: {count_of(tables, 'table')} read",
+    )
+    return Verdict(shown, PROBLEMS if found else OK)
+
+
+# ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def backup(cli: Cli, database: Database, label: Label = "") -> Note:
+    """Copy a database to the object store; tables that are there already are not sent again."""
+    from quire.lsm.backup import back_up
+
+    with cli.owner() as store:
+        made = back_up(store.kv(database), store.objects, label or database)
+    text = f"backed up {database} at lsn {made.lsn}: {count_of(len(made.tables), 'table')}, {size(made.size_bytes)}"
+    return Note(text=text, data=_backup_json(made))
+
+
+def list_backups(
+    cli: Cli, label: Annotated[str, typer.Argument(metavar="LABEL", help="The backups' name.")]
+) -> Listing:
+    """List the backups in the object store, oldest first."""
+    from quire.lsm.backup import backups, read_backup
+
+    with cli.owner() as store:
+        made = [read_backup(store.objects, label, lsn) for lsn in backups(store.objects, label)]
+    rows = [
+        Row(
+            [str(each.lsn), moment(each.created_at_ms), str(len(each.tables)), size(each.size_bytes)],
+            _backup_json(each),
+        )
+        for each in made
+    ]
+    return Listing(columns=[">lsn", "made", ">tables", ">size"], rows=rows, empty=f"{label} has no backups")
+
+
+def restore(
+    cli: Cli,
+    database: Annotated[str, typer.Argument(metavar="NEW", help="The new database's name.")],
+    label: Label = "",
+    lsn: Annotated[int, typer.Option("--lsn", help="Of the backup.", show_default="the newest")] = 0,
+) -> Note:
+    """Make a database of a backup."""
+    from quire.durable.files import OsDisk
+    from quire.lsm.backup import read_backup
+    from quire.lsm.backup import restore as bring_back
+
+    with cli.owner() as store:
+        chosen = read_backup(store.objects, label or database, lsn or None)
+        db_id = store.kvs.adopt(database, lambda target: bring_back(store.objects, chosen, OsDisk(), target))
+    text = f"restored {database} with id {db_id}, as {chosen.label} was at lsn {chosen.lsn}"
+    return Note(text=text, data={"db_id": db_id, "backup": _backup_json(chosen)})
+
+
+def _backup_json(made: Backup) -> dict[str, object]:
+    return {
+        "label": made.label,
+        "lsn": made.lsn,
+        "created_at_ms": made.created_at_ms,
+        "tables": len(made.tables),
+        "size_bytes": made.size_bytes,
+    }
+
+
+def _given(text: str, as_hex: bool) -> bytes:
+    if not as_hex:
+        return text.encode("utf-8", "surrogateescape")
+    try:
+        return bytes.fromhex(text.removeprefix("0x"))
+    except ValueError:
+        raise InvalidInput("not hexadecimal", hint="two digits for each byte", given=text) from None
+
+
+def _shown(data: bytes, as_hex: bool) -> str:
+    """
+    >>> _shown(b"ann", False), _shown(b"\\xff\\x00", False), _shown(b"ann", True)
+    ('ann', '0xff00', '616e6e')
+    """
+    if as_hex:
+        return data.hex()
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"0x{data.hex()}"

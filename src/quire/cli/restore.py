@@ -1,0 +1,42 @@
+"""The command `restore`: a snapshot of a page database as a file, written in parallel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire.cli.bar import bar
+from quire.cli.checkpoint import Runner, need_runner
+from quire.cli.command import Cli
+from quire.cli.named import Database, Snapshot, need_pages, snapshot_named
+from quire.cli.output import Note
+from quire.cli.plain import count_of, size
+from quire.cli.typed import command
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "restore", example="quire restore shop monday shop-monday.db")(restore)
+
+
+def restore(
+    cli: Cli,
+    database: Database,
+    snapshot: Snapshot,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the file if there is one.")] = False,
+    runner: Runner = "",
+) -> Note:
+    """Write a snapshot to a file.
+
+    Slots are read and written in parallel. Of a SQLite database the file is one that SQLite opens.
+    """
+    need_runner(runner)
+    with cli.owner() as store:
+        need_pages(store.database(database), "are restored page by page")
+        found = snapshot_named(store, database, snapshot)
+        with bar(f"restore of {database}") as told:
+            done = store.heavy.restore(database, found.snapshot_id, file, runner=runner, replace=replace, progress=told)
+    text = f"{done['path']}: {count_of(done['pages'], 'page')}, {size(done['bytes'])}, as of lsn {done['lsn']:,}"
+    return Note(text=text, data=done)

@@ -1,0 +1,102 @@
+"""`quire serve`: own a store in the foreground and let other processes use it, until it is told to end.
+
+Rules
+  1. Where it listens is the first thing it says, on stdout, at once: who starts it in the background waits for that line.
+  2. SIGINT and SIGTERM end it well: who waits is answered, what is queued is committed, the lock is given back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from quire.cli.command import Cli
+from quire.cli.output import Note
+from quire.cli.plain import count_of
+from quire.cli.typed import command
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "serve", example="quire serve --http 127.0.0.1:7448")(serve)
+
+
+def serve(
+    cli: Cli,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH, beside the store's own socket.",
+            show_default="the store's socket only",
+        ),
+    ] = "",
+    admin_token: Annotated[
+        str, typer.Option(metavar="FILE", help="Token for everything; made if missing.", show_default="in the store")
+    ] = "",
+    read_token: Annotated[
+        str, typer.Option(metavar="FILE", help="Token for reading; made if missing.", show_default="in the store")
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="Certificate (PEM), for grpc+tls and https.")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its key (PEM).")] = "",
+    http: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="HOST:PORT or https://HOST:PORT for the dashboard and /metrics.",
+            show_default="neither",
+        ),
+    ] = "",
+) -> Note:
+    """Own the store and let other processes use it.
+
+    Until Ctrl-C or SIGTERM. On the network every call shows a token: `quire.connect(ADDRESS, token_file=…)`.
+    With --http 127.0.0.1:7448 a browser on this machine shows the store.
+    """
+    from quire.cli.working import LOOK_SECONDS, until_interrupted
+    from quire.service.server import Credentials, Server
+    from quire.service.web.server import WebServer
+
+    with until_interrupted() as ending, cli.owner(upkeep=True) as store:
+        servers: list[Server | WebServer] = [store.serve()]
+        if listen:
+            servers.append(
+                store.serve(
+                    listen,
+                    admin_token_file=admin_token,
+                    read_token_file=read_token,
+                    tls_cert_file=tls_cert,
+                    tls_key_file=tls_key,
+                )
+            )
+        if http:
+            with_tls = http.startswith("https://")
+            credentials = Credentials(
+                admin_token_file=admin_token,
+                read_token_file=read_token,
+                tls_cert_file=tls_cert if with_tls else "",
+                tls_key_file=tls_key if with_tls else "",
+            )
+            servers.append(store.serve_http(http, credentials))
+        addresses = [each.address for each in servers]
+        _say(cli, addresses)
+        while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
+            time.sleep(LOOK_SECONDS)
+        figures = [each.figures() for each in servers]
+        for each in servers:
+            each.close()
+    calls, refused = sum(each.calls for each in figures), sum(each.refused for each in figures)
+    text = f"served {count_of(calls, 'call')}, refused {refused:,}"
+    return Note(text=text, data={"addresses": addresses, "calls": calls, "refused": refused})
+
+
+def _say(cli: Cli, addresses: list[str]) -> None:
+    """Rule 1. With --json to stderr: stdout is for one document, which comes at the end."""
+    stream = sys.stderr if cli.as_json else sys.stdout
+    for address in addresses:
+        stream.write(f"listening on {address} (pid {os.getpid()})\n")
+    stream.flush()

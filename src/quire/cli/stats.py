@@ -1,0 +1,50 @@
+"""The command `stats`: where the bytes are, database by database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.command import Cli
+from quire.cli.output import Listing, Row
+from quire.cli.plain import size
+from quire.cli.typed import command
+from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    from quire.jobs.stats.compute import Usage
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "stats", example="quire stats --snapshots")(stats)
+
+
+def stats(
+    cli: Cli,
+    snapshots: Annotated[bool, typer.Option("--snapshots", help="Also each snapshot by itself.")] = False,
+) -> Listing:
+    """Show what each database takes, alone and shared.
+
+    Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
+    its snapshots. `alone` is what dropping it would free.
+    """
+    from quire.jobs.stats.compute import usage
+
+    with cli.reader() as manifest, manifest.read() as txn:
+        found = usage(txn, manifest.clock.now_ms())
+    shown = [each for each in found if snapshots or not each.snapshot]
+    return Listing(
+        columns=["database", ">size", ">alone", ">shared", ">WAL", ">compression", ">last day", "tiers"],
+        rows=[Row(_cells(each), {**plain(each), "compression": round(each.compression, 3)}) for each in shown],
+        empty="there are no databases",
+    )
+
+
+def _cells(each: Usage) -> list[str]:
+    tiers = ", ".join(f"{name.replace('_', ' ')} {size(amount)}" for name, amount in sorted(each.tiers.items()))
+    name = f"  {each.snapshot}" if each.snapshot else each.database
+    ratio = f"{each.compression:.2f}" if each.chunk_bytes else "-"
+    amounts = (each.size_bytes, each.exclusive_bytes, each.shared_bytes, each.wal_bytes)
+    return [name, *(size(amount) for amount in amounts), ratio, size(each.churn_bytes), tiers or "-"]

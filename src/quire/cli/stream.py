@@ -1,0 +1,258 @@
+"""Commands about streams: append, read, tail, ls, info, seal, tier, verify, retention.
+
+Rules
+  1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
+     it is not. JSON has payloads in hexadecimal.
+  2. What was appended is durable before the command says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.command import Cli, Verdict
+from quire.cli.exits import OK, PROBLEMS
+from quire.cli.named import Database
+from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.plain import count_of, moment, pairs, size, span
+from quire.cli.typed import command, new_app
+from quire.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from quire.stream.catalogue import Segment
+    from quire.stream.reading import Record
+    from quire.stream.stream import Stream
+
+LINES_PER_APPEND = 10_000
+"""Lines of stdin that become durable together."""
+READ_ROWS = 100
+"""Shown by `read` unless told otherwise."""
+MOVES = ("compress", "upload", "evict", "hydrate")
+
+Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many; 0 for all.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register these commands."""
+    group = new_app("Streams: append, read, move between tiers.")
+    command(group, "append", example="quire stream append clicks 'ann bought apples' --create")(append)
+    command(group, "read", example="quire stream read clicks --from 1 --limit 10")(read)
+    command(group, "tail", example="quire stream tail clicks -n 5")(tail)
+    command(group, "ls", example="quire stream ls clicks")(segments)
+    command(group, "info", example="quire stream info clicks")(info)
+    command(group, "seal", example="quire stream seal clicks")(seal)
+    command(group, "tier", example="quire stream tier clicks upload")(tier)
+    command(group, "verify", example="quire stream verify clicks")(verify)
+    command(group, "retention", example="quire stream retention clicks --days 30")(retention)
+    app.add_typer(group, name="stream")
+
+
+@contextmanager
+def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
+    with cli.owner() as store:
+        yield store.stream(name, create=create)
+
+
+# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def append(
+    cli: Cli,
+    database: Database,
+    record: Annotated[list[str] | None, typer.Argument(metavar="[RECORD]...", help="Records; none: stdin.")] = None,
+    create: Annotated[bool, typer.Option("--create", help="Make the stream if there is none.")] = False,
+) -> Note:
+    """Append records: the arguments, or the lines of stdin."""
+    with _open(cli, database, create=create) as stream:
+        first = stream.hot.next_record
+        if record:
+            stream.append([each.encode("utf-8", "surrogateescape") for each in record])
+        else:
+            while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
+                stream.append(lines).result()
+        end = stream.sync()
+    text = f"appended {count_of(end - first, 'record')} to {database}, from id {first}"
+    return Note(text=text, data={"first": first, "count": end - first})
+
+
+def read(
+    cli: Cli,
+    database: Database,
+    start: Annotated[int | None, typer.Option("--from", metavar="ID", help="From this record on.")] = None,
+    stop: Annotated[int | None, typer.Option("--to", metavar="ID", help="Up to before this one.")] = None,
+    limit: Limit = READ_ROWS,
+) -> Listing:
+    """Show records in order, from whatever tier they are in."""
+
+    def rows() -> Iterator[Row]:
+        with _open(cli, database) as stream:
+            yield from map(_record, islice(stream.read(start, stop), limit or None))
+
+    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no such records")
+
+
+def tail(cli: Cli, database: Database, limit: Limit = 10) -> Listing:
+    """Show the last records."""
+
+    def rows() -> Iterator[Row]:
+        with _open(cli, database) as stream:
+            start = stream.first_record if not limit else max(stream.first_record, stream.end_record - limit)
+            yield from map(_record, stream.read(start))
+
+    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no records")
+
+
+def _record(record: Record) -> Row:
+    try:
+        text = record.payload.decode()
+    except UnicodeDecodeError:
+        text = f"0x{record.payload.hex()}"
+    data = {"id": record.id, "timestamp_ms": record.timestamp_ms, "payload": record.payload}
+    return Row([str(record.id), moment(record.timestamp_ms), text], data)
+
+
+# ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def segments(cli: Cli, database: Database) -> Listing:
+    """List the segments of a stream, and where their copies are."""
+    with _open(cli, database) as stream:
+        found = [_segment(each) for each in stream.ledger.view]
+    columns = [">segment", ">first", ">records", ">size", ">compressed", "sealed", "tiers"]
+    return Listing(columns=columns, rows=found, empty=f"{database} has no segments")
+
+
+def _segment(segment: Segment) -> Row:
+    names = ("hot", "warm", "remote")
+    tiers = [name for name, there in zip(names, (segment.is_hot, segment.is_warm, segment.is_remote)) if there]
+    data = {
+        "segment_id": segment.segment_id,
+        "base_record": segment.base_record,
+        "end_record": segment.end_record,
+        "durable_bytes": segment.durable_bytes,
+        "warm_bytes": segment.warm_bytes,
+        "dictionary_id": segment.dictionary_id,
+        "sealed_ms": segment.sealed_ms,
+        "key": segment.key,
+        "tiers": tiers,
+    }
+    cells = [
+        str(segment.segment_id),
+        str(segment.base_record),
+        str(segment.records) if segment.is_sealed else "-",
+        size(segment.durable_bytes),
+        size(segment.warm_bytes) if segment.warm_bytes else "-",
+        moment(segment.sealed_ms) if segment.is_sealed else "open",
+        " ".join(tiers),
+    ]
+    return Row(cells, data)
+
+
+def info(cli: Cli, database: Database) -> Facts:
+    """Show a stream in numbers."""
+    with _open(cli, database) as stream:
+        found = stream.info()
+    held = ", ".join(f"{name} at {each.position}" for name, each in sorted(found.consumers.items()))
+    lines = [
+        ("records", f"{found.records:,}, from {found.first_record} to before {found.end_record}"),
+        ("hot", f"{count_of(found.hot_segments, 'segment')}, {size(found.hot_bytes)}"),
+        ("warm", f"{count_of(found.warm_segments, 'segment')}, {size(found.warm_bytes)}"),
+        ("remote", f"{count_of(found.remote_segments, 'segment')}, {size(found.remote_bytes)}"),
+        ("consumers", held or "none"),
+        ("retention", _words(found.retention)),
+        ("manifest log", found.mode),
+    ]
+    return Facts(lines=lines, data=found)
+
+
+# ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def seal(cli: Cli, database: Database) -> Note:
+    """End the open segment, so that it can move on."""
+    with _open(cli, database) as stream:
+        before = len(stream.ledger.view.sealed)
+        stream.seal()
+        count = len(stream.ledger.view.sealed)
+    text = f"{database} has {count_of(count, 'sealed segment')}"
+    return Note(text=text, data={"sealed": count, "newly": count - before})
+
+
+def tier(
+    cli: Cli,
+    database: Database,
+    move: Annotated[str, typer.Argument(metavar="MOVE", help="compress, upload, evict or hydrate.")],
+    segment: Annotated[list[int] | None, typer.Option("--segment", metavar="ID", help="Only these segments.")] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="With evict: compressed copies too.")] = False,
+) -> Note:
+    """Move sealed segments between tiers."""
+    if move not in MOVES:
+        raise InvalidInput("there is no such move", hint=f"moves: {', '.join(MOVES)}", move=move)
+    with _open(cli, database) as stream:
+        how: dict[str, Any] = {"warm": True} if warm and move == "evict" else {}
+        count = getattr(stream, move)(*(segment or ()), **how)
+    what = "copies" if move == "evict" else "segments"
+    return Note(text=f"{move}: {count} {what} of {database}", data={"move": move, "count": count})
+
+
+def verify(
+    cli: Cli,
+    database: Database,
+    shallow: Annotated[bool, typer.Option("--shallow", help="Do not read objects whole.")] = False,
+) -> Verdict:
+    """Read every copy of every segment and say what is wrong."""
+    from quire.stream.verify import problems
+
+    with _open(cli, database) as stream:
+        found = list(problems(stream, deep=not shallow))
+        count = len(stream.ledger.view.segments)
+    rows = [
+        Row(
+            [each.rule, "leak" if each.leak else "damage", f"{each.what} ({pairs(each.where)})"],
+            {
+                "rule": each.rule,
+                "what": each.what,
+                "where": {k: str(v) for k, v in each.where.items()},
+                "leak": each.leak,
+            },
+        )
+        for each in found
+    ]
+    shown = Listing(
+        columns=["rule", "kind", "what"], rows=rows, empty=f"{database} is sound: {count_of(count, 'segment')} read"
+    )
+    return Verdict(shown, PROBLEMS if any(not each.leak for each in found) else OK)
+
+
+def retention(
+    cli: Cli,
+    database: Database,
+    days: Annotated[float | None, typer.Option("--days", min=0, help="Older records go.")] = None,
+    max_bytes: Annotated[int | None, typer.Option("--bytes", min=0, help="The oldest beyond so much go.")] = None,
+    consumed: Annotated[bool, typer.Option("--consumed", help="What all consumers have read goes.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Have the store's settings again.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Let go now what may go.")] = False,
+) -> Note:
+    """Show or set what a stream keeps."""
+    from quire.stream.state import Retention
+
+    with _open(cli, database) as stream:
+        if reset:
+            stream.retain(None)
+        elif days is not None or max_bytes is not None or consumed:
+            stream.retain(Retention(seconds=(days or 0) * 86_400, bytes=max_bytes or 0, consumed=consumed))
+        gone = stream.retire() if apply else 0
+        kept = stream.retention
+    text = f"{database}: {_words(kept)}" + (f"; {count_of(gone, 'segment')} retired" if apply else "")
+    return Note(text=text, data={"retention": kept, "retired": gone})
+
+
+def _words(retention: Any) -> str:
+    words = []
+    if retention.seconds:
+        words.append(f"{span(int(retention.seconds * 1000))}")
+    if retention.bytes:
+        words.append(size(retention.bytes))
+    if retention.consumed:
+        words.append("until everybody has read it")
+    return "keeps " + ", ".join(words) if words else "keeps everything"

@@ -1,0 +1,116 @@
+"""The command `verify`: every byte of every tier compared with the manifest, for people and for cron.
+
+Rules
+  1. What was not looked at for longest comes first, and what was seen when is in the manifest: `--max-duration` in a nightly
+     run, day after day, goes through everything.
+  2. The exit code is 1 if something is missing or altered now, whenever that was found out.
+  3. `--report` writes a table of all that is damaged (and, with `--orphans`, of objects that no row speaks of) as Parquet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.checkpoint import DryRun, Runner, need_runner
+from quire.cli.command import Cli, Verdict
+from quire.cli.exits import OK, PROBLEMS
+from quire.cli.output import Facts, Listing, Report, Row
+from quire.cli.plain import count_of, moment, size
+from quire.cli.times import seconds_of
+from quire.cli.typed import command
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
+
+LISTED = 50
+"""Damaged artifacts that are shown to people; `--report` and `--json` have them all."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register this command."""
+    command(app, "verify", example="quire verify --max-age 7d --max-duration 1h")(verify)
+
+
+def verify(
+    cli: Cli,
+    max_age: Annotated[
+        str, typer.Option(metavar="AGE", help="Leave out what was verified within: 90s, 15m, 2h, 7d.")
+    ] = "",
+    max_duration: Annotated[str, typer.Option(metavar="TIME", help="End after this long, where it is.")] = "",
+    report: Annotated[str, typer.Option(metavar="FILE", help="Write what is damaged to a Parquet file.")] = "",
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Also list objects, and look for those no row speaks of.")
+    ] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="As --orphans, and delete them.")] = False,
+    runner: Runner = "",
+    dry_run: DryRun = False,
+) -> Report | Verdict:
+    """Compare every stored byte with the manifest.
+
+    Files and objects of every tier: size, SHA-256, crc64, bitmaps of pages. Exit code 1 if something is missing or altered.
+    """
+    need_runner(runner)
+    age = seconds_of(max_age, "--max-age") if max_age else 0
+    longest = seconds_of(max_duration, "--max-duration") if max_duration else 0
+    if dry_run:
+        with cli.reader() as manifest:
+            return _outlook(manifest, age)
+    from quire.cli.working import Bench, failure_of
+
+    with cli.owner(upkeep=True) as store:
+        bench, ran, found = Bench(store), [], []
+
+        def work() -> None:
+            ran.append(store.heavy.verify(max_age_seconds=age, max_duration_seconds=longest, runner=runner))
+            if orphans or sweep:
+                found.append(store.heavy.sweep(delete=sweep, runner=runner))
+
+        bench.watch(work)
+        for job in (*ran, *found):
+            if (failure := failure_of(job, f"the {job.kind.name.lower()}")) is not None:
+                raise failure
+        damage = store.heavy.damaged()
+        strays = [{"state": "ORPHANED", **each} for each in (found[0].result["orphans"] if found else [])]
+        if report:
+            store.heavy.write_report(report, strays)
+    return _verdict(ran[0].result, damage, strays, found[0].result if found else {})
+
+
+def _verdict(
+    result: dict[str, Any], damage: list[dict[str, Any]], strays: list[dict[str, Any]], swept: dict[str, Any]
+) -> Verdict:
+    facts = {
+        "looked at": f"{count_of(result['verified'] + result['missing'] + result['altered'], 'artifact')}, "
+        f"{size(result['bytes'])}",
+        "verified": f"{result['verified']:,}",
+        "missing": f"{result['missing']:,}",
+        "altered": f"{result['altered']:,}",
+        "left for the next run": f"{result['left']:,}",
+    }
+    data: dict[str, Any] = {**result, "damaged": damage}
+    if swept:
+        facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
+        data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
+    rows = [Row([each["state"].lower(), each["artifact"], size(each["size_bytes"])], each) for each in damage[:LISTED]]
+    left = len(damage) - len(rows)
+    listing = Listing(
+        columns=["state", "artifact", ">size"],
+        rows=rows,
+        empty="nothing is damaged",
+        closing=f"{left:,} more: `--report FILE` has all" if left else "",
+    )
+    shown = Report(parts=[Facts(lines=list(facts.items()), data=facts), listing], data=data)
+    return Verdict(shown, PROBLEMS if damage else OK)
+
+
+def _outlook(manifest: ManifestStore, age: float) -> Report:
+    from quire.jobs.verify.whole import plan_aged
+
+    with manifest.read() as txn:
+        aged = plan_aged(txn, manifest.clock.now_ms(), age)
+    oldest = "nothing waits" if not aged.left else (moment(aged.oldest_ms) if aged.oldest_ms else "never verified")
+    facts = {"to be verified": count_of(aged.left, "artifact"), "size": size(aged.size_bytes), "the oldest": oldest}
+    data = {"left": aged.left, "bytes": aged.size_bytes, "oldest_ms": aged.oldest_ms}
+    return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)

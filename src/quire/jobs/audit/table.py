@@ -1,0 +1,71 @@
+"""Differences as a table: what rows, bytes and listings disagree about, for Parquet files and DataFrames.
+
+Columns
+  state        MISSING and ALTERED (by their bytes), UNLISTED (no object by its listing), ORPHANED (no row), or a rule's number
+  artifact     the artifact's name; empty for a rule that is about something else
+  what         in words
+  size_bytes   of the artifact or object
+  verified_ms  when its bytes were last looked at; 0: never
+
+Importing it does not load pyarrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from quire.core.ids import ArtifactKind
+from quire.durable.names import object_key
+from quire.jobs.verify.whole import artifacts
+from quire.manifest.check import Problem
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import VerifyState
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = ("state", "artifact", "what", "size_bytes", "verified_ms")
+
+
+def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
+    """Every artifact whose last verification was bad."""
+    for key, row in artifacts(txn):
+        if row.verify_state in (VerifyState.MISSING, VerifyState.ALTERED):
+            yield {
+                "state": row.verify_state.name,
+                "artifact": object_key(key),
+                "what": f"{key.kind.name.lower()} is {row.verify_state.name.lower()}",
+                "size_bytes": row.used_bytes if key.kind is ArtifactKind.WAL else row.size_bytes,
+                "verified_ms": row.verified_at_ms,
+            }
+
+
+def audit_table(problems: Iterable[Problem], bad: Iterable[dict[str, Any]], swept: dict[str, Any]) -> pa.Table:
+    """All of it: broken rules, bad artifacts, and what a sweep found."""
+    rows: list[dict[str, Any]] = [{"state": each.rule, "what": str(each)} for each in problems]
+    rows += bad
+    rows += [{"state": "UNLISTED", "what": "its object is not there", **each} for each in swept.get("missing", ())]
+    rows += [{"state": "ORPHANED", "what": "no row speaks of it", **each} for each in swept.get("orphans", ())]
+    return as_table(rows)
+
+
+def as_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
+    """Rows with some of the columns, as Arrow."""
+    import pyarrow as pa
+
+    kinds = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64())
+    blank: tuple[Any, ...] = ("", "", "", 0, 0)
+    found = list(rows)
+    columns = {
+        name: pa.array([row.get(name, default) for row in found], kind)
+        for name, kind, default in zip(COLUMNS, kinds, blank)
+    }
+    return pa.table(columns)
+
+
+def write_report(path: str, rows: Iterable[dict[str, Any]]) -> None:
+    """The rows as a Parquet file."""
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(as_table(rows), path)

@@ -1,0 +1,233 @@
+"""Who runs the heavy part of a job: threads of this process, or executors elsewhere. The work itself does not know which.
+
+Terms
+  run      a function of a task and the tools it needs; it asks no manifest, so it can be sent anywhere (K1)
+  site     what a process must know to make its own tools: small, picklable
+  tools    the bytes of the store, as this process reaches them: segments and chunks, object stores, the disk
+  split    takes one input apart into (key, value) pairs; those of one key are brought together
+  join     makes one result of all values of a key
+  answer   what became of one task: its result, or the error that it met
+
+Rules
+  1. An error of a task (`QuireError`) is its answer and ends nothing else: a run over a thousand databases does not fail with
+     one of them. What is no `QuireError` ends the run.
+  2. Answers come in any order, and only so many tasks are under way that memory stays bounded.
+  3. `tick(done, total)` is called now and then and may raise: then nothing more is started, what is under way is ended or
+     waited for, and the error is the caller's. The same if the caller stops asking for answers.
+  4. A task may be run more than once, two at a time even (an executor that was lost, a speculative copy): each has to write
+     the same names, and whoever comes second adopts what is there.
+
+Threads: a runner is for one caller at a time. Raises what `tick` raises, and `SparkUnavailable` where Spark was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+from quire.core.errors import InternalError, InvalidInput, QuireError, SparkUnavailable
+from quire.core.events import emit
+from quire.core.limits import MIB
+from quire.durable.files import Disk
+from quire.jobs.places import OpenStore
+from quire.pages.sources import Sources
+
+AUTO_BYTES = 256 * MIB
+"""Work below this is done by threads unless somebody says otherwise (docs/decisions/006-runner-auto.md)."""
+
+RUNNERS = ("auto", "threads", "spark")
+"""What a person or `maintenance.runner` can ask for."""
+
+T = TypeVar("T")
+P = TypeVar("P")
+V = TypeVar("V")
+R = TypeVar("R")
+K = TypeVar("K")
+
+Key = tuple[int, int]
+"""What `regroup` brings together by: (database, slot)."""
+
+Tick = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a task reads and writes with."""
+
+    sources: Sources
+    open_store: OpenStore
+    disk: Disk
+    root: str
+    """The store's directory, where this process sees it; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[K, R]):
+    """Rule 1."""
+
+    key: K
+    value: R | None = None
+    error: QuireError | None = None
+
+    def result(self) -> R:
+        """The result; raises the error instead, if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]  # a task without an error has answered
+
+
+Split = Callable[[P, Tools], Iterable[tuple[Key, V]]]
+Join = Callable[[Key, T | None, list[V], Tools], R]
+Run = Callable[[T, Tools], R]
+
+
+def no_tick(_done: int, _total: int) -> None:
+    """Nobody wants to know."""
+
+
+class Runner(Protocol):
+    """Runs tasks."""
+
+    @property
+    def name(self) -> str:
+        """ "threads" or "spark"."""
+
+    @property
+    def shares_disk(self) -> bool:
+        """Whether tasks see the files of the store; if not, they need objects of what they read."""
+
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+        """Run each task; answers carry the task's place in `tasks`."""
+
+    def regroup(
+        self,
+        split: Split[P, V],
+        inputs: Sequence[P],
+        join: Join[T, V, R],
+        tasks: Mapping[Key, T] | None = None,
+        *,
+        tick: Tick = no_tick,
+    ) -> Iterator[Answer[Key, R]]:
+        """Split every input, bring values of one key together, join them.
+
+        With `tasks` there is one answer for each of them, whether values came or not, and a value without a task is a bug.
+        Without, there is one for each key that came up. An input that cannot be split answers for its whole database: its
+        error comes under (the first part of the keys it would have had, -1), see `owner_of`.
+        """
+
+
+# ── threads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class ThreadRunner:
+    """Runs tasks in threads of this process."""
+
+    name = "threads"
+    shares_disk = True
+
+    def __init__(self, tools: Tools, threads: int = 1, *, label: str = "quire-run") -> None:
+        self._tools = tools
+        self._threads = max(threads, 1)
+        self._label = label
+
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+        """See `Runner`."""
+        return self._each(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
+
+    def regroup(
+        self,
+        split: Split[P, V],
+        inputs: Sequence[P],
+        join: Join[T, V, R],
+        tasks: Mapping[Key, T] | None = None,
+        *,
+        tick: Tick = no_tick,
+    ) -> Iterator[Answer[Key, R]]:
+        """See `Runner`. The values of all keys are in memory meanwhile: plans for threads are bounded for that reason."""
+        values: dict[Key, list[V]] = {key: [] for key in tasks or {}}
+        spoilt: dict[int, QuireError] = {}
+        done = self._each(enumerate(inputs), lambda each: list(split(each, self._tools)), len(inputs), no_tick)
+        for answer in done:
+            if answer.error is not None:
+                spoilt.setdefault(owner_of(inputs[answer.key]), answer.error)
+                continue
+            for key, value in answer.result():
+                if tasks is not None and key not in tasks:
+                    raise InternalError("a value came up for which there is no task", key=key)
+                values.setdefault(key, []).append(value)
+            tick(0, len(tasks or ()))
+        for owner, error in spoilt.items():
+            yield Answer((owner, -1), error=error)
+        sound = [(key, (key, found)) for key, found in sorted(values.items()) if key[0] not in spoilt]
+
+        def run(item: tuple[Key, list[V]]) -> R:
+            key, found = item
+            return join(key, tasks[key] if tasks is not None else None, found, self._tools)
+
+        yield from self._each(sound, run, len(sound), tick)
+
+    def _each(
+        self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick
+    ) -> Iterator[Answer[K, R]]:
+        """Rules 2 and 3."""
+        waiting, under_way, done = iter(tasks), dict[Future[R], K](), 0
+        tick(0, total)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix=self._label) as pool:
+            try:
+                while True:
+                    for key, task in islice(waiting, self._threads - len(under_way)):
+                        under_way[pool.submit(run, task)] = key
+                    if not under_way:
+                        return
+                    ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        answer = _answer(under_way.pop(future), future)
+                        done += 1
+                        yield answer
+                        tick(done, total)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def owner_of(task: Any) -> int:
+    """The database an input belongs to."""
+    return int(task.db_id)
+
+
+def _answer(key: K, future: Future[R]) -> Answer[K, R]:
+    try:
+        return Answer(key, future.result())
+    except QuireError as error:
+        return Answer(key, error=error)
+
+
+# ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """The runners a store has: threads always, Spark if somebody gave it one."""
+
+    spark: Callable[[], Runner] | None = None
+    """Makes (or finds) the session and gives its runner; called only when Spark is what is wanted."""
+    usual: str = "auto"
+    """`maintenance.runner`: for jobs whose payload says nothing else."""
+    missing: list[str] = field(default_factory=list)
+    """Why there is no Spark, once that was found out: it is not looked for again for `auto`."""
+
+    def choose(self, wish: str, size_bytes: int, threads: Callable[[], Runner]) -> Runner:
+        """The runner for so many bytes of work."""
+        wish = wish or self.usual
+        if wish not in RUNNERS:
+            raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=wish)
+        if wish == "threads" or (wish == "auto" and (size_bytes < AUTO_BYTES or self.spark is None or self.missing)):
+            return threads()
+        if self.spark is None:
+            raise SparkUnavailable("this process has no Spark", hint="open the store with `quire.open`")
+        try:
+            return self.spark()
+        except SparkUnavailable as error:
+            if wish == "spark":
+                raise
+            self.missing.append(str(error))
+            emit("warning", "spark.unavailable", error=str(error), instead="threads", size_bytes=size_bytes)
+            return threads()

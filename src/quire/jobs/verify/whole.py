@@ -1,0 +1,184 @@
+"""Verifying a whole store, a bit at a time: what was not looked at for longest comes first (payload `{"scope": "store"}`).
+
+Terms
+  wave      artifacts that are looked at between two commits of verdicts, in one run of the runner
+  horizon   what was verified since then is not looked at again: the moment it was asked for, or `max_age_seconds` before
+
+Rules
+  1. A verification ends when nothing older than the horizon is left, or when its time (`max_duration_seconds`) is over: then
+     the result says how much is left, and the next one goes on there, because what was seen when is in the rows.
+  2. Verdicts are given as in `handler.py`: bad ones only after a second look, and only about what the row still says.
+  3. An executor that does not see the store's files looks at objects; artifacts with files are then this process's.
+  4. What could not be read keeps nothing else from being verified, and is not verified: at the end the attempt has failed, if
+     its time is not over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from quire.core.errors import QuireError
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import GIB, MIB
+from quire.durable.names import object_key
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress
+from quire.jobs.places import Place
+from quire.jobs.runner import Answer, Runner
+from quire.jobs.threads import thread_runner
+from quire.jobs.verify.plan import LISTED_MAX, PLANNED_MAX, bitmap_of, is_meant, place_to_verify
+from quire.jobs.verify.run import Finding, VerifyTask, run_task
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.reads import ReadTxn
+
+WAVE_BYTES = 4 * GIB
+WAVE_ARTIFACTS = 4_096
+TASK_BYTES = 64 * MIB
+TASK_ARTIFACTS = 64
+"""A wave ends at the first two, a task of it at the others: a full chunk is a task of its own."""
+
+
+Settle = Callable[[list[Finding]], list[Finding]]
+"""Looks at bad ones again, records the verdicts; the findings as they are then."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a verification has found so far."""
+
+    verified: int = 0
+    missing: int = 0
+    altered: int = 0
+    unreadable: int = 0
+    size_bytes: int = 0
+    damaged: list[str] = field(default_factory=list)
+    first: QuireError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Aged:
+    """What is older than the horizon."""
+
+    keys: tuple[ArtifactKey, ...]
+    """The oldest of them, in order; as many as one plan takes."""
+    left: int
+    size_bytes: int
+    oldest_ms: int
+    """When the oldest was verified; 0: never."""
+
+
+def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
+    """(key, row) of every artifact that has bytes, each once: at its origin."""
+    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
+        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), chunk
+    for (origin, slot, generation, number), delta in txn.scan(t.CHUNK_DELTA_INDEX):
+        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), delta
+    for (db_id, segment_id), segment in txn.scan(t.WAL_CATALOG):
+        if segment.origin_db_id == db_id:
+            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), segment
+
+
+def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:
+    """What has to be looked at, oldest first."""
+    horizon = asked_at_ms - int(max_age_seconds * 1000)
+    size, due = 0, []
+    for key, row in artifacts(txn):
+        if row.verified_at_ms < horizon and is_meant(txn, key, row, asked_at_ms):
+            due.append((row.verified_at_ms, key))
+            size += getattr(row, "used_bytes", 0) or getattr(row, "size_bytes", 0)
+    first = heapq.nsmallest(PLANNED_MAX, due)
+    return Aged(tuple(key for _, key in first), len(due), size, first[0][0] if first else 0)
+
+
+def verify_store(
+    ctx: JobContext, job: Job, progress: Progress, runner: Runner, limits: tuple[float, float], settle: Settle
+) -> Outcome:
+    """Look at what is due. `limits` are (max_age_seconds, max_duration_seconds; 0: no end)."""
+    max_age, max_duration = limits
+    began, asked_at = ctx.clock.monotonic(), job.record.created_at_ms
+    with ctx.manifest.read() as txn:
+        aged = plan_aged(txn, asked_at, max_age)
+    seen, done = Seen(), 0
+    for wave in waves(ctx, aged.keys):
+        progress(done, aged.left)
+        if max_duration and ctx.clock.monotonic() - began >= max_duration:
+            break
+        _count(seen, settle(look(ctx, runner, wave, progress)))
+        done += len(wave)
+    else:
+        if seen.first is not None:
+            raise seen.first
+    progress(done, aged.left)
+    return Done({**summary(seen), "left": aged.left - done, "complete": done == aged.left})
+
+
+def waves(ctx: JobContext, keys: Sequence[ArtifactKey]) -> Iterator[list[tuple[Place, int]]]:
+    """(place, bitmap hash) of artifacts as they are when their turn comes, a wave at a time."""
+    rest = iter(keys)
+    while taken := list(islice(rest, WAVE_ARTIFACTS)):
+        with ctx.manifest.read() as txn:
+            placed = [
+                (place, bitmap_of(txn, key)) for key in taken if (place := place_to_verify(ctx, txn, key)) is not None
+            ]
+        wave: list[tuple[Place, int]] = []
+        size = 0
+        for each in placed:
+            wave.append(each)
+            size += each[0].size_bytes
+            if size >= WAVE_BYTES:
+                yield wave
+                wave, size = [], 0
+        if wave:
+            yield wave
+
+
+def look(ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], progress: Progress) -> list[Finding]:
+    """What the artifacts of a wave are."""
+    here = [each for each in wave if each[0].has_local and not runner.shares_disk]
+    there = [each for each in wave if not (each[0].has_local and not runner.shares_disk)]
+
+    def tick(*_: int) -> None:
+        progress(0, 0)
+
+    answers: list[Answer[int, list[Finding]]] = list(runner.map(run_task, tasks(there), tick=tick))
+    if here:
+        answers += thread_runner(ctx, label="quire-verify").map(run_task, tasks(here), tick=tick)
+    return [finding for answer in answers for finding in answer.result()]
+
+
+def tasks(wave: Sequence[tuple[Place, int]]) -> list[VerifyTask]:
+    """A wave, in pieces of about a full chunk."""
+    made: list[VerifyTask] = []
+    group: list[tuple[Place, int]] = []
+    for each in wave:
+        full = sum(place.size_bytes for place, _ in group) + each[0].size_bytes > TASK_BYTES
+        if group and (full or len(group) >= TASK_ARTIFACTS):
+            made.append(_task(group))
+            group = []
+        group.append(each)
+    return [*made, _task(group)] if group else made
+
+
+def _task(group: Sequence[tuple[Place, int]]) -> VerifyTask:
+    return VerifyTask(tuple(place for place, _ in group), tuple(bitmap for _, bitmap in group))
+
+
+def _count(seen: Seen, findings: Sequence[Finding]) -> None:
+    for each in findings:
+        name = "unreadable" if each.error is not None else each.state.name.lower()
+        setattr(seen, name, getattr(seen, name) + 1)
+        seen.size_bytes += each.place.size_bytes
+        seen.first = seen.first or each.error
+        if each.is_bad and len(seen.damaged) < LISTED_MAX:
+            seen.damaged.append(f"{object_key(each.place.key)} {each.state.name}")
+
+
+def summary(seen: Seen) -> dict[str, Any]:
+    """As a job's result has it."""
+    counts = {name: getattr(seen, name) for name in ("verified", "missing", "altered", "unreadable")}
+    return {**counts, "bytes": seen.size_bytes, "damaged": seen.damaged}

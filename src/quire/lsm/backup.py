@@ -1,0 +1,141 @@
+"""Copies a key-value database into an object store, and brings it back.
+
+Terms
+  backup   a database as it was at one moment: a list (`backups/<lsn>.json`) and the tables that it names
+  label    what the backups of one database have in common: a name below which their objects are
+
+Rules
+  1. Tables go first, the list last: a backup is there whole or not at all.
+  2. Tables never change, so one that is there is not sent again: the next backup costs what is new. Its object's name has the
+     checksum of its bytes; another table under the same name is an error, not a guess.
+  3. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
+
+Objects: `kv/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `kv/<label>/backups/<lsn:016x>.json`.
+
+Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.errors import ChecksumMismatch, Corruption, NotFound
+from quire.core.limits import MIB
+from quire.durable.checksums import crc64
+from quire.durable.files import Disk, write_new
+from quire.durable.lsm_names import sst_entry_path
+from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
+from quire.lsm.sst_reader import Table
+from quire.lsm.versions import write_manifest
+from quire.objects.api import ExistingObject, ObjectStore, list_objects
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
+
+READ_BYTES = 4 * MIB
+
+
+class TableObject(msgspec.Struct, frozen=True):
+    """A table in the object store."""
+
+    sst_id: int
+    key: str
+    size_bytes: int
+    sha256: str
+
+
+class Backup(msgspec.Struct, frozen=True):
+    """The list of a backup."""
+
+    label: str
+    lsn: int
+    created_at_ms: int
+    next_sst_id: int
+    tables: tuple[TableObject, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its tables."""
+        return sum(table.size_bytes for table in self.tables)
+
+
+def back_up(kv: Kv, store: ObjectStore, label: str) -> Backup:
+    """Everything that was written by now, in the object store (rules 1 and 2)."""
+    lsn = kv.last_lsn
+    kv.flush()
+    with kv.upkeep.held():
+        view, state = kv.view, kv.manifest.state()
+    tables = tuple(_send(kv.disk, store, label, table) for table in view.levels)
+    lsn = max(lsn, view.levels.lsn_max)
+    backup = Backup(label, lsn, kv.clock.now_ms(), state.next_sst_id, tables)
+    store.put(_list_key(label, lsn), msgspec.json.encode(backup))
+    return backup
+
+
+def _send(disk: Disk, store: ObjectStore, label: str, table: Table) -> TableObject:
+    crc, digest = 0, hashlib.sha256()
+    file = disk.open(table.path, write=False)
+    try:
+        for offset in range(0, table.size_bytes, READ_BYTES):
+            piece = file.read_at(READ_BYTES, offset)
+            crc = crc64(piece, crc)
+            digest.update(piece)
+    finally:
+        file.close()
+    key = f"kv/{label}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
+
+    def same(there: ExistingObject) -> bool:
+        return there.info.size_bytes == table.size_bytes  # and the name has its checksum
+
+    store.put_file(key, table.path, create_only=True, identity=same)
+    return TableObject(table.meta.sst_id, key, table.size_bytes, digest.hexdigest())
+
+
+def backups(store: ObjectStore, label: str) -> list[int]:
+    """The lsns of the backups that there are, rising."""
+    found = []
+    for info in list_objects(store, f"kv/{label}/backups"):
+        name = info.key.rpartition("/")[2].removesuffix(".json")
+        if len(name) == 16:
+            found.append(int(name, 16))
+    return sorted(found)
+
+
+def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backup:
+    """The list of a backup; the newest one unless an lsn is given."""
+    there = backups(store, label)
+    if not there or (lsn is not None and lsn not in there):
+        raise NotFound("there is no such backup", hint="`quire kv backups` lists them", label=label, lsn=lsn)
+    key = _list_key(label, there[-1] if lsn is None else lsn)
+    try:
+        return msgspec.json.decode(store.get(key), type=Backup)
+    except msgspec.MsgspecError as error:
+        raise Corruption("the list of a backup does not decode", key=key, cause=str(error)) from error
+
+
+def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None:
+    """Make the files of a database in `target` (rule 3)."""
+    for part in ("sst", "wal", "manifest"):
+        disk.make_dirs(f"{target}/{part}")
+    tables: dict[int, ManifestSstEntry] = {}
+    for each in backup.tables:
+        data = store.get(each.key)
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) != each.size_bytes or digest != each.sha256:
+            text = "a table of the backup is not what was backed up"
+            hint = "restore an earlier backup: `quire kv backups` lists them"
+            raise ChecksumMismatch(text, hint=hint, key=each.key, expected=each.sha256, actual=digest)
+        entry = ManifestSstEntry(each.sst_id, sst_entry_path(each.sst_id))
+        write_new(disk, f"{target}/{entry.path}", data)
+        Table.open(disk, f"{target}/{entry.path}", each.sst_id).close()
+        tables[each.sst_id] = entry
+    disk.sync_dir(f"{target}/sst")
+    state = ManifestData(tables=tables, next_sst_id=backup.next_sst_id)
+    write_manifest(disk, target, state, backup.lsn)
+
+
+def _list_key(label: str, lsn: int) -> str:
+    return f"kv/{label}/backups/{lsn:016x}.json"

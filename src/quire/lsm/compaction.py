@@ -1,0 +1,123 @@
+"""Which tables are merged, and merging them.
+
+Terms
+  inputs    the tables that go
+  outputs   the tables that come, all of one level, with disjoint key ranges
+
+Rules
+  1. Level 0 is merged into level 1 when it has `level0_tables` tables: all of it, with what it overlaps below. A deeper
+     level that is too large gives one table to the next, with what that overlaps.
+  2. `run` reads immutable tables and writes new ones: it knows no manifest and no engine, holds one part in memory, and
+     may run anywhere. Its outputs are garbage until a `Compaction` event names them.
+  3. A tombstone may go only if no other table could have something older of its key (rule 3 of merge.py).
+
+Threads: any. Raises what reading and writing tables raise; outputs of a run that failed are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quire.core.errors import StorageFault
+from quire.core.settings import LsmSettings
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.lsm.levels import Levels
+from quire.lsm.merge import PART_BYTES, Retention, compacted
+from quire.lsm.sst_format import TableMeta
+from quire.lsm.sst_reader import Table
+from quire.lsm.sst_writer import TableOptions, TableWriter
+
+GROWTH = 10
+"""How much more each level may hold than the one above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Tables to merge, and where to."""
+
+    inputs: tuple[Table, ...]
+    level: int
+    drop_below: int
+    """Tombstones below this lsn may go; 0: none (rule 3)."""
+
+
+def table_options(settings: LsmSettings) -> TableOptions:
+    """How a database's tables are written."""
+    return TableOptions(
+        block_bytes=settings.block_bytes,
+        compression=settings.compression,
+        bloom_bits_per_key=settings.bloom_bits_per_key,
+    )
+
+
+def pick(levels: Levels, settings: LsmSettings, turn: int) -> Job | None:
+    """What is due, if anything (rule 1); `turn` moves through the tables of a level."""
+    if len(levels.level0) >= settings.level0_tables:
+        return job(levels, levels.level0, 1)
+    limit = settings.level_bytes
+    for number, level in enumerate(levels.deeper, 1):
+        if sum(table.size_bytes for table in level) > limit:
+            return job(levels, (level[turn % len(level)],), number + 1)
+        limit *= GROWTH
+    return None
+
+
+def pick_all(levels: Levels) -> Job | None:
+    """Everything into one level; `None` if it is so already."""
+    tables = tuple(levels)
+    deepest = max(1, len(levels.deeper))
+    if not tables or (all(t.meta.level == deepest for t in tables) and not any(t.meta.tombstones for t in tables)):
+        return None
+    return Job(tables, deepest, max(table.meta.lsn_max for table in tables) + 1)
+
+
+def job(levels: Levels, chosen: Sequence[Table], level: int) -> Job:
+    """Merge these tables into a level, with those of that level that they overlap."""
+    low, high = min(t.meta.key_min for t in chosen), max(t.meta.key_max for t in chosen)
+    below = [t for t in levels.level(level) if t.meta.key_max >= low and t.meta.key_min <= high]
+    inputs = (*chosen, *below)
+    low, high = min(t.meta.key_min for t in inputs), max(t.meta.key_max for t in inputs)
+    taken = {id(table) for table in inputs}
+    others = [t for t in levels if id(t) not in taken and t.meta.key_max >= low and t.meta.key_min <= high]
+    # A tombstone hides what is older: it may go if everything older that could be hidden is among the inputs.
+    newest = max(table.meta.lsn_max for table in inputs) + 1
+    return Job(inputs, level, min((table.meta.lsn_min for table in others), default=newest))
+
+
+def run(
+    disk: Disk,
+    inputs: Sequence[Table],
+    retention: Retention,
+    *,
+    level: int,
+    table_bytes: int,
+    options: TableOptions,
+    new_table: Callable[[], tuple[int, str]],
+    low: bytes = b"",
+    high: bytes | None = None,
+) -> list[tuple[str, TableMeta]]:
+    """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
+    outputs: list[tuple[str, TableMeta]] = []
+    writer: TableWriter | None = None
+    path = ""
+    try:
+        for batch in compacted(inputs, retention, low, high, part_bytes=min(PART_BYTES, table_bytes)):
+            if writer is None:
+                sst_id, path = new_table()
+                writer = TableWriter(sst_id, level, options)
+            writer.add(batch)
+            if writer.raw_bytes >= table_bytes:
+                outputs.append((path, writer.write(disk, path)))
+                writer = None
+                hit("lsm.compaction.output")
+        if writer is not None:
+            outputs.append((path, writer.write(disk, path)))
+    except Exception:
+        for written, _ in outputs:
+            with suppress(StorageFault, FileNotFoundError):
+                disk.remove(written)
+        raise
+    return outputs

@@ -1,0 +1,304 @@
+"""The key-value databases of a store: opens them, keeps their snapshots and forks, and lets go of what was dropped.
+
+Terms
+  registered   the store's manifest has a row of kind `lsm` for it; its own manifest is the truth about its contents (S1)
+  copy         see versions.py: what a snapshot and a fork are on disk
+
+Rules
+  1. A database is opened once per process; one that has become unusable (M12) is recovered and opened anew by the next
+     `open`.
+  2. Files first, row second: a fork or snapshot gets its row in the store's manifest when its copy is whole. A directory
+     without a row is garbage; sweeping and making copies exclude each other. A directory whose id the manifest has never
+     handed out is spared: the manifest may be an older one, put back.
+  3. When the files of a new database are on disk its row says so (`config_hash`): from then on a missing directory is an
+     error, not a new database.
+  4. Dropping a database or a snapshot takes its row; the files go with the next sweep. Forks have names of their own for the
+     tables that they share, so nothing of theirs goes.
+  5. After fork() the child's databases are closed (M12).
+
+Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `UnknownSnapshot`, `NameTaken`, `ReadOnly`,
+`Corruption`, `StoreClosed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from quire.core.clock import Clock
+from quire.core.errors import (
+    Corruption,
+    DatabaseTombstoned,
+    QuireError,
+    ReadOnly,
+    StoreClosed,
+    UnknownDatabase,
+    WrongKind,
+)
+from quire.core.events import emit
+from quire.core.settings import LsmSettings
+from quire.durable.files import Disk
+from quire.durable.lsm_names import lsm_home, lsm_number, lsm_snapshot_dir
+from quire.durable.names import LSM, check_name
+from quire.lsm.cache import BlockCache
+from quire.lsm.kv import Kv
+from quire.lsm.sst_reader import Block
+from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_tree
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, DbRecord, DbStatus
+from quire.manifest.snapshots import Anchor, SnapshotInfo
+from quire.manifest.store import ManifestStore
+
+MakeFiles = Callable[[str], object]
+
+FILES_MADE = b"lsm-files-1"
+"""In a row's `config_hash`: the database's directory is on disk (rule 3)."""
+
+
+class KvEngine:
+    """The key-value databases of one store."""
+
+    def __init__(self, *, manifest: ManifestStore, root: str, disk: Disk, clock: Clock, settings: LsmSettings) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._settings = settings
+        self.cache: BlockCache[Block] = BlockCache(settings.cache_bytes)
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._open: dict[int, Kv] = {}
+        self._seen: set[int] = set()
+        """Ids of databases that were opened or made here."""
+        self._closed = False
+        manifest.env.fork_hooks.append(self._forked)
+        if not manifest.read_only:
+            self.sweep()
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, db: int | str, *, create: bool = False) -> Kv:
+        """A key-value database, recovered; with `create` it is registered if there is none of this name."""
+        if self._manifest.read_only:
+            raise ReadOnly("a key-value database is opened by the store's owner", hint='open the store with mode="rw"')
+        with self._lock:
+            self._require()
+            if create and isinstance(db, str) and not self._is_known(db):
+                db = self._manifest.register_db(db, DbKind.LSM)
+            with self._manifest.read() as txn:
+                db_id, record = find_database(txn, db)
+            kv = self._open.get(db_id)
+            if kv is not None and kv.failure is None:
+                return kv
+            if kv is not None:
+                kv.abandon()
+            kv = self._recover(db_id, record)
+            self._open[db_id] = kv
+            self._seen.add(db_id)
+            return kv
+
+    def _recover(self, db_id: int, record: DbRecord) -> Kv:
+        home = self._path(lsm_home(db_id))
+        made = record.config_hash == FILES_MADE
+        if made and not self._disk.exists(home):
+            hint = "restore the database from a backup: `quire kv restore`"
+            raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
+        kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache)
+        if not made and record.status is DbStatus.ACTIVE:
+            self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
+        return kv
+
+    def _is_known(self, name: str) -> bool:
+        with self._manifest.read() as txn:
+            return txn.get(t.DB_NAMES, name) is not None
+
+    def _path(self, relative: str) -> str:
+        return f"{self._root}/{relative}"
+
+    def close_database(self, db: int | str) -> None:
+        """Close a database; one that is not open is fine."""
+        with self._manifest.read() as txn:
+            db_id = txn.database_id(db) if isinstance(db, str) else db
+        with self._lock:
+            kv = self._open.pop(db_id, None)
+        if kv is not None:
+            kv.close()
+
+    def databases(self) -> list[Kv]:
+        """Those that are open."""
+        with self._lock:
+            return list(self._open.values())
+
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
+        """Keep a database as it is now, under a name or without one."""
+        with self._lock:
+            if name:
+                check_name("snapshot", name)
+            kv = self.open(db)
+            with self._manifest.read() as txn:
+                db_id, _ = find_database(txn, db)
+            number = 1 + max(self._snapshot_numbers(db_id), default=0)
+            target = self._path(lsm_snapshot_dir(db_id, number))
+            try:
+                lsn = copy_live(kv, target)
+                return self._manifest.snapshots.publish(db_id, name, anchor=Anchor(lsn, number), tags=tags)
+            except Exception:
+                remove_tree(self._disk, target)
+                raise
+
+    def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
+        """A snapshot by name or id, to be read."""
+        return FrozenKv(self._disk, self._snapshot_path(db, snapshot), self.cache)
+
+    def _snapshot_path(self, db: int | str, snapshot: int | str) -> str:
+        info = self._manifest.snapshots.get(db, snapshot)
+        with self._manifest.read() as txn:
+            find_database(txn, info.db_id)
+            record = txn.snapshot(info.db_id, info.snapshot_id)
+        assert record is not None
+        return self._path(lsm_snapshot_dir(info.db_id, record.anchor_segment_id))
+
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+        """A new database that begins as another one is now, or was at a snapshot; its id."""
+        check_name("database", new_name)
+        with self._lock:
+            self._require()
+            with self._manifest.read() as txn:
+                source, record = find_database(txn, db)
+            new_id = self._manifest.reserve_db_id()
+            target = self._path(lsm_home(new_id))
+            try:
+                snapshot_id, lsn = 0, 0
+                if at is None:
+                    lsn = copy_live(self.open(source), target)
+                else:
+                    info = self._manifest.snapshots.get(source, at)
+                    snapshot_id, lsn = info.snapshot_id, info.anchor_lsn
+                    copy_frozen(self._disk, self._snapshot_path(source, at), target)
+                self._manifest.submit([self._registration(new_id, new_name, source, snapshot_id, lsn)]).result()
+            except Exception:
+                remove_tree(self._disk, target)
+                raise
+        emit("info", "lsm.forked", source=record.name, name=new_name, db_id=new_id)
+        return new_id
+
+    def _registration(self, db_id: int, name: str, parent: int = 0, snapshot_id: int = 0, lsn: int = 0) -> Op:
+        """The row of a database whose files are there (rule 2)."""
+        return RegisterDb(
+            db_id,
+            DbRecord(
+                name=name,
+                kind=DbKind.LSM,
+                created_at_ms=self._clock.now_ms(),
+                config_hash=FILES_MADE,
+                parent_db_id=parent,
+                parent_snapshot_id=snapshot_id,
+                parent_lsn=lsn,
+            ),
+        )
+
+    def adopt(self, name: str, make: MakeFiles) -> int:
+        """A new database whose files `make(directory)` brings: how a backup is restored; its id."""
+        check_name("database", name)
+        with self._lock:
+            self._require()
+            db_id = self._manifest.reserve_db_id()
+            target = self._path(lsm_home(db_id))
+            try:
+                make(target)
+                self._manifest.submit([self._registration(db_id, name)]).result()
+            except Exception:
+                remove_tree(self._disk, target)
+                raise
+            return db_id
+
+    # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
+    def sweep(self) -> int:
+        """Remove the directories of databases and snapshots that have no row (rules 2 and 4); how many."""
+        removed = 0
+        with self._lock:
+            try:
+                names = self._disk.names(self._path(LSM))
+            except FileNotFoundError:
+                return 0
+            with self._manifest.read() as txn:
+                live = {
+                    db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
+                    for db_id, record in txn.databases()
+                    if record.kind is DbKind.LSM and record.status is not DbStatus.TOMBSTONED
+                }
+            for name in names:
+                db_id = _hex8(name)
+                if db_id is None or not (db_id in self._seen or db_id < self._manifest.recovered.next_ids[Counter.DB]):
+                    continue
+                if db_id not in live:
+                    kv = self._open.pop(db_id, None)
+                    if kv is not None:
+                        kv.abandon()
+                    remove_tree(self._disk, self._path(lsm_home(db_id)))
+                    removed += 1
+                    continue
+                for number in set(self._snapshot_numbers(db_id)) - live[db_id]:
+                    remove_tree(self._disk, self._path(lsm_snapshot_dir(db_id, number)))
+                    removed += 1
+        return removed
+
+    def _snapshot_numbers(self, db_id: int) -> list[int]:
+        try:
+            names = self._disk.names(f"{self._path(lsm_home(db_id))}/snapshots")
+        except FileNotFoundError:
+            return []
+        return [number for name in names if (number := lsm_number(name, "")) is not None]
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Close every database; raises the first failure after all are closed. A second time: nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            opened, self._open = list(self._open.values()), {}
+        failures: list[QuireError] = []
+        for kv in opened:
+            try:
+                kv.close()
+            except QuireError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _require(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed", hint="open it again")
+
+    def _forked(self) -> None:
+        """Rule 5."""
+        self._closed = True
+        self._lock = threading.RLock()
+        for kv in self._open.values():
+            kv.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+
+
+def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
+    """A live key-value database by id or name."""
+    db_id = txn.database_id(db) if isinstance(db, str) else db
+    record = txn.database(db_id)
+    if record is None:
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+    if record.kind is not DbKind.LSM:
+        raise WrongKind("not a key-value database", hint="`quire ls` shows the kinds", kind=record.kind.name.lower())
+    if record.status is DbStatus.TOMBSTONED:
+        raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=db_id, name=record.name)
+    return db_id, record
+
+
+def _hex8(name: str) -> int | None:
+    with suppress(ValueError):
+        if len(name) == 8 and name == name.lower():
+            return int(name, 16) or None
+    return None

@@ -1,0 +1,438 @@
+"""A key-value database: bytes to bytes, sorted, in atomic batches, readable as of any moment that somebody holds on to.
+
+Terms
+  batch      changes that become visible together; each has one lsn
+  synced     on disk; a write that returned with `sync=True` survives power loss. With `sync=False` it survives the death
+             of the process, and is synced with the next write that asks for it
+  snapshot   the database as it was at an lsn, for as long as the snapshot is open
+  frozen     a memtable that takes no more writes; the background flushes it to a table
+
+What is on disk, step by step, and what a crash there leaves
+  a batch is appended     in the WAL, or a torn end that recovery cuts: it was not acknowledged
+  it is synced            in the WAL
+  the memtable freezes    the old WAL is synced first; the manifest lists it and names the new one before that is used
+  it is flushed           the table is synced before the manifest names it; the WAL goes after that (upkeep.py)
+
+Rules
+  1. A batch is appended, then entered into the memtable, then (if asked for) synced, then acknowledged. It is visible to others
+     from the second step on: who must not see what power loss could take back reads after a sync.
+  2. Whoever waits for durability syncs for all that was written by then: one sync for a group.
+  3. After a failed append or sync of the WAL, or a manifest in doubt, the database takes nothing more until it is opened again
+     (M12). What it holds can still be read.
+  4. A writer waits while too many memtables wait for their flush, or too many tables for a compaction; a flush that fails
+     for want of space is told to the writers, and poisons nothing.
+  5. Reads take no lock, except to begin a scan or a snapshot.
+
+    >>> import tempfile
+    >>> from quire.durable.files import OsDisk
+    >>> with Kv.open(OsDisk(), tempfile.mkdtemp()) as kv:
+    ...     kv.put(b"a", b"1")
+    ...     with kv.snapshot() as before:
+    ...         lsn = kv.write({b"a": b"2", b"b": b"3"})
+    ...         print(kv.get(b"a"), before.get(b"a"), list(kv.scan()))
+    b'2' b'1' [(b'a', b'2'), (b'b', b'3')]
+
+Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange`, `Overloaded`, `DiskFull`, `Corruption`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import (
+    InvalidInput,
+    OutOfRange,
+    Overloaded,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    StoreUnusable,
+)
+from quire.core.events import emit
+from quire.core.limits import KIB, MIB
+from quire.core.settings import LsmSettings
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.durable.lsm_names import LsmHome
+from quire.lsm.cache import BlockCache
+from quire.lsm.memtable import Memtable
+from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
+from quire.lsm.recovery import Opened, open_files
+from quire.lsm.sst_reader import Block, Table
+from quire.lsm.upkeep import Upkeep
+from quire.lsm.view import LSN_MAX, Frozen, View
+from quire.lsm.wal import Items, Wal, encode_batch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEY_BYTES_MAX = 64 * KIB - 1
+VALUE_BYTES_MAX = 32 * MIB
+"""A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A database in numbers."""
+
+    last_lsn: int
+    rows: int
+    """In tables: versions, tombstones included."""
+    tombstones: int
+    tables: int
+    table_bytes: int
+    levels: tuple[int, ...]
+    """Tables in each, from level 0 on."""
+    memtable_keys: int
+    memtable_bytes: int
+    frozen: int
+    manifest_log_bytes: int
+    flushes: int
+    """Since the database was opened."""
+    compactions: int
+
+
+class Kv(Reader):
+    """An open key-value database; made by `Kv.open`, or by `store.kv(name)`."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        home: LsmHome,
+        opened: Opened,
+        settings: LsmSettings,
+        clock: Clock,
+        cache: BlockCache[Block],
+        *,
+        background: bool,
+    ) -> None:
+        # constant after construction
+        self.disk = disk
+        self.home = home
+        self.settings = settings
+        self.clock = clock
+        self.cache = cache
+        self.manifest = opened.manifest
+        self.snapshots = Snapshots()
+        # guarded by _writing
+        self._writing = threading.Lock()
+        self._wal = opened.wal
+        self._lsn = opened.last_lsn
+        self._loading: set[int] = set()
+        """Lsns of bulk loads that are under way."""
+        # replaced under _viewing, read by all
+        self._viewing = threading.Condition()
+        self.view: View = opened.view
+        # only ever set
+        self.failure: QuireError | None = None
+        self.upkeep = Upkeep(self, background=background)
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        path: str,
+        settings: LsmSettings | None = None,
+        *,
+        clock: Clock | None = None,
+        cache: BlockCache[Block] | None = None,
+        background: bool = True,
+    ) -> Kv:
+        """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
+
+        `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`.
+        """
+        settings = settings or LsmSettings()
+        cache = cache if cache is not None else BlockCache(settings.cache_bytes)
+        home = LsmHome(path)
+        opened = open_files(disk, home, cache)
+        return cls(disk, home, opened, settings, clock or SystemClock(), cache, background=background)
+
+    def close(self) -> None:
+        """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
+        self.upkeep.stop()
+        with self._writing:
+            if isinstance(self.failure, StoreClosed):
+                return
+            failed, self.failure = self.failure, StoreClosed("the database is closed", hint="open it again")
+            try:
+                if failed is None:
+                    self._wal.close()
+                    self.manifest.close()
+            finally:
+                self._wal.abandon()
+                self.manifest.abandon()
+                for table in self.view.levels:
+                    table.close()
+
+    def abandon(self) -> None:
+        """Let everything go and write nothing more, as a crash would."""
+        self._fail(StoreClosed("the database is closed", hint="open it again"))
+        self.upkeep.stop()
+        with self._writing:
+            self.failure = StoreClosed("the database is closed", hint="open it again")
+            self._wal.abandon()
+            self.manifest.abandon()
+            for table in self.view.levels:
+                table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def put(self, key: bytes, value: bytes, *, sync: bool = True) -> None:
+        """Set the value of a key."""
+        self.write({key: value}, sync=sync)
+
+    def delete(self, key: bytes, *, sync: bool = True) -> None:
+        """Remove a key; one that is not there is fine."""
+        self.write({key: None}, sync=sync)
+
+    def write(self, batch: Items, *, sync: bool = True) -> int:
+        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch)."""
+        _check(batch)
+        if not batch:
+            return 0
+        with self._writing:
+            if self.failure is not None:
+                self.require()
+            if self.view.memtable.bytes >= self.settings.memtable_bytes:
+                self._make_room()
+            wal, lsn = self._wal, self._lsn + 1
+            record = encode_batch(lsn, batch)
+            try:
+                end = wal.append(record)
+            except BaseException as error:
+                self._doubt(error)
+                raise
+            self._lsn = lsn
+            self.view.memtable.put_all(lsn, batch, len(record), self.snapshots.newest)
+        if sync:
+            self._sync(wal, end)
+        return lsn
+
+    def sync(self) -> None:
+        """Have everything that was written durable."""
+        with self._writing:
+            self.require()
+            wal = self._wal
+        self._sync(wal, wal.end)
+
+    def _sync(self, wal: Wal, end: int) -> None:
+        try:
+            wal.sync(end)
+        except BaseException as error:
+            self._doubt(error)
+            raise
+
+    # ── memtables ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _make_room(self) -> None:
+        """Rule 4. REQUIRES the write lock."""
+        settings, deadline = self.settings, self.clock.monotonic() + self.settings.stall_seconds
+        if self.upkeep.is_running:
+            with self._viewing:
+                while (
+                    len(self.view.frozen) >= settings.frozen_max or len(self.view.levels.level0) >= settings.level0_stop
+                ):
+                    self.require()
+                    self.upkeep.raise_trouble()
+                    if not self.upkeep.is_running:
+                        raise StoreClosed("the database is being closed", hint="open it again")
+                    left = deadline - self.clock.monotonic()
+                    if left <= 0:
+                        raise Overloaded(
+                            "flushes and compactions do not keep up with the writers",
+                            hint="write less at a time, or look at the disk",
+                            frozen=len(self.view.frozen),
+                            level0=len(self.view.levels.level0),
+                        )
+                    self._viewing.wait(min(left, 1.0))
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Go on in a new memtable and a new WAL. REQUIRES the write lock."""
+        old, number = self._wal, self._wal.number + 1
+        path = self.home.wal(number)
+        new = Wal.create(self.disk, path, number)
+        hit("lsm.freeze.created")
+        try:
+            # Else power loss could keep a batch of the new one and lose one of the old.
+            self._sync(old, old.end)
+            hit("lsm.freeze.synced")
+            self.manifest.rotate_wal(old.number, number, self._lsn)
+        except Exception as error:
+            new.abandon()
+            if isinstance(error, StoreUnusable):
+                self._doubt(error)
+            else:
+                with suppress(StorageFault, FileNotFoundError):
+                    self.disk.remove(path)
+            raise
+        hit("lsm.freeze.rotated")
+        with self._viewing:
+            view = self.view
+            view.memtable.freeze()
+            self.view = View(Memtable(), (Frozen(view.memtable, old.number), *view.frozen), view.levels)
+        self._wal = new
+        with suppress(StoreUnusable):  # it is synced; its closing mark is a courtesy
+            old.close()
+        self.upkeep.wake()
+
+    def flush(self) -> None:
+        """Have everything that was written in tables."""
+        with self._writing:
+            self.require()
+            if self.view.memtable.entries:
+                self._freeze()
+        self.upkeep.flush_all()
+
+    def compact(self) -> None:
+        """Flush, and merge all tables into one level."""
+        self.flush()
+        self.upkeep.compact_all()
+
+    # ── what upkeep and loads need ────────────────────────────────────────────────────────────────────────────────────
+    def install(
+        self, *, flushed: Frozen | None = None, added: Sequence[Table] = (), removed: Sequence[Table] = ()
+    ) -> None:
+        """Swap the view for one with a memtable less, tables more, tables less; and tell who waits for room."""
+        with self._viewing:
+            view = self.view
+            frozen = tuple(each for each in view.frozen if each is not flushed)
+            levels = view.levels.changed(added, removed) if added or removed else view.levels
+            self.view = View(view.memtable, frozen, levels)
+            self._viewing.notify_all()
+
+    def notify(self) -> None:
+        """Something that writers wait for may have changed."""
+        with self._viewing:
+            self._viewing.notify_all()
+
+    def begin_load(self) -> int:
+        """The lsn of a bulk load: everything written before is older than what it brings, everything after is newer."""
+        with self._writing:
+            self.require()
+            if self.view.memtable.entries:
+                self._freeze()
+            self._lsn += 1
+            lsn = self._lsn
+            self.manifest.update_lsn(lsn)
+            self._loading.add(lsn)
+            return lsn
+
+    def end_load(self, lsn: int) -> None:
+        """A load is over, one way or the other."""
+        with self._writing:
+            self._loading.discard(lsn)
+
+    @property
+    def loading(self) -> frozenset[int]:
+        """Lsns of loads that are under way."""
+        return frozenset(self._loading)
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key, `None` if there is none."""
+        view = self.view
+        entry = view.memtable.entries.get(key)
+        if entry is not None and entry[0] > view.levels.lsn_max:
+            return entry[1]
+        if self.failure is not None:
+            self.require_open()
+        return view.get(key, LSN_MAX)
+
+    @property
+    def last_lsn(self) -> int:
+        """The lsn of the newest batch."""
+        return self._lsn
+
+    def snapshot(self) -> Snapshot:
+        """The database as it is now, until the snapshot is closed."""
+        with self._writing:
+            self.require_open()
+            lsn, hidden = self._lsn, frozenset(self._loading)
+            held = self.snapshots.hold((lsn, *(load - 1 for load in hidden)))
+        return Snapshot(self, lsn, hidden, held)
+
+    def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        """Rule 5: the snapshot keeps what the scan reads from being overwritten in the memtable."""
+        with self.snapshot() as snapshot:
+            yield from snapshot.batches(low, high, reverse)
+
+    def iterator(self) -> KvIterator:
+        """A cursor over the database as it is now."""
+        return KvIterator(self.snapshot())
+
+    def stats(self) -> Stats:
+        """What the database consists of, now."""
+        view = self.view
+        memtables = [view.memtable, *(each.memtable for each in view.frozen)]
+        tables = list(view.levels)
+        return Stats(
+            last_lsn=self._lsn,
+            rows=sum(table.meta.rows for table in tables),
+            tombstones=sum(table.meta.tombstones for table in tables),
+            tables=len(tables),
+            table_bytes=sum(table.size_bytes for table in tables),
+            levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
+            memtable_keys=sum(len(each.entries) for each in memtables),
+            memtable_bytes=sum(each.bytes for each in memtables),
+            frozen=len(view.frozen),
+            manifest_log_bytes=self.manifest.log_bytes,
+            flushes=self.upkeep.flushes,
+            compactions=self.upkeep.compactions,
+        )
+
+    # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def require(self) -> None:
+        """Raise what has made the database unusable, if something has."""
+        if (why := self.failure) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+
+    def require_open(self) -> None:
+        """Raise if the database is closed: one that takes no more writes can still be read (rule 3)."""
+        if isinstance(self.failure, StoreClosed):
+            self.require()
+
+    def _doubt(self, error: BaseException) -> None:
+        """Rule 3."""
+        if isinstance(error, (OutOfRange, StoreClosed)):
+            return  # refused before anything was written
+        failure = StoreUnusable(
+            f"the database's log failed: {error}",
+            hint="repair the cause, then open the database again",
+            path=self.home.path,
+        )
+        failure.__cause__ = error
+        self._fail(failure)
+
+    def _fail(self, failure: QuireError) -> None:
+        if self.failure is None:
+            self.failure = failure
+            if not isinstance(failure, StoreClosed):
+                emit("error", "lsm.failed", path=self.home.path, error=str(failure))
+        self.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The background met something after which nobody knows what is on disk."""
+        self._doubt(error)
+
+
+def _check(batch: Items) -> None:
+    for key, value in batch.items():
+        if type(key) is not bytes or not (value is None or type(value) is bytes):
+            kinds = (type(key).__name__, type(value).__name__)
+            raise InvalidInput("keys and values are bytes", hint="encode them first", types=kinds)
+        if len(key) > KEY_BYTES_MAX:
+            raise OutOfRange("a key is too long", size=len(key), max=KEY_BYTES_MAX)
+        if value is not None and len(value) > VALUE_BYTES_MAX:
+            raise OutOfRange("a value is too long", size=len(value), max=VALUE_BYTES_MAX)

@@ -1,0 +1,348 @@
+"""The manifest of one key-value database: which WALs and tables are the database (seed 002).
+
+Terms
+  event       one change; logged and synced before memory shows it
+  checkpoint  the whole state in one file, and an empty log behind it
+  cover       a snapshot covers the life of the log that it was made of: nothing in that life counts any more
+
+What is on disk, step by step, and what an open finds after a crash there
+  an event is appended        the event or not: a torn tail is cut (P4)
+  the log is synced           the event
+  a checkpoint, steps 1 to 5  the old snapshot, the log; MANIFEST-000001.tmp is removed
+  step 6, the rename          the old snapshot or the new one, each with a log that fits it (rule 3)
+  step 7, the directory       the new snapshot; the log is covered, and replaced by an empty one
+  step 8, the new log         the new snapshot and an empty log
+
+Rules
+  1. Append, sync, apply: in this order, under one lock. Memory never shows what might not be on disk.
+  2. What makes no sense (a table whose id was never handed out, a table that is not live) is refused before it is logged.
+  3. After a snapshot has got its name, nothing is appended to the log that it covers: who fails in between stops.
+  4. A failed append or sync leaves it open what is on disk. The log is then abandoned: the state without the event is
+     written as a snapshot, which covers the log, and an empty one begins. The event raises, and never reappears. If that
+     fails too, the manifest is unusable until it is opened again, and only then is it known whether the event happened.
+  5. A snapshot that is damaged, or missing while the log says that there is one, is an error; nothing is guessed.
+
+Threads: any; one lock for all changes. Reading `state()` gives a copy.
+Format page: `docs/formats/lsm-manifest.md`. Errors carry the seed's `kind` (see manifest_data.py).
+Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`,
+`InternalError`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quire.core.errors import Corruption, InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, read_all
+from quire.durable.log_format import HEADER_BYTES, decode_header
+from quire.durable.log_writer import LogWriter
+from quire.durable.lsm_names import LsmHome
+from quire.durable.names import TEMPORARY
+from quire.lsm.manifest_data import (
+    AddFrozenWal,
+    AddSst,
+    AllocateSstId,
+    Compaction,
+    ErrorKind,
+    ManifestData,
+    ManifestEvent,
+    ManifestSstEntry,
+    RemoveFrozenWal,
+    RemoveSst,
+    SetActiveWal,
+    UpdateLsn,
+    Version,
+    of_kind,
+)
+from quire.lsm.manifest_format import (
+    LOG_FIRST,
+    LOG_NEXT,
+    ManifestSnapshot,
+    decode_snapshot,
+    encode_event,
+    encode_snapshot,
+    replay,
+)
+
+_HINT = "restore the database from a backup: `quire kv restore`"
+
+
+class Manifest:
+    """An open manifest; made by `Manifest.open`."""
+
+    def __init__(self, disk: Disk, home: LsmHome, log: LogWriter, salt: int, data: ManifestData) -> None:
+        # constant after construction
+        self._disk = disk
+        self._home = home
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._log = log
+        self._salt = salt
+        self._data = data
+        self._failure: QuireError | None = None
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @classmethod
+    def open(cls, disk: Disk, home: LsmHome) -> Manifest:
+        """Recover the manifest below `home`: the snapshot, then the log. A directory without one gets an empty one."""
+        directory = os.path.dirname(home.manifest_log)
+        with of_kind(ErrorKind.IO):
+            disk.make_dirs(directory)
+            for left in (home.manifest_log + TEMPORARY, home.manifest_snapshot + TEMPORARY):
+                if disk.exists(left):
+                    disk.remove(left)
+            snapshot = None
+            if disk.exists(home.manifest_snapshot):
+                snapshot = decode_snapshot(read_all(disk, home.manifest_snapshot), home.manifest_snapshot)
+        with of_kind(ErrorKind.WAL):
+            return cls._open_log(disk, home, snapshot)
+
+    @classmethod
+    def _open_log(cls, disk: Disk, home: LsmHome, snapshot: ManifestSnapshot | None) -> Manifest:
+        path = home.manifest_log
+        data = snapshot.manifest_data if snapshot is not None else ManifestData()
+        if not disk.exists(path):
+            if snapshot is not None:
+                raise Corruption("the manifest's log is missing", hint=_HINT, path=path)
+            log, salt = _new_log(disk, path, LOG_FIRST)
+            return cls(disk, home, log, salt, data)
+        header = decode_header(_head(disk, path), path)
+        if snapshot is not None and header.salt == snapshot.covered_salt:
+            log, salt = _new_log(disk, path, LOG_NEXT)  # the step that the checkpoint did not get to
+            return cls(disk, home, log, salt, data)
+        if snapshot is None and header.kind == LOG_NEXT:
+            raise Corruption("the manifest's snapshot is missing", hint=_HINT, path=home.manifest_snapshot)
+        if snapshot is not None and header.kind == LOG_FIRST:
+            raise Corruption("the manifest's log is older than its snapshot", hint=_HINT, path=path)
+        log, contents = LogWriter.open(disk, path, kind=LOG_FIRST if snapshot is None else LOG_NEXT)
+        try:
+            replay(data, contents.payloads, contents.offsets, path)
+        except BaseException:
+            log.abandon()
+            raise
+        return cls(disk, home, log, header.salt, data)
+
+    def close(self) -> None:
+        """Close the log. A second time: nothing."""
+        with self._lock:
+            if not isinstance(self._failure, StoreClosed):
+                failed, self._failure = self._failure, StoreClosed("the manifest is closed", hint="open it again")
+                if failed is None:
+                    self._log.close()
+                else:
+                    self._log.abandon()
+
+    def abandon(self) -> None:
+        """Let the files go and write nothing more, not even an orderly end."""
+        with self._lock:
+            self._failure = StoreClosed("the manifest is closed", hint="open it again")
+            self._log.abandon()
+
+    def __enter__(self) -> Manifest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def state(self) -> ManifestData:
+        """What the manifest knows now, as a copy."""
+        with self._lock:
+            return self._data.copy()
+
+    @property
+    def log_bytes(self) -> int:
+        """What a replay would have to read."""
+        return self._log.end - HEADER_BYTES
+
+    @property
+    def failure(self) -> QuireError | None:
+        """What has made the manifest unusable."""
+        return self._failure
+
+    # ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def set_version(self, version: int) -> None:
+        """The manifest's version; it never falls."""
+        with self._lock:
+            if version < self._data.version:
+                raise _internal("the manifest's version would fall", version=version, now=self._data.version)
+            self._record(Version(version))
+
+    def set_active_wal(self, wal: int) -> None:
+        """Writes go to this WAL from now on."""
+        self._record(SetActiveWal(wal))
+
+    def add_frozen_wal(self, wal: int) -> None:
+        """This WAL waits for its flush."""
+        self._record(AddFrozenWal(wal))
+
+    def remove_frozen_wal(self, wal: int) -> None:
+        """What this WAL held is in a table."""
+        self._record(RemoveFrozenWal(wal))
+
+    def rotate_wal(self, frozen: int, active: int, last_lsn: int) -> None:
+        """Freeze one WAL, go on in another. In this order: a crash in between leaves the old one both, none forgotten."""
+        self._record(AddFrozenWal(frozen), SetActiveWal(active), UpdateLsn(last_lsn))
+
+    def add_sst(self, entry: ManifestSstEntry) -> None:
+        """A table is live."""
+        with self._lock:
+            self._check_added((entry,))
+            self._record(AddSst(entry))
+
+    def flushed(self, entry: ManifestSstEntry | None, wal: int) -> None:
+        """A frozen WAL's memtable is in a table (or held nothing), and the WAL is not needed: in this order."""
+        with self._lock:
+            added: list[ManifestEvent] = []
+            if entry is not None:
+                self._check_added((entry,))
+                added.append(AddSst(entry))
+            self._record(*added, RemoveFrozenWal(wal))
+
+    def remove_sst(self, sst_id: int) -> None:
+        """A table is not live any more."""
+        self._record(RemoveSst(sst_id))
+
+    def update_lsn(self, last_lsn: int) -> None:
+        """No lsn up to this one will be handed out again."""
+        self._record(UpdateLsn(last_lsn))
+
+    def allocate_sst_id(self) -> int:
+        """An id that was never handed out, and never will be again."""
+        return self.allocate_sst_ids(1)[0]
+
+    def allocate_sst_ids(self, count: int) -> range:
+        """Several ids, for the price of one."""
+        with self._lock:
+            first = self._data.next_sst_id
+            if count > 0:
+                self._record(AllocateSstId(first + count - 1))
+            return range(first, first + count)
+
+    def compaction(self, added: Iterable[ManifestSstEntry], removed: Iterable[int]) -> None:
+        """Tables come and go in one step: after a crash all of it is there, or nothing."""
+        event = Compaction(tuple(added), tuple(removed))
+        with self._lock:
+            self._check_added(event.added)
+            if not self._data.tables.keys() >= set(event.removed):
+                raise _internal("a compaction removes a table that is not live", removed=list(event.removed))
+            self._record(event)
+
+    def _check_added(self, entries: Sequence[ManifestSstEntry]) -> None:
+        """Rule 2."""
+        for entry in entries:
+            if entry.id >= self._data.next_sst_id:
+                raise _internal("a table's id was never handed out", id=entry.id, next=self._data.next_sst_id)
+            if entry.id in self._data.tables:
+                raise _internal("a table of this id is live already", id=entry.id)
+
+    def _record(self, *events: ManifestEvent) -> None:
+        """Rule 1."""
+        records = [encode_event(event) for event in events]
+        with self._lock:
+            self._require()
+            try:
+                self._log.append_many(records)
+                hit("lsm.manifest.appended")
+                self._log.sync()
+            except (StoreUnusable, OSError) as error:
+                self._abandon_log(error)
+            hit("lsm.manifest.synced")
+            self._data.apply_all(events)
+
+    def _require(self) -> None:
+        if (why := self._failure) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
+
+    # ── checkpoint ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def checkpoint(self) -> None:
+        """Write the whole state as a snapshot and begin an empty log: the next open replays nothing."""
+        with self._lock:
+            self._require()
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """The seed's nine steps. REQUIRES the lock."""
+        target, disk = self._home.manifest_snapshot, self._disk
+        data = self._data
+        hit("lsm.checkpoint.begun")
+        final = encode_snapshot(data, self._salt)  # steps 1 to 3: with checksum 0, its CRC32, the two put together
+        hit("lsm.checkpoint.built")
+        with of_kind(ErrorKind.IO):
+            file = disk.open(target + TEMPORARY, create=True)
+            try:
+                file.truncate(0)
+                file.write_at(final, 0)  # 4
+                hit("lsm.checkpoint.written")
+                file.sync()  # 5
+            finally:
+                file.close()
+            hit("lsm.checkpoint.synced")
+            try:
+                disk.rename(target + TEMPORARY, target)  # 6
+                hit("lsm.checkpoint.renamed")
+                disk.sync_dir(os.path.dirname(target))  # 7
+                hit("lsm.checkpoint.named")
+                self._log.abandon()
+                self._log, self._salt = _new_log(disk, self._home.manifest_log, LOG_NEXT)  # 8
+                hit("lsm.checkpoint.truncated")
+            except BaseException as error:
+                self._fail("a checkpoint of the manifest failed half-way", error)  # rule 3
+                if isinstance(error, Exception):
+                    self._require()
+                raise
+        data.dirty = False  # 9
+
+    def _abandon_log(self, error: Exception) -> None:
+        """Rule 4; always raises."""
+        cause = error.__cause__ if isinstance(error, StoreUnusable) else error
+        try:
+            self._checkpoint()
+        except Exception as second:
+            if self._failure is None:
+                self._fail("an event could not be logged, and whether it is on disk is unknown", error)
+            failure = self._failure
+            assert failure is not None
+            raise type(failure)(failure.what, hint=failure.hint, **failure.where) from second
+        emit("warning", "lsm.manifest.log_abandoned", path=self._home.path, cause=str(cause))
+        kind = type(cause) if isinstance(cause, StorageFault) else StorageFault
+        raise kind(
+            "a change of the manifest could not be logged, and was not made",
+            hint="repair the cause, then try again",
+            path=self._home.manifest_log,
+            cause=str(cause),
+            kind=ErrorKind.WAL.value,
+        ) from error
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        self._failure = StoreUnusable(
+            what,
+            hint="repair the cause, then open the database again",
+            path=self._home.path,
+            cause=str(error),
+            kind=ErrorKind.WAL.value,
+        )
+        self._failure.__cause__ = error
+        self._log.abandon()
+
+
+def _new_log(disk: Disk, path: str, kind: bytes) -> tuple[LogWriter, int]:
+    log = LogWriter.create(disk, path, kind=kind, replace=True)
+    return log, decode_header(_head(disk, path), path, kind).salt
+
+
+def _head(disk: Disk, path: str) -> bytes:
+    file = disk.open(path, write=False)
+    try:
+        return file.read_at(HEADER_BYTES, 0)
+    finally:
+        file.close()
+
+
+def _internal(what: str, **where: Any) -> InternalError:
+    return InternalError(what, kind=ErrorKind.INTERNAL.value, **where)

@@ -1,0 +1,201 @@
+"""Reading a key-value database: what the database and its snapshots have in common, and a cursor.
+
+Terms
+  range     keys in [low, high); `None` for no end
+  batches   Arrow record batches of the columns `key` and `value`: the fast way to read much
+
+Rules
+  1. A scan reads the database as it was when the scan began, whatever is written meanwhile.
+  2. What a scan holds (its snapshot, the files) is let go when it ends, is closed, or is forgotten.
+
+Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, `InvalidInput`, `Corruption`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Self
+
+from quire.core.errors import InvalidInput, StoreClosed
+from quire.lsm.merge import Hidden
+from quire.lsm.view import prefix_end
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from quire.lsm.kv import Kv
+
+Pair = tuple[bytes, bytes]
+
+
+class Snapshots:
+    """The lsns that somebody reads at: versions they need are kept in memtables and by compactions."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: Counter[int] = Counter()
+        self._forgotten: deque[tuple[int, ...]] = deque()
+        """What was held by snapshots that nobody closed. Filled by the garbage collector, which may come at any moment, also
+        while this thread has the lock: so it takes none."""
+        self.newest = 0
+        """The highest, or 0. Written under the lock, read by all."""
+
+    def hold(self, lsns: Iterable[int]) -> tuple[int, ...]:
+        """Keep what reads at these need; what `release` takes back."""
+        taken = tuple(lsns)
+        with self._lock:
+            self._tidy()
+            self._held.update(taken)
+            self.newest = max(self._held)
+        return taken
+
+    def release(self, lsns: Iterable[int]) -> None:
+        """Nobody reads at these any more."""
+        with self._lock:
+            self._held.subtract(lsns)
+            self._held = +self._held
+            self.newest = max(self._held, default=0)
+
+    def forget(self, lsns: tuple[int, ...]) -> None:
+        """The same, from a finalizer; takes effect with the next call."""
+        self._forgotten.append(lsns)
+
+    def _tidy(self) -> None:
+        while self._forgotten:
+            self._held.subtract(self._forgotten.popleft())
+            self._held = +self._held
+            self.newest = max(self._held, default=0)
+
+    def lsns(self) -> tuple[int, ...]:
+        """All of them, rising."""
+        with self._lock:
+            self._tidy()
+            return tuple(sorted(self._held))
+
+
+class Reader:
+    """Ranges, made of `batches`."""
+
+    def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        """The keys and values of a range; what the implementations bring."""
+        raise NotImplementedError
+
+    def scan_batches(
+        self,
+        *,
+        prefix: bytes | None = None,
+        low: bytes = b"",
+        high: bytes | None = None,
+        reverse: bool = False,
+    ) -> Iterator[pa.RecordBatch]:
+        """The keys that begin with `prefix`, or those in [low, high), with their values: as Arrow batches."""
+        if prefix is not None:
+            if low or high is not None:
+                raise InvalidInput("a scan has a prefix or a range", hint="leave one of them out")
+            low, high = prefix, prefix_end(prefix)
+        for each in (low, high):
+            if each is not None and type(each) is not bytes:
+                raise InvalidInput("keys are bytes", hint="encode them first", type=type(each).__name__)
+        return self.batches(low, high, reverse)
+
+    def scan(
+        self,
+        *,
+        prefix: bytes | None = None,
+        low: bytes = b"",
+        high: bytes | None = None,
+        reverse: bool = False,
+    ) -> Iterator[Pair]:
+        """The same, a pair at a time."""
+        batches = self.scan_batches(prefix=prefix, low=low, high=high, reverse=reverse)
+        return (pair for batch in batches for pair in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist()))
+
+
+class Snapshot(Reader):
+    """A database as it was; made by `Kv.snapshot`."""
+
+    def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...]) -> None:
+        self.lsn = lsn
+        self._kv = kv
+        self._hidden = hidden
+        self._held = held
+        self._open = True
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value that a key had, `None` if it had none."""
+        self._require()
+        return self._kv.view.get(key, self.lsn, self._hidden)
+
+    def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        self._require()
+        # One view for the whole scan: it holds the files that the scan reads.
+        for batch in self._kv.view.scan(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
+            yield batch
+            self._require()
+
+    def close(self) -> None:
+        """Let the versions go that only this snapshot needs. A second time: nothing."""
+        if self._open:
+            self._open = False
+            self._kv.snapshots.release(self._held)
+
+    def _require(self) -> None:
+        if not self._open:
+            raise StoreClosed("the snapshot is closed", hint="take a new one")
+        self._kv.require_open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self._open = False
+            self._kv.snapshots.forget(self._held)
+
+
+class KvIterator:
+    """A cursor over a snapshot: `seek`, then iterate; close it, or use it as a context manager."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._pairs: Iterator[Pair] = snapshot.scan()
+
+    def seek(self, key: bytes) -> Self:
+        """Go on with the first key at or above this one."""
+        self._pairs = self.snapshot.scan(low=key)
+        return self
+
+    def seek_for_prev(self, key: bytes) -> Self:
+        """Go on with the last key at or below this one, and backwards from there."""
+        self._pairs = self.snapshot.scan(high=key + b"\0", reverse=True)
+        return self
+
+    def seek_to_first(self) -> Self:
+        """Go on with the first key."""
+        return self.seek(b"")
+
+    def seek_to_last(self) -> Self:
+        """Go on with the last key, and backwards from there."""
+        self._pairs = self.snapshot.scan(reverse=True)
+        return self
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Pair:
+        return next(self._pairs)
+
+    def close(self) -> None:
+        """Let the snapshot go."""
+        self.snapshot.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,175 @@
+"""The bytes of a table: an Arrow IPC file of small record batches, with an index of our own before Arrow's footer.
+
+Terms
+  block     one record batch, about 64 KiB before compression; the unit of reading, checking and caching
+  section   bloom filter, index and tail: between the last record batch and Arrow's end-of-stream mark and footer
+  tail      the last, fixed part of the section; says where the rest is
+
+Rules
+  1. Rows are sorted by key, and the versions of a key by lsn, newest first. No key spans two blocks.
+  2. Any Arrow reader reads the file: it looks at Arrow's footer, which knows nothing of the section.
+  3. We read a block by its place in the index, check its crc64, and only then decode it. The section has a crc64 of its own.
+  4. A tombstone has a null value.
+
+Pure functions; importable on executors. Format page: `docs/formats/sstable.md`.
+Raises `Corruption`, `ChecksumMismatch`, `FormatTooNew`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import pyarrow as pa
+
+from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew
+from quire.durable.checksums import crc64
+from quire.durable.files import File
+from quire.lsm.bloom import Bloom
+
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.binary(), nullable=False),
+        pa.field("value", pa.binary()),
+        pa.field("lsn", pa.uint64(), nullable=False),
+        pa.field("tombstone", pa.bool_(), nullable=False),
+    ]
+)
+
+MAGIC = b"QUIRESST"
+VERSION = 1
+TAIL = struct.Struct("<QQIIHH4sQ8s")
+"""offset of the section, bytes of the filter, bytes of the index, probes of the filter, version, reserved (0), reserved (0),
+crc64 of the section up to here, magic"""
+TAIL_BYTES = 48
+CRC_BYTES = 16
+"""From the crc64 to the end of the tail."""
+ALIGNMENT = 64
+ARROW_END = struct.Struct("<i6s")
+"""How an Arrow file ends: bytes of the footer, magic"""
+ARROW_END_BYTES = 10
+ARROW_MAGIC = b"ARROW1"
+END_OF_STREAM_BYTES = 8
+READ_BYTES = 64 << 10
+"""Read from the end of a file at first: mostly all of the section."""
+
+if TAIL.size != TAIL_BYTES or ARROW_END.size != ARROW_END_BYTES:
+    raise AssertionError("the table's structs disagree with their literal sizes")
+
+_HINT = "`quire kv verify` shows what is affected; restore the database from a backup: `quire kv restore`"
+
+
+class BlockPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a block is, and what it must be."""
+
+    offset: int
+    size: int
+    rows: int
+    crc64: int
+    first_key: bytes
+
+
+class TableMeta(msgspec.Struct, frozen=True, array_like=True):
+    """Everything about a table that is not its rows. Fields are only appended, with defaults."""
+
+    sst_id: int
+    level: int
+    rows: int
+    tombstones: int
+    key_min: bytes
+    key_max: bytes
+    lsn_min: int
+    lsn_max: int
+    raw_bytes: int
+    """Of keys and values, before compression."""
+    bloom_bits: int
+    blocks: list[BlockPlace]
+    compression: str = "lz4"
+
+
+def encode_section(meta: TableMeta, bloom: Bloom, offset: int) -> bytes:
+    """The section, for a file that is `offset` bytes long so far."""
+    index = msgspec.msgpack.encode(meta)
+    padding = bytes(-(offset + len(bloom.data) + len(index) + TAIL_BYTES) % ALIGNMENT)
+    head = TAIL.pack(offset, len(bloom.data), len(index), bloom.hashes, VERSION, 0, bytes(4), 0, MAGIC)[:-CRC_BYTES]
+    covered = b"".join((bloom.data, index, padding, head))
+    return covered + crc64(covered).to_bytes(8, "little") + MAGIC
+
+
+def read_section(file: File, path: str) -> tuple[TableMeta, Bloom]:
+    """The index and the filter of a table; raises if the file is not a whole, unaltered table."""
+    size = file.size()
+    if size < ARROW_END_BYTES + TAIL_BYTES:
+        raise _not_a_table("the file is too short to be a table", path, size)
+    end = file.read_at(min(size, READ_BYTES), max(0, size - READ_BYTES))
+    footer_bytes, magic = ARROW_END.unpack(end[-ARROW_END_BYTES:])
+    if magic != ARROW_MAGIC or not 0 < footer_bytes < size:
+        raise _not_a_table("the file does not end as a table", path, size)
+    tail_end = size - ARROW_END_BYTES - footer_bytes - END_OF_STREAM_BYTES
+    if tail_end < TAIL_BYTES:
+        raise _not_a_table("the file has no room for an index", path, size)
+    tail = _piece(file, end, size, tail_end - TAIL_BYTES, TAIL_BYTES)
+    offset, bloom_bytes, index_bytes, hashes, version, _, _, checksum, magic = TAIL.unpack(tail)
+    if magic != MAGIC:
+        raise _not_a_table("the file has no index", path, size)
+    section_bytes = tail_end - offset
+    if not bloom_bytes + index_bytes + TAIL_BYTES <= section_bytes <= tail_end:
+        raise _not_a_table("the index is not where the tail says", path, size)
+    section = _piece(file, end, size, offset, section_bytes)
+    actual = crc64(memoryview(section)[:-CRC_BYTES])
+    if actual != checksum:
+        text = "a table's index fails its checksum"
+        raise ChecksumMismatch(text, hint=_HINT, path=path, offset=offset, expected=checksum, actual=actual)
+    if version > VERSION:
+        raise FormatTooNew("the table was written by a newer quire", hint="upgrade quire", path=path, version=version)
+    try:
+        meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
+    except msgspec.MsgspecError as error:
+        raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
+    return meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes])
+
+
+_DECODER = msgspec.msgpack.Decoder(TableMeta)
+
+
+def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes:
+    """Some bytes of a file whose end was read already."""
+    start = size - len(end)
+    if offset >= start:
+        return end[offset - start : offset - start + length]
+    return file.read_at(length, offset)
+
+
+def decode_blocks(data: bytes, places: Sequence[BlockPlace], compression: str, path: str) -> list[pa.RecordBatch]:
+    """The rows of neighbouring blocks, if the bytes are the ones that were written (rule 3)."""
+    start, view = places[0].offset, memoryview(data)
+    for place in places:
+        actual = crc64(view[place.offset - start : place.offset - start + place.size])
+        if actual != place.crc64:
+            text = "a block of a table fails its checksum"
+            where = {"path": path, "offset": place.offset, "expected": place.crc64, "actual": actual}
+            raise ChecksumMismatch(text, hint=_HINT, **where)
+    try:
+        if compression == "none":  # the columns then lie in `data` itself
+            pieces = (view[place.offset - start : place.offset - start + place.size] for place in places)
+            batches = [pa.ipc.read_record_batch(pa.py_buffer(piece), SCHEMA) for piece in pieces]
+        else:  # as a stream, because only there can Arrow be told not to wake other threads for a few KiB
+            reader = pa.ipc.open_stream(pa.py_buffer(_SCHEMA_MESSAGE + data), options=_READ_OPTIONS)
+            batches = [reader.read_next_batch() for _ in places]
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        text = "a block of a table does not decode"
+        raise Corruption(text, hint=_HINT, path=path, offset=start, cause=str(error)) from error
+    for batch, place in zip(batches, places):
+        if batch.num_rows != place.rows:
+            text = "a block has another number of rows"
+            raise Corruption(text, hint=_HINT, path=path, offset=place.offset, rows=batch.num_rows)
+    return batches
+
+
+_SCHEMA_MESSAGE: bytes = SCHEMA.serialize().to_pybytes()
+_READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
+
+
+def _not_a_table(what: str, path: str, size: int) -> Corruption:
+    return Corruption(what, hint=_HINT, path=path, size=size)

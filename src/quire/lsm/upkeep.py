@@ -1,0 +1,301 @@
+"""What happens behind a key-value database: flushes, compactions, checkpoints of the manifest, files that go.
+
+What is on disk, step by step, and what a crash there leaves
+  a flush writes its table        a file that no event names: swept at the next open
+  AddSst, RemoveFrozenWal         the table is live; a crash between the two is recovery's rule 1
+  the WAL's file goes             a file that no event names
+  a compaction writes tables      files that no event names
+  one Compaction event            the new ones are live and the old ones are not, at once
+  the old files go                when nobody reads them any more; else at the next open
+
+Rules
+  1. Memtables are flushed in the order in which they were written, one at a time: so a table's lsns are above those of
+     every table that was flushed before it.
+  2. A file goes only after the event that makes it dead is durable, and when the last view or scan that could read it is
+     gone.
+  3. A flush or compaction that fails (no space, say) leaves everything as it was and is tried again; writers are told.
+     After doubt about the manifest the database stops.
+  4. Versions that an open snapshot needs stay; so do tombstones that hide what a bulk load under way will bring.
+
+Threads: one flushes, one compacts; `flush_all` and `compact_all` do the same in the caller's. Neither lock is taken with the
+write lock held; the compaction lock comes before the flush lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.core.errors import InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.lsm_names import sst_entry_path
+from quire.lsm import compaction
+from quire.lsm.manifest_data import ManifestSstEntry
+from quire.lsm.memtable import Memtable
+from quire.lsm.merge import Retention
+from quire.lsm.sst_reader import Table
+from quire.lsm.sst_writer import TableWriter
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
+
+RETRY_SECONDS = 1.0
+"""Between two tries of something that failed."""
+
+
+class Upkeep:
+    """The background of one database."""
+
+    def __init__(self, kv: Kv, *, background: bool) -> None:
+        self._kv = kv
+        self._options = compaction.table_options(kv.settings)
+        self._flushing = threading.Lock()
+        self._compacting = threading.Lock()
+        self._stopping = threading.Event()
+        self._flush_due = threading.Event()
+        self._compact_due = threading.Event()
+        self._turn = 0
+        self._garbage: deque[str] = deque()
+        """Files that nobody can reach; filled by finalizers, in any thread."""
+        self._dead: set[str] = set()
+        """Files that no event names any more, and that may still be read."""
+        self._trouble: QuireError | None = None
+        self.flushes = 0
+        self.compactions = 0
+        self._threads: list[threading.Thread] = []
+        if background:
+            loops = (("flush", self._flush_due, self.flush_one), ("compact", self._compact_due, self.compact_due))
+            for name, due, step in loops:
+                thread = threading.Thread(target=self._loop, args=(due, step), name=f"quire-lsm-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self.wake()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def is_running(self) -> bool:
+        """Whether the background does anything."""
+        return bool(self._threads) and not self._stopping.is_set()
+
+    def wake(self) -> None:
+        """There may be work."""
+        self._flush_due.set()
+        self._compact_due.set()
+
+    def stop(self) -> None:
+        """End the background; what it is doing is finished first."""
+        self._stopping.set()
+        self.wake()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.collect()
+
+    def raise_trouble(self) -> None:
+        """Tell a writer why the background does not get on (rule 3)."""
+        if (why := self._trouble) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where) from why
+
+    def _loop(self, due: threading.Event, step: Callable[[], bool]) -> None:
+        while not self._stopping.is_set():
+            due.wait()
+            due.clear()
+            try:
+                while not self._stopping.is_set() and self._kv.failure is None and step():
+                    self._trouble = None
+            except Exception as error:
+                self._complain(error)
+                if self._kv.failure is None and not self._stopping.wait(RETRY_SECONDS):
+                    due.set()
+
+    def _complain(self, error: Exception) -> None:
+        if isinstance(error, StoreClosed) or self._kv.failure is not None:
+            return
+        if not isinstance(error, QuireError):
+            error = InternalError(f"the background failed: {error!r}", path=self._kv.home.path)
+        self._trouble = error
+        if not isinstance(error, StorageFault):  # damage or a bug: no retry will help
+            self._kv.fail(error)
+        emit("error", "lsm.background_failed", path=self._kv.home.path, error=str(error))
+        self._kv.notify()
+
+    # ── flush ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def flush_all(self) -> None:
+        """Flush every frozen memtable, in the caller's thread."""
+        while self.flush_one():
+            pass
+
+    def flush_one(self) -> bool:
+        """Flush the oldest frozen memtable; whether there was one (rule 1)."""
+        kv = self._kv
+        with self._flushing:
+            kv.require()
+            if not kv.view.frozen:
+                return False
+            oldest = kv.view.frozen[-1]
+            added = [self._write_memtable(oldest.memtable)] if oldest.memtable.entries else []
+            hit("lsm.flush.written")
+            with self._recording(added):
+                kv.manifest.flushed(_entry(added[0].meta.sst_id) if added else None, oldest.wal)
+            hit("lsm.flush.recorded")
+            kv.install(flushed=oldest, added=added)
+            self.flushes += 1
+            with suppress(StorageFault, FileNotFoundError):
+                kv.disk.remove(kv.home.wal(oldest.wal))
+            hit("lsm.flush.done")
+            self._checkpoint_manifest()
+        self._compact_due.set()
+        return True
+
+    def _write_memtable(self, memtable: Memtable) -> Table:
+        kv = self._kv
+        sst_id = kv.manifest.allocate_sst_id()
+        writer = TableWriter(sst_id, 0, self._options)
+        for batch in memtable.rows_between(b"", None):
+            writer.add(batch)
+        hit("lsm.flush.begun")
+        path = kv.home.sst(sst_id)
+        writer.write(kv.disk, path)
+        return Table.open(kv.disk, path, sst_id, kv.cache)
+
+    @contextmanager
+    def _recording(self, added: Sequence[Table]) -> Iterator[None]:
+        """An event is being logged that names new tables. If it certainly was not, they are garbage (rule 3)."""
+        kv = self._kv
+        try:
+            yield
+        except StorageFault:
+            for table in added:
+                table.close()
+                with suppress(StorageFault, FileNotFoundError):
+                    kv.disk.remove(table.path)
+            raise
+        except StoreUnusable as error:
+            kv.fail(error)
+            raise
+
+    def _checkpoint_manifest(self) -> None:
+        if self._kv.manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
+            with self._recording(()):
+                self._kv.manifest.checkpoint()
+
+    def add_tables(self, tables: Sequence[Table]) -> None:
+        """Have loaded tables in the database, when everything older is in tables too."""
+        kv = self._kv
+        lsn = min(table.meta.lsn_min for table in tables) if tables else 0
+        while any(each.memtable.lsn_max < lsn for each in kv.view.frozen):
+            self.flush_one()
+        hit("lsm.load.flushed")
+        with self._compacting, self._recording(tables):
+            kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
+            kv.install(added=tables)
+        self._compact_due.set()
+
+    # ── compaction ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def compact_all(self) -> None:
+        """Merge all tables into one level, in the caller's thread."""
+        with self._compacting:
+            self._kv.require()
+            job = compaction.pick_all(self._kv.view.levels)
+            if job is not None:
+                self._compact(job)
+                del job  # it holds the tables that are to go
+            self.collect()
+
+    def compact_due(self) -> bool:
+        """Do one compaction that is due, in the caller's thread; whether there was one."""
+        with self._compacting:
+            self._kv.require()
+            job = compaction.pick(self._kv.view.levels, self._kv.settings, self._turn)
+            if job is None:
+                self.collect()
+                return False
+            self._turn += 1
+            self._compact(job)
+            return True
+
+    def _compact(self, job: compaction.Job) -> None:
+        """REQUIRES the compaction lock."""
+        kv = self._kv
+        retention = self.retention(job)
+        hit("lsm.compaction.begun")
+        written = compaction.run(
+            kv.disk,
+            job.inputs,
+            retention,
+            level=job.level,
+            table_bytes=kv.settings.table_bytes,
+            options=self._options,
+            new_table=self._new_table,
+        )
+        added = [Table.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
+        hit("lsm.compaction.written")
+        self.publish(job, added)
+
+    def retention(self, job: compaction.Job) -> Retention:
+        """What a compaction that begins now must keep (rule 4).
+
+        A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
+        """
+        kv = self._kv
+        return Retention(
+            snapshots=kv.snapshots.lsns(), drop_tombstones_below=min(job.drop_below, *kv.loading, job.drop_below)
+        )
+
+    def publish(self, job: compaction.Job, added: Sequence[Table]) -> None:
+        """Have the outputs of a compaction live and its inputs not. REQUIRES the compaction lock."""
+        kv = self._kv
+        with self._recording(added):
+            kv.manifest.compaction(
+                [_entry(table.meta.sst_id) for table in added], [table.meta.sst_id for table in job.inputs]
+            )
+        hit("lsm.compaction.recorded")
+        kv.install(added=added, removed=job.inputs)
+        for table in job.inputs:
+            self._dead.add(table.path)
+            table.on_last(partial(self._garbage.append, table.path))  # rule 2
+        self.compactions += 1
+        with self._flushing:  # who flushes may be checkpointing
+            self._checkpoint_manifest()
+
+    @contextmanager
+    def compacting(self) -> Iterator[None]:
+        """No other compaction meanwhile."""
+        with self._compacting:
+            self._kv.require()
+            yield
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Neither flush nor compaction meanwhile."""
+        with self._compacting, self._flushing:
+            yield
+
+    def dead_paths(self) -> frozenset[str]:
+        """Files of tables that are dead and may still be read."""
+        return frozenset(self._dead)
+
+    def _new_table(self) -> tuple[int, str]:
+        sst_id = self._kv.manifest.allocate_sst_id()
+        return sst_id, self._kv.home.sst(sst_id)
+
+    def collect(self) -> int:
+        """Remove the files that nobody can reach any more; how many."""
+        removed = 0
+        while self._garbage:
+            path = self._garbage.popleft()
+            with suppress(StorageFault, FileNotFoundError):
+                self._kv.disk.remove(path)
+                removed += 1
+            self._dead.discard(path)
+            hit("lsm.compaction.removed")
+        return removed
+
+
+def _entry(sst_id: int) -> ManifestSstEntry:
+    return ManifestSstEntry(sst_id, sst_entry_path(sst_id))

@@ -1,0 +1,91 @@
+"""Walks a key-value database and yields everything that is wrong with it.
+
+Rules that are checked
+  V1  every table that the manifest names is there, is the one its name says, and is sound (see `Table.verify`)
+  V2  tables of a level above 0 have disjoint key ranges
+  V3  the ids of the tables were handed out, and no lsn is above the last one
+  V4  what is open is what the manifest names
+  V5  every file in the database's directories is named, or waits for its last reader
+  V6  every WAL that the manifest names is there and can be read
+
+Threads: any; a database in use may be flushed or compacted meanwhile, so the walk holds the view that it began with.
+Raises nothing about damage: that is what it yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from quire.core.errors import QuireError
+from quire.durable.log_reader import read_log
+from quire.durable.lsm_names import lsm_number
+from quire.lsm.sst_reader import Table
+from quire.lsm.wal import LOG_KIND, batches_of
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    rule: str
+    what: str
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}" + (f" ({self.path})" if self.path else "")
+
+
+def problems(kv: Kv) -> Iterator[Problem]:
+    """Everything that is wrong, now."""
+    with kv.upkeep.held():  # no flush or compaction between looking at the manifest and at the view
+        view, state = kv.view, kv.manifest.state()
+        dead = kv.upkeep.dead_paths()  # before the listing: what it lists may go meanwhile
+        files = kv.disk.names(f"{kv.home.path}/sst")
+        yield from _wals(kv)
+    named = {entry.id for entry in state.sstables}
+    opened = {table.meta.sst_id for table in view.levels}
+    if named != opened:
+        yield Problem("V4", f"the manifest names tables {sorted(named ^ opened)} differently from what is open")
+    for table in view.levels:
+        yield from _table(table)
+        if table.meta.sst_id >= state.next_sst_id:
+            yield Problem("V3", f"table {table.meta.sst_id} has an id that was never handed out", table.path)
+        if table.meta.lsn_max > kv.last_lsn:
+            yield Problem("V3", f"table {table.meta.sst_id} has an lsn above the last one", table.path)
+    for level in view.levels.deeper:
+        for left, right in pairwise(level):
+            if left.meta.key_max >= right.meta.key_min:
+                yield Problem("V2", f"tables {left.meta.sst_id} and {right.meta.sst_id} overlap", right.path)
+    for name in files:
+        path = f"{kv.home.path}/sst/{name}"
+        if f"sst/{name}" not in {entry.path for entry in state.sstables} and path not in dead:
+            yield Problem("V5", "the manifest does not name this file", path)
+
+
+def _table(table: Table) -> Iterator[Problem]:
+    try:
+        for what in table.verify():
+            yield Problem("V1", what, table.path)
+    except QuireError as error:
+        yield Problem("V1", error.what, table.path)
+
+
+def _wals(kv: Kv) -> Iterator[Problem]:
+    state = kv.manifest.state()
+    there = {lsm_number(name, ".log") for name in kv.disk.names(f"{kv.home.path}/wal")}
+    for number in sorted({*state.frozen_wals, state.active_wal}):
+        path = kv.home.wal(number)
+        if number not in there:
+            yield Problem("V6", "a write-ahead log is missing", path)
+            continue
+        try:
+            for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND)):
+                pass
+        except QuireError as error:
+            yield Problem("V6", error.what, path)

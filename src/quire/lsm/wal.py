@@ -1,0 +1,151 @@
+"""The write-ahead log of a key-value database: batches go in, in the order of their lsns.
+
+Terms
+  batch   keys and their new values (`None`: deleted) that become visible together, under one lsn
+  group   the batches that one sync makes durable: all who wait while another syncs are served by the next one together
+
+Rules
+  1. One batch is one record of a framed log (`durable/log_format.py`), so it is there whole or not at all.
+  2. lsns rise from record to record; one that does not is `Corruption`.
+  3. An append reaches the operating system before it returns: it survives the death of the process. Only `sync` makes it
+     survive the loss of power.
+  4. After a failed append or sync nothing more is taken (the framed log's rule 4).
+
+Threads: appends under the engine's write lock; `sync` by any. Format page: `docs/formats/lsm-wal.md`.
+Raises `StoreUnusable`, `OutOfRange` (a batch above 64 MiB), `Corruption`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from quire.core.errors import Corruption, StoreClosed
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.durable.log_reader import LogContents
+from quire.durable.log_writer import LogWriter
+from quire.lsm.ahead import AheadDisk
+
+LOG_KIND = b"lsmw"
+
+HEAD = struct.Struct("<QI")
+"""lsn, keys in the batch"""
+HEAD_BYTES = 12
+ONE = struct.Struct("<QIII")
+"""The head of a batch of one: lsn, 1, bytes of the key, bytes of the value"""
+DELETED = 0xFFFFFFFF
+"""In place of a value's size: the key was deleted."""
+
+if HEAD.size != HEAD_BYTES or ONE.size != HEAD_BYTES + 8:
+    raise AssertionError("the WAL's structs disagree with their literal sizes")
+
+Items = Mapping[bytes, bytes | None]
+
+
+def encode_batch(lsn: int, items: Items) -> bytes:
+    """The record of a batch: head, sizes of the keys, sizes of the values, keys, values.
+
+    >>> encode_batch(7, {b"k": b"v", b"old": None}).hex()
+    '070000000000000002000000010000000300000001000000ffffffff6b6f6c6476'
+    """
+    if len(items) == 1:
+        ((key, value),) = items.items()
+        if value is None:
+            return ONE.pack(lsn, 1, len(key), DELETED) + key
+        return ONE.pack(lsn, 1, len(key), len(value)) + key + value
+    count = len(items)
+    sizes = [DELETED if value is None else len(value) for value in items.values()]
+    packed = struct.pack(f"<QI{count}I{count}I", lsn, count, *map(len, items), *sizes)
+    return b"".join((packed, *items, *filter(None, items.values())))
+
+
+def decode_batch(record: bytes, path: str, offset: int) -> tuple[int, dict[bytes, bytes | None]]:
+    """The lsn and the items of a record."""
+    try:
+        lsn, count = HEAD.unpack_from(record)
+        sizes = struct.unpack_from(f"<{2 * count}I", record, HEAD_BYTES)
+    except struct.error as error:
+        raise _corrupt(path, offset, str(error)) from error
+    start = HEAD_BYTES + 8 * count
+    lengths = [*sizes[:count], *(0 if size == DELETED else size for size in sizes[count:])]
+    ends = list(accumulate(lengths, initial=start))
+    if ends[-1] != len(record) or not count:
+        raise _corrupt(path, offset, "its sizes do not fit")
+    keys = [record[ends[at] : ends[at + 1]] for at in range(count)]
+    values = (None if sizes[at] == DELETED else record[ends[at] : ends[at + 1]] for at in range(count, 2 * count))
+    return lsn, dict(zip(keys, values))
+
+
+class Wal:
+    """One write-ahead log, open for appending."""
+
+    def __init__(self, number: int, log: LogWriter) -> None:
+        self.number = number
+        self._log = log
+
+    @classmethod
+    def create(cls, disk: Disk, path: str, number: int) -> Wal:
+        """A new, empty log."""
+        return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, replace=True))
+
+    @classmethod
+    def open(cls, disk: Disk, path: str, number: int) -> tuple[Wal, LogContents]:
+        """A log that was left, its torn end cut off, and what it holds."""
+        try:
+            log, contents = LogWriter.open(AheadDisk(disk), path, kind=LOG_KIND)
+        except FileNotFoundError:
+            hint = "restore the database from a backup: `quire kv restore`"
+            raise Corruption("a write-ahead log is missing", hint=hint, path=path, number=number) from None
+        return cls(number, log), contents
+
+    @property
+    def path(self) -> str:
+        return self._log.path
+
+    @property
+    def end(self) -> int:
+        """Where the next record goes."""
+        return self._log.end
+
+    def append(self, record: bytes) -> int:
+        """Write a record; where it ends."""
+        end = self._log.append_many((record,))
+        hit("lsm.wal.appended")
+        return end
+
+    def sync(self, upto: int) -> None:
+        """Have everything below `upto` durable; one sync serves all who wait (rule 3)."""
+        log = self._log
+        if log.durable < upto:
+            try:
+                log.sync(upto)
+            except StoreClosed:
+                if log.durable < upto:  # else the one who closed it had synced it
+                    raise
+            hit("lsm.wal.synced")
+
+    def close(self) -> None:
+        """Sync and close."""
+        self._log.close()
+
+    def abandon(self) -> None:
+        """Close the file and nothing else."""
+        self._log.abandon()
+
+
+def batches_of(contents: LogContents) -> Iterator[tuple[int, dict[bytes, bytes | None], int]]:
+    """Lsn, items and size of each record of a log, in order (rule 2)."""
+    last = None
+    for record, offset in zip(contents.payloads, contents.offsets):
+        lsn, items = decode_batch(record, contents.path, offset)
+        if last is not None and lsn <= last:
+            raise _corrupt(contents.path, offset, f"lsn {lsn} follows {last}")
+        last = lsn
+        yield lsn, items, len(record)
+
+
+def _corrupt(path: str, offset: int, cause: str) -> Corruption:
+    hint = "restore the database from a backup: `quire kv restore`"
+    return Corruption("a batch of the write-ahead log makes no sense", hint=hint, path=path, offset=offset, cause=cause)

@@ -1,0 +1,331 @@
+"""Lease files: how a process that only reads tells the owner which version it reads (M10). Format: `docs/formats/lease.md`.
+
+Terms
+  lease    `readers/<uuid>.lease`: database, version, who reads; flocked by its reader for as long as it reads
+  stamp    sixteen bytes of it that the reader writes anew with every heartbeat
+  dead     nobody holds the flock: the reader has ended, however it did; the kernel says so at once
+  silent   the flock is held, but the stamp has not changed for a whole lease (a stopped process, a doubtful file system)
+
+Rules
+  1. A file appears under its name complete and locked: it is written and flocked under `<name>.tmp`, then renamed. Its reader
+     never locks it again. So a named file whose lock is free is dead for ever, and whoever sees that may remove it.
+  2. But for the stamp nothing in it ever changes: another version is another file. So no look ever meets half a record.
+  3. Only the owner decides, and by its own monotonic clock alone: it remembers when it saw a stamp change. A lease is retired
+     (removed, with a warning) when it is dead or silent. Its reader finds its file without a name and hears `LeaseExpired`.
+  4. What is held but cannot be read (a newer quire's, say) holds every database at version 0 until it is silent: doubt keeps.
+  5. A reader that is done removes the name first and gives the lock back then: a free lock on a file without a name is a clean
+     end and no reason to warn.
+  6. After fork() the lock stays the parent's: the child closes its copy of the descriptor, which unlocks nothing (M12).
+
+How an opening reader and a floor that is being computed cannot miss each other
+  The reader writes its lease, then reads the floor's row in the manifest. The owner commits the floor's row, then reads the
+  leases (`floors.py`). Whichever of the two came first, the other one sees it:
+    reader's lease before the owner's look    the owner sees the lease and stays at or below it
+    owner's look before the reader's lease    then the row was committed before that, and the reader sees a floor above its
+                                              version: it takes a newer one and begins again (`published.py`)
+  Both happen: the reader moves on and the owner waits for nobody. A row is never lowered, and never above what is published, so
+  the version that the reader finds beside it is high enough.
+
+Nothing here is synced: a lease protects while its process lives, and after a power failure there is none.
+Threads: any; a `FileLease` belongs to one at a time. Local file systems: over others `flock` is as good as they say; rule 3.
+Raises `NotWritable` where a reader may not write into the store's `readers/`, `InvalidInput` for tags that are too long.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import uuid
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput, StorageFault, TimedOut
+from quire.core.events import emit
+from quire.core.ids import some_u32, u64
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, File
+from quire.durable.names import READERS, TEMPORARY, LeaseFile, parse_path
+from quire.pages.readers import HEARTBEAT_SECONDS, LEASE_SECONDS
+
+MAGIC = b"QREADER1"
+VERSION = 1
+
+HEAD = struct.Struct("<8sHHIQQIIQ")
+"""magic, version, reserved (0), db_id, lsn, opened_ms, pid, tags_bytes, crc64"""
+STAMP = struct.Struct("<QQ")
+"""renewed_ms, crc64"""
+HEAD_BYTES = 48
+STAMP_BYTES = 16
+TAGS_OFFSET = 64
+CRC_BYTES = 8
+TAGS_BYTES_MAX = 4_032
+FILE_BYTES_MAX = 4_096
+"""A lease is one block: people give tags, not documents."""
+
+if (HEAD.size, STAMP.size) != (HEAD_BYTES, STAMP_BYTES) or HEAD_BYTES + STAMP_BYTES != TAGS_OFFSET:
+    raise AssertionError("the lease's structs disagree with their literal sizes")
+if TAGS_OFFSET + TAGS_BYTES_MAX != FILE_BYTES_MAX:
+    raise AssertionError("the longest lease is not the longest file")
+
+TAKE_TRIES = 16
+"""How often a new name is tried; each time the owner must have swept the unfinished file in the instant before its lock."""
+
+UNREADABLE = 0
+"""The database of a lease that cannot be read: all of them (rule 4)."""
+
+
+# ── the bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, kw_only=True)
+class LeaseRecord:
+    """What a lease says."""
+
+    reader: uuid.UUID
+    db_id: int
+    lsn: int
+    pid: int
+    opened_ms: int
+    tags: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _parts(self) -> tuple[bytes, bytes, int]:
+        """(head without its checksum, tags, checksum); seeded with the name, so that a copied file is no lease."""
+        tags = msgspec.msgpack.encode(self.tags)
+        if len(tags) > TAGS_BYTES_MAX:
+            raise InvalidInput("the tags of a reader are too long", size=len(tags), max=TAGS_BYTES_MAX)
+        db_id, lsn = some_u32("db_id", self.db_id), u64("lsn", self.lsn)
+        head = HEAD.pack(MAGIC, VERSION, 0, db_id, lsn, self.opened_ms, self.pid, len(tags), 0)[:-CRC_BYTES]
+        return head, tags, crc64(tags, crc64(head, crc64(self.reader.bytes)))
+
+    def encode(self, renewed_ms: int) -> bytes:
+        """The file."""
+        head, tags, crc = self._parts
+        return head + crc.to_bytes(CRC_BYTES, "little") + self.stamp(renewed_ms) + tags
+
+    def stamp(self, renewed_ms: int) -> bytes:
+        """The bytes that a heartbeat writes at `HEAD_BYTES`."""
+        word = renewed_ms.to_bytes(8, "little")
+        return word + crc64(word, self._parts[2]).to_bytes(CRC_BYTES, "little")
+
+
+def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
+    """The record in a lease file; its stamp is not looked at: it may just be being written."""
+    if len(data) < TAGS_OFFSET or data[: len(MAGIC)] != MAGIC:
+        raise Corruption("not a reader's lease", path=path, size=len(data))
+    _, version, _, db_id, lsn, opened_ms, pid, tags_bytes, crc = HEAD.unpack_from(data)
+    if version > VERSION:
+        raise FormatTooNew("a newer quire reads here", hint="use that one", path=path, version=version)
+    tags = data[TAGS_OFFSET : TAGS_OFFSET + tags_bytes]
+    head = data[: HEAD_BYTES - CRC_BYTES]
+    if len(tags) != tags_bytes or crc64(tags, crc64(head, crc64(reader.bytes))) != crc:
+        raise Corruption("a reader's lease is damaged", path=path, size=len(data))
+    try:
+        named = msgspec.msgpack.decode(tags, type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corruption(f"the tags of a lease make no sense: {error}", path=path) from error
+    return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)
+
+
+def renewed_ms(record: LeaseRecord, stamp: bytes) -> int:
+    """What a stamp says; 0 if it is not whole, or nobody knows whose it is."""
+    if len(stamp) != STAMP_BYTES or record.db_id == UNREADABLE:
+        return 0
+    ms: int = STAMP.unpack(stamp)[0]
+    return ms if record.stamp(ms) == stamp else 0
+
+
+# ── the reader's side ─────────────────────────────────────────────────────────────────────────────────────────────────
+class FileLease:
+    """A lease that this process holds. Made by `take`."""
+
+    __slots__ = ("__weakref__", "_clock", "_disk", "_file", "_renewed_ms", "path", "record")
+
+    def __init__(self, disk: Disk, clock: Clock, file: File, path: str, record: LeaseRecord) -> None:
+        self._disk = disk
+        self._clock = clock
+        self._file: File | None = file
+        self._renewed_ms = record.opened_ms
+        self.path = path
+        self.record = record
+        _held.add(self)
+
+    @classmethod
+    def take(cls, disk: Disk, clock: Clock, root: str, *, db_id: int, lsn: int, tags: dict[str, str]) -> FileLease:
+        """Hold this version of a database: from here on every floor that is computed sees it."""
+        disk.make_dirs(os.path.join(root, READERS))
+        for _ in range(TAKE_TRIES):
+            record = LeaseRecord(
+                reader=uuid.uuid4(), db_id=db_id, lsn=lsn, pid=os.getpid(), opened_ms=clock.now_ms(), tags=dict(tags)
+            )
+            body, path = record.encode(record.opened_ms), os.path.join(root, LeaseFile(reader=record.reader).path)
+            file = disk.open(path + TEMPORARY, exclusive=True)
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write_at(body, 0)
+                hit("pages.lease.written")
+                disk.rename(path + TEMPORARY, path)
+            except (BlockingIOError, FileNotFoundError):  # the owner took it for an unfinished one of somebody dead
+                file.close()
+                continue
+            except BaseException:
+                file.close()
+                with suppress(FileNotFoundError, StorageFault):
+                    disk.remove(path + TEMPORARY)
+                raise
+            hit("pages.lease.taken")
+            return cls(disk, clock, file, path, record)
+        raise TimedOut("the owner sweeps lease files faster than one can be made", hint="try again", tries=TAKE_TRIES)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it still protects: not given back, not retired by the owner (rule 3)."""
+        return self._file is not None and os.fstat(self._file.fileno()).st_nlink > 0
+
+    def renew(self) -> bool:
+        """A heartbeat; whether the lease is still held. The stamp changes whatever the clock does."""
+        if self._file is None or not self.is_held:
+            return False
+        self._renewed_ms = max(self._renewed_ms + 1, self._clock.now_ms())
+        self._file.write_at(self.record.stamp(self._renewed_ms), HEAD_BYTES)
+        return True
+
+    def close(self) -> None:
+        """Give the version back (rule 5). A second time, and in a forked child: nothing."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with suppress(FileNotFoundError, StorageFault):  # retired; or left behind, for the owner to remove
+            self._disk.remove(self.path)
+        file.close()
+
+    def _forget(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, TypeError):  # half made, or the interpreter is going down
+            self.close()
+
+
+_held: weakref.WeakSet[FileLease] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for lease in list(_held):
+        lease._forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+# ── the owner's side ──────────────────────────────────────────────────────────────────────────────────────────────────
+class LeaseFiles:
+    """The leases of all processes that read a store, as its owner sees them."""
+
+    def __init__(self, root: str, disk: Disk, clock: Clock, *, ttl_seconds: float = LEASE_SECONDS) -> None:
+        # constant after construction
+        self._root = root
+        self._folder = os.path.join(root, READERS)
+        self._disk = disk
+        self._clock = clock
+        self._ttl = ttl_seconds
+        # the ticker's
+        self._ticked_at = 0.0
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._stamps: dict[str, tuple[bytes, float]] = {}
+        """Name → its stamp, and when it was first seen so."""
+        self._puzzling: set[str] = set()
+        """Names that were reported as unreadable."""
+
+    def of(self, db_id: int) -> list[LeaseRecord]:
+        """The live leases that hold this database."""
+        return [lease for lease in self.look() if lease.db_id in (db_id, UNREADABLE)]
+
+    def tick(self) -> None:
+        """Look now and then, so that leases of the dead go whether or not somebody asks for a floor."""
+        now = self._clock.monotonic()
+        if now - self._ticked_at >= HEARTBEAT_SECONDS:
+            self._ticked_at = now
+            try:
+                self.look()
+            except StorageFault as fault:
+                emit("warning", "reader.leases_unseen", error=str(fault))
+
+    def look(self) -> list[LeaseRecord]:
+        """All live leases; those that are dead or silent are retired on the way (rule 3)."""
+        try:
+            names = self._disk.names(self._folder)
+        except FileNotFoundError:
+            return []
+        with self._lock:
+            live = [lease for name in names if (lease := self._look_at(name)) is not None]
+            for gone in self._stamps.keys() - set(names):
+                del self._stamps[gone]
+                self._puzzling.discard(gone)
+        return live
+
+    def _look_at(self, name: str) -> LeaseRecord | None:
+        """One file, if it is a live lease. REQUIRES the lock."""
+        path, parsed = os.path.join(self._folder, name), parse_path(f"{READERS}/{name.removesuffix(TEMPORARY)}")
+        if not isinstance(parsed, LeaseFile):
+            return None
+        try:
+            file = self._disk.open(path, write=False)
+        except FileNotFoundError:
+            return None  # given back since
+        try:
+            is_dead = _is_free(file)
+            if name.endswith(TEMPORARY):
+                if is_dead:
+                    self._remove(path)
+                return None
+            if is_dead and os.fstat(file.fileno()).st_nlink == 0:
+                return None  # a clean end (rule 5)
+            return self._judge(name, path, file, parsed.reader, is_dead=is_dead)
+        finally:
+            file.close()
+
+    def _judge(self, name: str, path: str, file: File, reader: uuid.UUID, *, is_dead: bool) -> LeaseRecord | None:
+        data, now = file.read_at(FILE_BYTES_MAX, 0), self._clock.monotonic()
+        try:
+            lease = decode(reader, data, path)
+        except (Corruption, FormatTooNew) as error:
+            lease = LeaseRecord(reader=reader, db_id=UNREADABLE, lsn=0, pid=0, opened_ms=0)
+            if not is_dead and name not in self._puzzling:
+                self._puzzling.add(name)
+                emit("warning", "reader.lease_unreadable", path=path, error=str(error))
+        stamp = data[HEAD_BYTES:TAGS_OFFSET]
+        seen, since = self._stamps.get(name, (b"", now))
+        if seen != stamp or name not in self._stamps:
+            since = now
+            self._stamps[name] = (stamp, now)
+        if not is_dead and now - since < self._ttl:
+            return lease
+        self._remove(path)
+        why = "its process has ended" if is_dead else "it was silent"
+        where = {"db_id": lease.db_id, "reader_id": str(reader), "lsn": lease.lsn, "pid": lease.pid, "tags": lease.tags}
+        emit("warning", "reader.heartbeat_lost", why=why, renewed_ms=renewed_ms(lease, stamp), **where)
+        return None
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._disk.remove(path)
+
+
+def _is_free(file: File) -> bool:
+    """Whether nobody holds the file's lock; closing it gives back what this took."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

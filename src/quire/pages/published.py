@@ -1,0 +1,303 @@
+"""Snapshots of the published state of a database, for processes that only read the store; the owner may use them as well.
+
+Terms
+  published   what the manifest knows: everything up to `last_applied_lsn`, at most a second behind what is durable (P6)
+  lease       a file that holds the version back for as long as the snapshot is open (`leasefiles.py`)
+
+Rules
+  1. Opening: take a lease on the version that the manifest shows, then read the floor's row. If that is above the version, a
+     checkpoint may already have been allowed to pass it: the lease is given back and the version that is there now is tried.
+     Only one that was checked is handed out.
+  2. Reading is the owner's (`versions.py`, P8) without its unpublished versions: index rows, then the chain, in one transaction
+     of the manifest. A segment that was recycled under a reader fails its salted check and is looked up once more.
+  3. A snapshot renews itself for as long as somebody holds it; one that was forgotten is given back when it is collected.
+  4. One whose lease the owner has retired (this process was stopped for too long) raises `LeaseExpired`, at the latest when a
+     page it needs is gone. Wrong data is impossible in any case (P8).
+  5. After fork() the child's snapshots are closed; the parent's live on (M12).
+
+Threads: opening any, a snapshot one at a time; the heart has one of its own.
+Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `SnapshotGone`, `LeaseExpired`, `StoreClosed`, `NotWritable` where
+this process may not write into the store's `readers/`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.store import ManifestStore
+from quire.pages.anchors import inherited_map
+from quire.pages.databases import Shape, find_database, shape_of
+from quire.pages.framemap import Regions
+from quire.pages.leasefiles import FileLease
+from quire.pages.publication import Mark
+from quire.pages.readers import HEARTBEAT_SECONDS, Readers
+from quire.pages.snapshot import Snapshot
+from quire.pages.sources import Sources
+from quire.pages.timetravel import At, find_version
+from quire.pages.versions import Versions
+from quire.pages.view import SnapshotView, ViewReader
+from quire.pages.view_build import open_kept, view_of
+
+OPEN_TRIES = 64
+"""How often a version is taken anew; each time a floor must have been given out in the instant before."""
+
+
+class PublishedSnapshot(Snapshot):
+    """One published version of a database. Made by `PageEngine.open_published`; close it, or use it as a context manager."""
+
+    __slots__ = ("_file", "db_id")
+
+    def __init__(self, versions: Versions, readers: Readers, file: FileLease, mark: Mark, sources: Sources) -> None:
+        lease = readers.open(mark.lsn, tags=file.record.tags, ttl_seconds=None)  # the file is what may run out
+        super().__init__(versions, readers, lease, mark, page_size=versions.page_size, cache=sources.cache)
+        self._file = file
+        self.db_id = readers.db_id
+
+    def read_page(self, page: int) -> bytes:
+        """The page as of this snapshot."""
+        try:
+            return super().read_page(page)
+        except (Corruption, SnapshotGone):
+            self._require_held()
+            raise
+
+    def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
+        """Several pages at once, page → image; neighbours share reads. `cold` leaves caches alone, under a limit."""
+        try:
+            return super().read_pages(pages, cold=cold)
+        except (Corruption, SnapshotGone):
+            self._require_held()
+            raise
+
+    def renew(self) -> None:
+        """The reader is alive; this is done for it every few seconds. `LeaseExpired` if the owner has given it up."""
+        if not self.beat():
+            self._readers.require(self._lease)
+
+    def beat(self) -> bool:
+        """The same for the heart; whether the lease is held."""
+        if self._lease.open and not self._file.renew():
+            self._readers.retire(self._lease)
+        return self._lease.open
+
+    def _require_held(self) -> None:
+        if self._lease.open and not self._file.is_held:
+            self._readers.retire(self._lease)
+        self._readers.require(self._lease)
+
+    def forked(self) -> None:
+        """In the child of a fork(): it is the parent's."""
+        self._readers.forked()
+
+    def close(self) -> None:
+        """Give the version back; closing twice, or after it ran out, is fine."""
+        super().close()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        self._readers.require(self._lease)
+        return self
+
+
+class PublishedReaders:
+    """Opens published snapshots of one store, and keeps them alive."""
+
+    def __init__(
+        self,
+        *,
+        manifest: ManifestStore,
+        root: str,
+        disk: Disk,
+        clock: Clock,
+        sources: Sources,
+        regions: Regions,
+        objects_url: str,
+        page_size: int,
+        ticking: bool,
+    ) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._sources = sources
+        self._regions = regions
+        self._objects_url = objects_url
+        self._page_size = page_size
+        self._ticking = ticking
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._versions: dict[int, Versions] = {}
+        self._open: weakref.WeakSet[PublishedSnapshot] = weakref.WeakSet()
+        self._heart: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, db: int | str, *, tags: dict[str, str] | None = None) -> PublishedSnapshot:
+        """A snapshot of the newest published version."""
+        opened = self._open_found(db, self._newest, tags)
+        assert isinstance(opened, PublishedSnapshot), "the newest version is read through a lease"
+        return opened
+
+    def open_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> PublishedSnapshot | ViewReader:
+        """The version that was current `at` an lsn or a time: a live one through a lease, an older one from the snapshot that
+        still has it (P14)."""
+
+        def find(txn: ReadTxn, db_id: int) -> Mark | SnapshotView:
+            newest = self._newest(txn, db_id)
+            found = find_version(txn, self._regions, db_id, at, newest, self._objects_url)
+            if found.record is None:
+                return found.mark
+            return view_of(txn, db_id, found.snapshot_id, found.record, self._objects_url, at=found.mark)
+
+        try:
+            return self._open_found(db, find, tags)
+        except Corruption:
+            return self._open_found(db, find, tags)  # a segment was let go while it was looked at
+
+    def _open_found(
+        self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
+    ) -> PublishedSnapshot | ViewReader:
+        """Rule 1."""
+        with self._manifest.read() as txn:
+            db_id, record = find_database(txn, db)
+            found = find(txn, db_id)
+        shape, lsn = shape_of(db_id, record, 0, self._page_size), -1
+        for _ in range(OPEN_TRIES):
+            if isinstance(found, SnapshotView):
+                return open_kept(self._manifest, found, self._sources, self._regions)
+            if found.lsn <= lsn:
+                break  # an earlier version was asked for, and there is no later one to move on to
+            lsn = found.lsn
+            file = FileLease.take(self._disk, self._clock, self._root, db_id=db_id, lsn=lsn, tags=dict(tags or {}))
+            try:
+                hit("pages.published.leased")
+                with self._manifest.read() as txn:
+                    find_database(txn, db_id)
+                    floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
+                    is_late = floor is not None and floor.min_snapshot_lsn > lsn
+                    again = find(txn, db_id) if is_late else found
+                if not is_late:
+                    return self._make(db_id, shape, file, found)
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+            found = again
+        raise SnapshotGone(
+            "a checkpoint was allowed to pass this version before it could be held",
+            hint="open a newer one, or a snapshot",
+            db_id=db_id,
+            lsn=lsn,
+        )
+
+    def _newest(self, txn: ReadTxn, db_id: int) -> Mark:
+        """The newest published version, and when it was committed as far as its segment still says so."""
+        wal = txn.wal_state(db_id)
+        if wal is None or not wal.last_applied_lsn:
+            return Mark(0, wal.size_pages if wal is not None else 0)
+        lsn = wal.last_applied_lsn
+        holding = [
+            key[1] for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.first_lsn <= lsn and row.origin_db_id == db_id
+        ]
+        segment_id, commit_ms = max(holding, default=0), 0
+        try:
+            if segment_id:
+                segment = self._sources.segment(db_id, segment_id)
+                commit_ms = segment.read_head(lsn - segment.header.first_lsn).commit_ms
+        except QuireError:
+            self._sources.forget_segment(db_id, segment_id)  # truncated since: only the time is not known
+        return Mark(lsn, wal.size_pages, segment_id, commit_ms)
+
+    def _make(self, db_id: int, shape: Shape, file: FileLease, mark: Mark) -> PublishedSnapshot:
+        versions = self._versions_of(db_id, shape)
+        with self._lock:
+            if self._stopping.is_set():
+                raise StoreClosed("the store is closed", hint="open it again")
+            # Readers of its own: nobody else asks for them, and what is forgotten goes with it.
+            made = PublishedSnapshot(versions, Readers(db_id, self._clock), file, mark, self._sources)
+            self._open.add(made)
+            if self._heart is None and self._ticking:
+                self._heart = threading.Thread(target=self._beat_on, name="quire-leases", daemon=True)
+                self._heart.start()
+        return made
+
+    def _versions_of(self, db_id: int, shape: Shape) -> Versions:
+        found = self._versions.get(db_id)
+        if found is None:
+            try:
+                found = self._new_versions(db_id, shape)
+            except Corruption:  # a segment was let go while it was looked at
+                found = self._new_versions(db_id, shape)
+            if self._manifest_knows(db_id):
+                found = self._versions.setdefault(db_id, found)
+        return found
+
+    def _new_versions(self, db_id: int, shape: Shape) -> Versions:
+        with self._manifest.read() as txn:
+            inherited = inherited_map(txn, self._regions, db_id, self._objects_url)
+        return Versions(
+            db_id=db_id,
+            page_size=shape.page_size,
+            pages_per_chunk=shape.pages_per_chunk,
+            begin_read=self._manifest.read,
+            sources=self._sources,
+            objects_url=self._objects_url,
+            inherited=inherited,
+        )
+
+    def _manifest_knows(self, db_id: int) -> bool:
+        """Whether the shape is decided: what a database that was never opened would have is not kept."""
+        with self._manifest.read() as txn:
+            record = txn.database(db_id)
+        return record is not None and bool(record.page_size)
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def beat(self) -> None:
+        """Renew all that are open; who has lost its lease is told."""
+        for each in self._living():
+            try:
+                if each.is_open and not each.beat():
+                    emit("warning", "reader.lease_lost", db_id=each.db_id, lsn=each.lsn, tags=each.tags)
+            except QuireError as error:
+                emit("warning", "reader.heartbeat_failed", db_id=each.db_id, lsn=each.lsn, error=str(error))
+
+    def _beat_on(self) -> None:
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            self.beat()
+
+    def _living(self) -> list[PublishedSnapshot]:
+        with self._lock:
+            return list(self._open)
+
+    def __len__(self) -> int:
+        return sum(each.is_open for each in self._living())
+
+    def close(self) -> None:
+        """Give every lease back; reading through them raises from now on."""
+        with self._lock:
+            self._stopping.set()
+            heart, self._heart = self._heart, None
+        if heart is not None:
+            heart.join()
+        for each in self._living():
+            each.close()
+
+    def forked(self) -> None:
+        """Rule 5. The lease files were closed by their own hook."""
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._stopping.set()
+        self._heart = None
+        for each in list(self._open):
+            each.forked()

@@ -1,0 +1,66 @@
+"""What the service needs of a store: `Store` is this, and passes itself in, so that nothing here looks upward.
+
+Only shapes: no code, no thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.core.settings import StoreSettings
+from quire.manifest.snapshots import SnapshotInfo
+from quire.manifest.store import ManifestStore
+
+if TYPE_CHECKING:
+    from quire.jobs.worker import Worker
+    from quire.pages.engine import PageEngine
+
+
+class DatabaseShape(Protocol):
+    """What a store says about a database: `quire.service.values.DatabaseInfo` has the same fields."""
+
+    @property
+    def db_id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+class StoreApi(Protocol):
+    """An opened store, as its owner has it."""
+
+    path: str
+    settings: StoreSettings
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def objects_url(self) -> str: ...
+
+    @property
+    def manifest(self) -> ManifestStore: ...
+
+    @property
+    def pages(self) -> PageEngine: ...
+
+    @property
+    def worker(self) -> Worker: ...
+
+    def create(self, name: str, kind: str, *, tags: dict[str, str] | None = None) -> DatabaseShape: ...
+
+    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseShape: ...
+
+    def rename(self, old: str, new: str) -> DatabaseShape: ...
+
+    def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo: ...
+
+    def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseShape: ...
+
+    def sqlite(self, name: str, *, create: bool = False, timeout: float = 5.0) -> Any: ...
+
+    def databases(self) -> list[Any]: ...
+
+    def database(self, name: str) -> DatabaseShape: ...
+
+    def info(self) -> Any: ...

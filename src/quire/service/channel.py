@@ -1,0 +1,282 @@
+"""One client's connection to an owner: sends calls until they are answered, or their time is over.
+
+Terms
+  call      what the caller asked for; it has a deadline and, if it changes something, an idempotency key
+  attempt   one try of it over the wire
+
+Rules
+  1. A call is sent again only if that can do no harm: it carries a key, or repeating it changes nothing (M11). All of ours are
+     one or the other.
+  2. An owner that cannot be reached, goes away or restarts is tried again, with pauses that double and differ, until the
+     deadline: then `Unavailable`. An answer that does not come in time is `TimedOut`: the call may still be done.
+  3. Every failed attempt is followed by a new connection: the transport's own would wait for longer and longer.
+  4. Owner and client say their versions with every call; who does not understand the other says so.
+  5. A channel belongs to its process: after fork() the child makes a connection of its own.
+
+Threads: any. Raises what the owner raised, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from quire.core.errors import (
+    AccessDenied,
+    Incompatible,
+    InvalidInput,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    TimedOut,
+    Unavailable,
+)
+from quire.durable.files import translated
+from quire.service.tickets import Action, Request, TableTicket
+from quire.service.tokens import read_token
+from quire.service.wire import (
+    TOKEN_HEADER,
+    VERSION_HEADER,
+    WIRE_VERSION,
+    ErrorForm,
+    Refused,
+    error_of,
+    read_answer,
+    read_form,
+    write_call,
+)
+
+CALL_SECONDS = 30.0
+"""How long a call may take, all attempts together, unless it says otherwise."""
+
+ATTEMPT_SECONDS = 10.0
+"""How long one attempt may take: an answer that was lost without a word must not use up the whole call."""
+
+PAUSE_SECONDS = 0.02
+PAUSE_SECONDS_MAX = 1.0
+
+STREAM_SECONDS = 60.0
+"""A stream goes on with another call after this long."""
+
+SCHEMES = ("grpc", "grpc+tls", "grpc+unix")
+
+_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 60_000),
+]
+
+_AGAIN = (
+    flight.FlightUnavailableError,
+    flight.FlightTimedOutError,
+    flight.FlightCancelledError,
+    flight.FlightInternalError,
+)
+"""What a broken connection looks like from here; a server that meets a bug of its own says so in words."""
+
+R = TypeVar("R")
+
+
+class Channel:
+    """See the rules above."""
+
+    def __init__(
+        self, uri: str, *, token_file: str = "", tls_ca_file: str = "", call_seconds: float = CALL_SECONDS
+    ) -> None:
+        parts = urlsplit(uri)
+        if parts.scheme not in SCHEMES or not (parts.path if parts.scheme == "grpc+unix" else parts.hostname):
+            raise InvalidInput(
+                "not the address of an owner",
+                hint="grpc+unix:///PATH, grpc://HOST:PORT or grpc+tls://HOST:PORT",
+                uri=uri,
+            )
+        # constant after construction
+        self.uri = uri
+        self.token_file = token_file
+        self.tls_ca_file = tls_ca_file
+        self.call_seconds = call_seconds
+        self._location = uri.replace("grpc://", "grpc+tcp://", 1) if parts.scheme == "grpc" else uri
+        self._roots = _read(tls_ca_file) if tls_ca_file else None
+        self._headers = [(VERSION_HEADER.encode(), str(WIRE_VERSION).encode())]
+        if token_file:
+            self._headers.append((TOKEN_HEADER.encode(), b"Bearer " + read_token(token_file).encode()))
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """End the connection; calls under way fail. A second time: nothing."""
+        with self._lock:
+            self._closed = True
+            client, self._client = self._client, None
+        if client is not None and self._pid == os.getpid():
+            client.close()
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._closed:
+                raise StoreClosed("the client is closed", hint="connect again", uri=self.uri)
+            if self._pid != os.getpid():  # rule 5: what the parent has is not touched
+                self._pid, self._client = os.getpid(), None
+            if self._client is None:
+                try:
+                    self._client = flight.FlightClient(
+                        self._location, tls_root_certs=self._roots, generic_options=_OPTIONS
+                    )
+                except pa.ArrowException as error:
+                    raise InvalidInput(f"cannot connect: {_line(error)}", uri=self.uri) from error
+            return self._client
+
+    def _reconnect(self, failed: Any) -> None:
+        """Rule 3. The old one is left to those who still use it, and closes itself with the last of them."""
+        with self._lock:
+            if self._client is failed:
+                self._client = None
+
+    # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def call(
+        self, name: str, request: Request, *, timeout: float | None = None, attempt_seconds: float = ATTEMPT_SECONDS
+    ) -> Any:
+        """The answer to an action, by its name."""
+        from quire.service.messages import ACTIONS  # of a manifest's values: executors have none
+
+        return self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds)
+
+    def ask(
+        self,
+        action: Action,
+        request: Request,
+        *,
+        timeout: float | None = None,
+        attempt_seconds: float = ATTEMPT_SECONDS,
+    ) -> Any:
+        """The answer to an action."""
+        name = action.name
+        body = write_call(os.urandom(16) if action.keyed else b"", request)
+
+        def attempt(client: Any, seconds: float) -> Any:
+            options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=self._headers)
+            whole = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
+            return read_answer(whole, action.answer)
+
+        return self._until_answered(name, attempt, self.call_seconds if timeout is None else timeout)
+
+    def _until_answered(self, name: str, attempt: Callable[[Any, float], R], seconds: float) -> R:
+        """Rules 1 and 2."""
+        deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
+        while True:
+            client = self._connected()
+            try:
+                return attempt(client, max(deadline - time.monotonic(), 0.001))
+            except Refused as refused:
+                if not refused.form.again:
+                    raise error_of(refused.form) from None
+                failure: Exception = refused
+            except (flight.FlightError, pa.ArrowException) as error:
+                if not isinstance(error, _AGAIN):
+                    raise _explained(error, self.uri) from None
+                failure = error
+            self._reconnect(client)
+            rest = deadline - time.monotonic()
+            if rest <= pause:
+                raise _gave_up(name, failure, self.uri, seconds) from None
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, PAUSE_SECONDS_MAX)
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def stream(self, ticket: TableTicket) -> Iterator[pa.RecordBatch]:
+        """The batches of a ticket. A stream that breaks goes on behind the last row that was given."""
+        left, moved_at, pause = ticket.rows_max or None, time.monotonic(), PAUSE_SECONDS
+        while left is None or left != 0:
+            opened = self._until_answered("do_get", partial(self._open_stream, ticket), self.call_seconds)
+            while True:
+                try:
+                    chunk = opened.read_chunk()
+                except StopIteration:
+                    return
+                except (flight.FlightError, pa.ArrowException) as error:
+                    self._stream_broke(error, moved_at)
+                    break
+                left = None if left is None else left - chunk.data.num_rows
+                ticket = msgspec.structs.replace(ticket, after=chunk.app_metadata.to_pybytes(), rows_max=left or 0)
+                yield chunk.data
+                moved_at, pause = time.monotonic(), PAUSE_SECONDS
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, PAUSE_SECONDS_MAX)
+
+    def _open_stream(self, ticket: TableTicket, client: Any, _: float) -> Any:
+        """A reader that has its schema: what is wrong with the ticket is heard here."""
+        options = flight.FlightCallOptions(timeout=STREAM_SECONDS, headers=self._headers)
+        reader = client.do_get(flight.Ticket(msgspec.msgpack.encode(ticket)), options)
+        _ = reader.schema
+        return reader
+
+    def _stream_broke(self, error: Exception, moved_at: float) -> None:
+        """Raise, unless the stream can go on with another call; it must have moved within the time that a call has."""
+        form = _form(error)
+        if form is not None and not form.again:
+            raise error_of(form) from None
+        if form is None and not isinstance(error, _AGAIN):
+            raise _explained(error, self.uri) from None
+        if time.monotonic() - moved_at > self.call_seconds:
+            raise _gave_up("do_get", error, self.uri, self.call_seconds) from None
+        with self._lock:
+            self._client = None
+
+
+def _form(error: Exception) -> ErrorForm | None:
+    """What the owner said about an error, if it was the owner's."""
+    detail = getattr(error, "extra_info", None)
+    return read_form(bytes(detail)) if detail else None
+
+
+def _explained(error: Exception, uri: str) -> QuireError:
+    """An error of the transport as ours; what the owner said comes first."""
+    if (form := _form(error)) is not None:
+        return error_of(form)
+    if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+        return AccessDenied("the owner refused the token", hint="connect with token_file=…", uri=uri)
+    return Incompatible(
+        f"the other side does not answer as an owner does: {_line(error)}", hint="is this its address?", uri=uri
+    )
+
+
+def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
+    if isinstance(failure, flight.FlightTimedOutError):
+        return TimedOut(
+            "the owner did not answer in time", hint="it may still do it", call=name, seconds=seconds, uri=uri
+        )
+    if isinstance(failure, Refused):
+        return error_of(failure.form)
+    return Unavailable(
+        f"the owner cannot be reached: {_line(failure)}", hint="does it run `quire serve`?", uri=uri, seconds=seconds
+    )
+
+
+def _line(error: Exception) -> str:
+    """The first words of the transport's message, without its debugging tail."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.partition(" gRPC client debug context")[0].removeprefix("Flight returned ")[:200]
+
+
+def _read(path: str) -> bytes:
+    try:
+        with translated(path, "reading a certificate"), open(path, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, StorageFault) as error:
+        raise InvalidInput("the certificate cannot be read", path=path) from error

@@ -1,0 +1,330 @@
+"""`quire.connect`: a store that another process owns, by the API of a local one as far as that makes sense over a wire.
+
+    with quire.connect("grpc+unix:///data/quire.sock") as store:
+        store.create("shop", "pages")
+        store.feed.register(name="my-app")
+        table = store.table("db", columns=["db_id", "name"])
+
+Rules
+  1. Whatever a call changes, it changes once, however often the answer is lost on the way (`channel.py`, `once.py`).
+  2. Tables are read in batches, each of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
+  3. A client pickles as its address and the *names* of its token and certificate files: what it is allowed stays in files.
+
+Threads: any. Raises what the store raises, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`, `Overloaded`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+from quire.core.errors import InvalidInput, TimedOut
+from quire.durable.files import OsDisk
+from quire.manifest.jobqueue import LEASE_SECONDS, Job
+from quire.manifest.ops.base import Op
+from quire.manifest.records import DbKind, JobKind, JobState
+from quire.manifest.snapshots import SnapshotInfo
+from quire.pages.view import SnapshotView
+from quire.service import messages as m
+from quire.service.channel import CALL_SECONDS, Channel
+from quire.service.pipeline import Pipeline, RemoteGuard
+from quire.service.remote_feed import RemoteFeed
+from quire.service.remote_jobs import LeasedReader, RemoteJobs
+from quire.service.sockets import SCHEME, where_owner_listens
+from quire.service.values import DatabaseInfo, Hello, StoreInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+JOB_POLL_SECONDS = 0.05
+_ENDED = (JobState.SUCCEEDED, JobState.FAILED_PERMANENT, JobState.CANCELLED)
+
+TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
+
+
+def connect(
+    uri: str | os.PathLike[str], *, token_file: str = "", tls_ca_file: str = "", timeout: float = CALL_SECONDS
+) -> Client:
+    """Connect to the owner of a store: `grpc+unix:///PATH`, `grpc://HOST:PORT`, `grpc+tls://HOST:PORT`, or a store's directory.
+
+    `token_file` (else the environment's QUIRE_TOKEN_FILE) holds the token that an owner on the network asks for; `tls_ca_file`
+    the certificate that its own is signed with. `timeout` is for each call, with all its retries.
+    """
+    address = os.fspath(uri)
+    if "://" not in address:
+        root = os.path.abspath(address)
+        path = where_owner_listens(OsDisk(), root)
+        if not path:
+            raise InvalidInput("no owner listens for this store", hint="run `quire serve` there", path=root)
+        address = SCHEME + path
+    over_network = not address.startswith(SCHEME)
+    token = token_file or (os.environ.get(TOKEN_VARIABLE, "") if over_network else "")
+    return Client(Channel(address, token_file=token, tls_ca_file=tls_ca_file, call_seconds=timeout))
+
+
+class Client:
+    """A store at the other end of a wire. Made by `quire.connect`; use it as a context manager."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pipeline = Pipeline(channel)
+        self.feed = RemoteFeed(channel)
+        """Everything that was committed, in order, for subscribers."""
+        self.jobs = RemoteJobs(channel)
+        """Work that survives crashes."""
+        try:
+            self.server: Hello = channel.call("hello", m.Nothing())
+            """Who answered when we connected."""
+        except BaseException:
+            channel.close()
+            raise
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def uri(self) -> str:
+        """The address of the owner."""
+        return self._channel.uri
+
+    @property
+    def path(self) -> str:
+        """The store's directory, on the owner's machine."""
+        return self.server.path
+
+    @property
+    def objects_url(self) -> str:
+        """Where the objects are, as the owner says it."""
+        return self.server.objects_url
+
+    def close(self) -> None:
+        """Send what is queued, and hang up. A second time: nothing."""
+        self._pipeline.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        channel = self._channel
+        return _connect_again, (channel.uri, channel.token_file, channel.tls_ca_file, channel.call_seconds)
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def create(self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None) -> DatabaseInfo:
+        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
+        told = kind.name.lower() if isinstance(kind, DbKind) else kind
+        made: DatabaseInfo = self._channel.call("create", m.Create(name, told, tags or {}))
+        return made
+
+    def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
+        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
+        dropped: DatabaseInfo = self._channel.call("drop", m.Drop(name, snapshots))
+        return dropped
+
+    def rename(self, old: str, new: str) -> DatabaseInfo:
+        """Give a database another name; the database under its new one."""
+        renamed: DatabaseInfo = self._channel.call("rename", m.Rename(old, new))
+        return renamed
+
+    def databases(self) -> list[DatabaseInfo]:
+        """The live databases, by name."""
+        found: list[DatabaseInfo] = self._channel.call("databases", m.Nothing())
+        return found
+
+    def database(self, name: str) -> DatabaseInfo:
+        """A database by name."""
+        found: DatabaseInfo = self._channel.call("database", m.OfDatabase(name))
+        return found
+
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
+        """Keep a database as it is now, under a name or without one."""
+        made: SnapshotInfo = self._channel.call("snapshot.create", m.MakeSnapshot(name, snapshot, tags or {}))
+        return made
+
+    def snapshots(self, db: int | str) -> list[SnapshotInfo]:
+        """The snapshots of a database, oldest first."""
+        found: list[SnapshotInfo] = self._channel.call("snapshot.list", m.Snapshots(db))
+        return found
+
+    def get_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
+        """A snapshot by id or by name."""
+        found: SnapshotInfo = self._channel.call("snapshot.get", m.OfSnapshot(db, snapshot))
+        return found
+
+    def drop_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
+        """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
+        dropped: SnapshotInfo = self._channel.call("snapshot.drop", m.OfSnapshot(db, snapshot))
+        return dropped
+
+    def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
+        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
+        made: DatabaseInfo = self._channel.call("fork", m.Fork(name, new_name, at))
+        return made
+
+    def view(self, db: int | str, snapshot: int | str, *, upload: bool = False, timeout: float = 600.0) -> SnapshotView:
+        """A snapshot as a value that is read without the owner (P16); `upload` for readers that share no disk with it."""
+        request = m.OfView(db, snapshot, upload)
+        view: SnapshotView = self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
+        return view
+
+    def lend(self, db: int | str, seconds: float) -> SnapshotInfo:
+        """Keep the newest version of a page database for a time, without a name: for readers that come after the planning."""
+        lent: SnapshotInfo = self._channel.call("snapshot.lend", m.Lend(db, float(seconds)))
+        return lent
+
+    def reader(
+        self, db: int | str, *, tags: dict[str, str] | None = None, ttl_seconds: float = LEASE_SECONDS
+    ) -> LeasedReader:
+        """A lease on the newest durable version of a page database, renewed until it is closed; pages are read through it."""
+        lease = self._channel.call("reader.open", m.OpenReader(db, tags or {}, ttl_seconds))
+        return LeasedReader(self._channel, lease)
+
+    # ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def checkpoint(self, name: str, *, wait: bool = True, timeout: float = 3_600.0) -> Job:
+        """Bring what is in a database's WAL into chunks, at the owner; the job, as it ended (or as it began).
+
+        As with a local store, a job that was put off or whose attempt failed is pending: the owner's upkeep goes on with it.
+        """
+        return self._start(name, JobKind.CHECKPOINT, wait, timeout)
+
+    def merge(self, name: str, *, wait: bool = True, timeout: float = 3_600.0) -> Job:
+        """Rewrite slots of a database that consist of several chunks, at the owner; the job, as it ended (or as it began)."""
+        return self._start(name, JobKind.MERGE, wait, timeout)
+
+    def _start(self, name: str, kind: JobKind, wait: bool, timeout: float) -> Job:
+        started: m.Started = self._channel.call("start", m.Start(name, kind))
+        deadline, pause = time.monotonic() + timeout, JOB_POLL_SECONDS
+        while True:
+            job = self.jobs.get(started.job_id)
+            is_put_off = job.state is JobState.PENDING and job.record.attempt >= started.attempt
+            if not wait or is_put_off or job.state in _ENDED:
+                return job
+            if time.monotonic() >= deadline:
+                hint = f"`quire jobs show {job.job_id}`"
+                raise TimedOut("the job has not ended in time", hint=hint, job_id=job.job_id, seconds=timeout)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1.0)
+
+    def submit(
+        self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None
+    ) -> RemoteGuard:
+        """Queue a batch of operations for the owner's manifest; the guard resolves when it is durable there.
+
+        Ids in the operations come from `reserve_db_id` and its kin: the owner hands them out.
+        """
+        return self._pipeline.submit(ops, key=key, result=result, timeout=timeout)
+
+    def reserve_db_id(self) -> int:
+        """A database id that will never be given again."""
+        return self._reserve("db")
+
+    def reserve_job_id(self) -> int:
+        """A job id that will never be given again."""
+        return self._reserve("job")
+
+    def reserve_generation(self, db_id: int) -> int:
+        """A generation of the database that will never be given again."""
+        return self._reserve("generation", db_id)
+
+    def _reserve(self, what: str, db_id: int = 0) -> int:
+        reserved: int = self._channel.call("reserve", m.Reserve(what, db_id))
+        return reserved
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def info(self) -> StoreInfo:
+        """The store in numbers."""
+        found: StoreInfo = self._channel.call("info", m.Nothing())
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """What the owner counts: its service, its manifest's writer, its feed's subscribers, its page engine."""
+        found: dict[str, Any] = self._channel.call("figures", m.Nothing())
+        return found
+
+    def scan(
+        self,
+        table: str,
+        *,
+        prefix: Iterable[Any] = (),
+        start: Iterable[Any] | None = None,
+        stop: Iterable[Any] | None = None,
+        columns: Iterable[str] | None = None,
+        limit: int = 0,
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of a manifest table as Arrow batches (rule 2): those whose keys begin with `prefix`, lie in [start, stop)."""
+        ticket = m.TableTicket(
+            table,
+            tuple(prefix),
+            None if start is None else tuple(start),
+            None if stop is None else tuple(stop),
+            None if columns is None else tuple(columns),
+            limit,
+        )
+        return self._channel.stream(ticket)
+
+    def table_cuts(
+        self,
+        table: str,
+        parts: int,
+        *,
+        prefix: Iterable[Any] = (),
+        start: Iterable[Any] | None = None,
+        stop: Iterable[Any] | None = None,
+    ) -> list[tuple[Any, ...]]:
+        """Keys that cut a table, or a window of it, into at most `parts` parts; none if it has few rows."""
+        ends = [None if key is None else tuple(key) for key in (start, stop)]
+        found: list[tuple[Any, ...]] = self._channel.call("table.cuts", m.TableCuts(table, parts, tuple(prefix), *ends))
+        return found
+
+    # ── rows into SQLite ──────────────────────────────────────────────────────────────────────────────────────────────
+    def load_rows(
+        self,
+        load: int,
+        database: str,
+        table: str,
+        parts: Iterable[str],
+        *,
+        columns: Iterable[tuple[str, str]],
+        overwrite: bool = False,
+        create: bool = False,
+        timeout: float = 3_600.0,
+    ) -> int:
+        """Insert the parts of a load into a table, in one transaction, once; how many rows (`sqlite/loading.py`)."""
+        request = m.LoadRows(load, database, table, tuple(parts), tuple(columns), overwrite, create)
+        count: int = self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
+        return count
+
+    def drop_load(self, load: int) -> None:
+        """Forget what a load has sent; nothing, if it is gone."""
+        self._channel.call("load.drop", m.OfLoad(load))
+
+    def table(
+        self,
+        table: str,
+        *,
+        prefix: Iterable[Any] = (),
+        start: Iterable[Any] | None = None,
+        stop: Iterable[Any] | None = None,
+        columns: Iterable[str] | None = None,
+        limit: int = 0,
+    ) -> pa.Table:
+        """The same as one Arrow table."""
+        import pyarrow as pa
+
+        from quire.manifest.arrow import schema
+        from quire.manifest.reads import table_named
+
+        wanted = None if columns is None else list(columns)
+        batches = list(self.scan(table, prefix=prefix, start=start, stop=stop, columns=wanted, limit=limit))
+        if batches:
+            return pa.Table.from_batches(batches)
+        whole = schema(table_named(table))
+        return (whole if wanted is None else pa.schema([whole.field(name) for name in wanted])).empty_table()
+
+
+def _connect_again(uri: str, token_file: str, tls_ca_file: str, call_seconds: float) -> Client:
+    return Client(Channel(uri, token_file=token_file, tls_ca_file=tls_ca_file, call_seconds=call_seconds))

@@ -1,0 +1,34 @@
+"""Finding the live owner of a store on this machine (K8): who cannot have the lock asks the one that has it.
+
+Cheap where there is no owner: neither Arrow nor the client is loaded before somebody answers at the socket.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from quire.core.errors import Unavailable
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.durable.locks import is_held
+from quire.service.sockets import SCHEME, is_alive, where_owner_listens
+
+if TYPE_CHECKING:
+    from quire.service.client import Client
+
+
+def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client | None:
+    """A client of the process that owns the store and listens; `None` if there is none. A stale socket is nobody."""
+    root = os.path.abspath(os.fspath(path))
+    if not is_held(os.path.join(root, names.LOCK)):
+        return None
+    socket_path = where_owner_listens(OsDisk(), root)
+    if not socket_path or not is_alive(socket_path):
+        return None
+    from quire.service.client import connect
+
+    try:
+        return connect(SCHEME + socket_path, timeout=timeout)
+    except Unavailable:
+        return None  # it has just gone

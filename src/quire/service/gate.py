@@ -1,0 +1,145 @@
+"""Who may come in, and how many at once.
+
+Terms
+  admission   what a caller may do: everything through the Unix socket, over the network what its token says
+  room        a bounded number of places; a caller who finds none waits a little and is then told that the owner is busy
+
+Rules
+  1. Version, kind and token of a call are looked at before anything else of it is; every refusal is counted, and told to
+     whoever listens to events, with the peer where it is known and never with what was shown as a token.
+  2. Refusals are logged at most `LOGGED_PER_SECOND` times a second, with the number of those left out: a flood of bad calls
+     must not become a flood of log.
+  3. Long polls and streams have rooms of their own: however many there are, calls find their places.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow.flight as flight
+
+from quire.core.clock import Clock
+from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError
+from quire.core.events import emit
+from quire.service.messages import Access
+from quire.service.tokens import Tokens
+from quire.service.wire import TOKEN_HEADER, VERSION_HEADER, version_error, write_form
+
+MIDDLEWARE = "quire"
+LOGGED_PER_SECOND = 20
+
+OFFERED = frozenset({flight.FlightMethod.DO_ACTION, flight.FlightMethod.DO_GET, flight.FlightMethod.LIST_ACTIONS})
+"""Flight has more; what is not offered is refused here, because the transport would answer some of it with a traceback."""
+
+
+class Room:
+    """A bounded number of places (rule 3)."""
+
+    def __init__(self, name: str, places: int, wait_seconds: float) -> None:
+        self._name = name
+        self._places = places
+        self._wait_seconds = wait_seconds
+        self._free = threading.Semaphore(places)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self.now = 0
+        self.busy = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place for the length of a block."""
+        if not self._free.acquire(timeout=self._wait_seconds):
+            with self._lock:
+                self.busy += 1
+            raise Overloaded(
+                f"the owner is busy: all places for {self._name} are taken", hint="try again later", places=self._places
+            )
+        with self._lock:
+            self.now += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.now -= 1
+            self._free.release()
+
+
+class Refusals:
+    """Counts and tells of calls that were turned away (rules 1 and 2)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self.count = 0
+        self._second = 0
+        self._logged = 0
+        self._left_out = 0
+
+    def add(self, error: QuireError, **fields: Any) -> None:
+        """A call was refused."""
+        with self._lock:
+            self.count += 1
+            second = int(self._clock.monotonic())
+            if second != self._second:
+                self._second, self._logged = second, 0
+            if self._logged >= LOGGED_PER_SECOND:
+                self._left_out += 1
+                return
+            self._logged += 1
+            left_out, self._left_out = self._left_out, 0
+        if left_out:
+            fields["left_out"] = left_out
+        emit("warning", "service.refused", reason=error.what, **fields)
+
+
+class Admission(flight.ServerMiddleware):  # type: ignore[misc]
+    """What the caller of one call may do."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+
+class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Looks at every call first. Without tokens everybody who gets this far is admitted: a file permission let him."""
+
+    def __init__(self, tokens: Tokens | None, refusals: Refusals) -> None:
+        self._tokens = tokens
+        self._refusals = refusals
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> Admission:
+        """Rule 1."""
+        told = {name.lower(): str(values[0]) for name, values in headers.items() if values}
+        method = str(getattr(info.method, "name", info.method)).lower()
+        if (wrong := version_error(told.get(VERSION_HEADER, ""))) is not None:
+            self._refusals.add(wrong, method=method)
+            raise flight.FlightServerError(wrong.what, extra_info=write_form(wrong))
+        if info.method not in OFFERED:
+            wrong_call = InvalidInput(
+                "the owner does not offer this call", hint="see docs/formats/wire.md", method=method
+            )
+            self._refusals.add(wrong_call, method=method)
+            raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
+        if self._tokens is None:
+            return Admission(Access.ADMIN)
+        access = self._tokens.access(told.get(TOKEN_HEADER, ""))
+        if access is None:
+            shown = "a wrong token" if TOKEN_HEADER in told else "no token"
+            denied = AccessDenied(f"the call shows {shown}", hint="connect with token_file=…")
+            self._refusals.add(denied, method=method)
+            raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied))
+        return Admission(access)
+
+    def need(self, context: Any, access: Access, what: str) -> None:
+        """Raise `AccessDenied` unless the caller may do this."""
+        admission = context.get_middleware(MIDDLEWARE)
+        if access is Access.ADMIN and admission.access is not Access.ADMIN:
+            denied = AccessDenied(
+                f"{what} needs the admin token", hint="connect with the owner's admin.token", call=what
+            )
+            self._refusals.add(denied, call=what, peer=context.peer())
+            raise denied

@@ -1,0 +1,230 @@
+"""What the owner does for remote workers and remote readers: the actions `start`, `jobs.…` and `reader.…`.
+
+Rules
+  1. A worker at the other end of the wire must not call itself one of the owner's: its jobs would be taken back at once when
+     another owner opens the store, while it still works.
+  2. A job that a client starts is run here, one at a time, unless a worker takes it first: it does not depend on upkeep.
+  3. What a reader of another process holds is the page engine's to keep (`pages/remote.py`).
+
+Threads: any; one call is one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from quire.core.errors import InvalidInput, JobAlreadyPending, QuireError, UnknownReader
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest.jobqueue import OWNER_PREFIX, Job
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, RequeueJob, StartJob
+from quire.manifest.ops.local import PutReader
+from quire.manifest.records import JobKind, JobState
+from quire.pages.remote import RemoteReader
+from quire.service import messages as m
+from quire.service.api import StoreApi
+from quire.service.asked import Asked
+from quire.service.once import once
+
+
+class JobHandlers:
+    """Jobs and readers of one store, for clients."""
+
+    def __init__(self, store: StoreApi) -> None:
+        self._store = store
+        self._manifest = store.manifest
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._runner: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Begin no further job; one that runs is the worker's to stop."""
+        with self._lock:
+            self._closed = True
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.shutdown(wait=False, cancel_futures=True)
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def do_start(self, request: m.Start, asked: Asked) -> m.Started:
+        """Enqueue a checkpoint or merge, and see to it that it is run here if nobody else takes it."""
+        jobs, store = self._manifest.jobs, self._store
+        if request.kind not in (JobKind.CHECKPOINT, JobKind.MERGE):
+            raise InvalidInput("only a checkpoint or a merge is started so", hint="enqueue it", kind=request.kind.name)
+
+        def do() -> int:
+            db_id = store.database(request.name).db_id
+            if request.kind is JobKind.CHECKPOINT:
+                store.pages.open(db_id)  # a crashed owner may have left a segment that must be recovered first
+            try:
+                return jobs.enqueue(request.kind, db_id)
+            except JobAlreadyPending:
+                return jobs.outstanding(db_id, request.kind)
+
+        job_id = once(self._manifest, asked.key, "start", (EnqueueJob,), _job_id, do, _same)
+        record = jobs.get(job_id).record
+        with self._lock:
+            if not self._closed:  # else it stays in the queue
+                if self._runner is None:
+                    self._runner = ThreadPoolExecutor(1, thread_name_prefix="quire-service-job")
+                self._runner.submit(self._run, job_id)
+        return m.Started(job_id, record.attempt + (record.state is JobState.PENDING))
+
+    def _run(self, job_id: int) -> None:
+        try:
+            self._store.worker.run(job_id)
+        except QuireError as error:  # the store closes: the job is still in the queue
+            emit("debug", "service.job_stopped", job_id=job_id, error=str(error))
+
+    def do_jobs_list(self, request: m.ListJobs, _: Asked) -> list[Job]:
+        return self._manifest.jobs.jobs(request.state)
+
+    def do_jobs_get(self, request: m.OfJob, _: Asked) -> Job:
+        return self._manifest.jobs.get(request.job_id)
+
+    def do_jobs_outstanding(self, request: m.Outstanding, _: Asked) -> int:
+        return self._manifest.jobs.outstanding(request.db_id, request.kind)
+
+    def do_jobs_enqueue(self, request: m.Enqueue, asked: Asked) -> int:
+        artifact = None
+        if request.artifact is not None:
+            origin, kind, number, generation, delta = request.artifact
+            artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
+
+        def do() -> int:
+            return self._manifest.jobs.enqueue(
+                request.kind,
+                request.db_id,
+                _unpacked(request.payload),
+                artifact=artifact,
+                max_attempts=request.max_attempts,
+                delay_seconds=request.delay_seconds,
+            )
+
+        return once(self._manifest, asked.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)
+
+    def do_jobs_claim(self, request: m.Claim, asked: Asked) -> Job | None:
+        jobs, worker = self._manifest.jobs, _remote(request.worker)
+
+        def do() -> Job | None:
+            if request.job_id:
+                return jobs.claim_job(request.job_id, worker, lease_seconds=request.lease_seconds)
+            return jobs.claim(worker, request.kinds, lease_seconds=request.lease_seconds)
+
+        def again(job_id: int) -> Job | None:
+            job = jobs.get(job_id)
+            return job if job.lease is not None and job.lease.worker == worker else None
+
+        return once(self._manifest, asked.key, "jobs.claim", (StartJob,), _job_id, do, again)
+
+    def do_jobs_renew(self, request: m.RenewJob, _: Asked) -> None:
+        jobs = self._manifest.jobs
+        jobs.renew(
+            jobs.get(request.job_id),
+            _remote(request.worker),
+            done=request.done,
+            total=request.total,
+            lease_seconds=request.lease_seconds,
+        )
+
+    def do_jobs_complete(self, request: m.Complete, asked: Asked) -> None:
+        def do() -> None:
+            result = _unpacked(request.result)
+            job = self._attempt(request.job_id, request.attempt)
+            self._manifest.jobs.complete(job, result, ops=request.ops, after=request.after)
+
+        once(self._manifest, asked.key, "jobs.complete", (CompleteJob,), _nothing, do, _nothing)
+
+    def do_jobs_fail(self, request: m.Fail, asked: Asked) -> JobState:
+        def do() -> JobState:
+            job = self._attempt(request.job_id, request.attempt)
+            return self._manifest.jobs.fail(job, request.error, permanent=request.permanent)
+
+        def tell(op: CompleteJob | RequeueJob) -> int:
+            return int(op.state if isinstance(op, CompleteJob) else JobState.PENDING)
+
+        return once(self._manifest, asked.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
+
+    def do_jobs_defer(self, request: m.Defer, asked: Asked) -> None:
+        def do() -> None:
+            self._manifest.jobs.defer(self._attempt(request.job_id, request.attempt), request.until_ms)
+
+        once(self._manifest, asked.key, "jobs.defer", (RequeueJob,), _nothing, do, _nothing)
+
+    def do_jobs_cancel(self, request: m.OfJob, asked: Asked) -> None:
+        def do() -> None:
+            self._manifest.jobs.cancel(request.job_id)
+
+        once(self._manifest, asked.key, "jobs.cancel", (CompleteJob,), _nothing, do, _nothing)
+
+    def do_jobs_retry(self, request: m.OfJob, asked: Asked) -> int:
+        def do() -> int:
+            return self._manifest.jobs.retry(request.job_id)
+
+        return once(self._manifest, asked.key, "jobs.retry", (EnqueueJob,), _job_id, do, _same)
+
+    # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def do_reader_open(self, request: m.OpenReader, asked: Asked) -> RemoteReader:
+        def do() -> RemoteReader:
+            return self._store.pages.lease_reader(request.db, request.tags, request.ttl_seconds)
+
+        def tell(op: PutReader) -> tuple[int, int]:
+            return op.db_id, op.reader_id
+
+        def again(told: tuple[int, int]) -> RemoteReader:
+            return self._store.pages.renew_reader(*told)
+
+        return once(self._manifest, asked.key, "reader.open", (PutReader,), tell, do, again)
+
+    def do_reader_renew(self, request: m.OfReader, _: Asked) -> RemoteReader:
+        return self._store.pages.renew_reader(request.db_id, request.reader_id)
+
+    def do_reader_read(self, request: m.ReadPages, _: Asked) -> list[bytes]:
+        if len(request.pages) > m.READ_PAGES_MAX:
+            raise InvalidInput("so many pages are not read at once", pages=len(request.pages), max=m.READ_PAGES_MAX)
+        snapshot = self._store.pages.read_leased(request.db_id, request.reader_id)
+        images = snapshot.read_pages(request.pages)
+        return [images[page] for page in request.pages]
+
+    def do_reader_close(self, request: m.OfReader, _: Asked) -> None:
+        with suppress(UnknownReader):  # the answer to the first closing was lost, say
+            self._store.pages.close_reader(request.db_id, request.reader_id)
+
+    def _attempt(self, job_id: int, attempt: int) -> Job:
+        """The job as the worker holds it: the manifest refuses an attempt that is no longer the running one."""
+        job = self._manifest.jobs.get(job_id)
+        return Job(job_id, replace(job.record, attempt=attempt), job.lease)
+
+
+# ── what is kept with keys ────────────────────────────────────────────────────────────────────────────────────────────
+def _job_id(op: EnqueueJob | StartJob) -> int:
+    return op.job_id
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _same(told: int) -> int:
+    return told
+
+
+def _unpacked(packed: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(packed) if packed else None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"a payload or result is not msgpack: {error}", bytes=len(packed)) from error
+
+
+def _remote(worker: str) -> str:
+    """Rule 1."""
+    if not worker or worker.startswith(OWNER_PREFIX):
+        raise InvalidInput("a remote worker needs a name of its own", hint="host and pid, say", worker=worker)
+    return worker

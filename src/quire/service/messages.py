@@ -1,0 +1,348 @@
+"""Every action: its name, what it is asked with, what it answers, and who may ask.
+
+The one table that client and server share; docs/formats/wire.md lists it, and a test holds the two together.
+
+Rules
+  1. Requests are msgpack arrays of their fields, in order. Fields are only appended, with defaults.
+  2. `READ` actions change nothing that anybody could notice; the rest need the admin token (or the Unix socket).
+  3. `keyed` actions are sent with an idempotency key; all others may be repeated without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.manifest.change import ChangePage, CursorInfo
+from quire.manifest.guard import Receipt
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.registry import AnyOp
+from quire.manifest.records import JobKind, JobState
+from quire.manifest.snapshots import SnapshotInfo
+from quire.pages.remote import RemoteReader
+from quire.pages.view import SnapshotView
+from quire.service.tickets import LOAD_PUT as LOAD_PUT
+from quire.service.tickets import Access as Access
+from quire.service.tickets import Action as Action
+from quire.service.tickets import PutPart as PutPart
+from quire.service.tickets import Request as Request
+from quire.service.tickets import TableTicket as TableTicket
+from quire.service.values import DatabaseInfo, Hello, StoreInfo
+from quire.service.wire import ErrorForm
+
+Tags = dict[str, str]
+
+READ_PAGES_MAX = 256
+"""Pages of one call: at most 16 MiB."""
+
+
+class Nothing(Request, frozen=True):
+    """Of actions without arguments."""
+
+
+# ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class OfDatabase(Request, frozen=True):
+    name: str
+
+
+class Create(Request, frozen=True):
+    name: str
+    kind: str
+    tags: Tags = msgspec.field(default_factory=dict)
+
+
+class Drop(Request, frozen=True):
+    name: str
+    snapshots: bool = False
+
+
+class Rename(Request, frozen=True):
+    old: str
+    new: str
+
+
+class MakeSnapshot(Request, frozen=True):
+    name: str
+    snapshot: str = ""
+    tags: Tags = msgspec.field(default_factory=dict)
+
+
+class Fork(Request, frozen=True):
+    name: str
+    new_name: str
+    at: int | str | None = None
+
+
+class Snapshots(Request, frozen=True):
+    db: int | str
+
+
+class OfSnapshot(Request, frozen=True):
+    db: int | str
+    snapshot: int | str
+
+
+class OfView(Request, frozen=True):
+    """`upload`: have WAL segments that the view needs put into the object store first, for readers that share no disk."""
+
+    db: int | str
+    snapshot: int | str
+    upload: bool = False
+
+
+class Lend(Request, frozen=True):
+    """Keep the newest version of a database for a time, without a name."""
+
+    db: int | str
+    seconds: float
+
+
+class Start(Request, frozen=True):
+    """Have a checkpoint or a merge run at the owner."""
+
+    name: str
+    kind: JobKind
+
+
+class Started(Request, frozen=True):
+    """A job, and the attempt whose end is the answer: it may succeed, fail, or be put off."""
+
+    job_id: int
+    attempt: int
+
+
+# ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Batch(Request, frozen=True):
+    """Operations (`tuple[AnyOp, ...]`) that commit together; `key` makes the batch safe to repeat. Whoever cannot be read fails
+    alone: that is why the operations are read one batch at a time."""
+
+    key: bytes
+    ops: msgspec.Raw
+    result: bytes = b""
+
+
+class Submit(Request, frozen=True):
+    """Batches, in order; each succeeds or fails by itself."""
+
+    batches: tuple[Batch, ...]
+    queue_seconds: float = 10.0
+
+
+class Outcome(Request, frozen=True):
+    """What became of a batch: one of the two."""
+
+    receipt: Receipt | None = None
+    error: ErrorForm | None = None
+
+
+class Reserve(Request, frozen=True):
+    """An id that will never be given again: `what` is "db", "job" or "generation" (of `db_id`)."""
+
+    what: str
+    db_id: int = 0
+
+
+# ── the feed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Register(Request, frozen=True):
+    """`start` is "oldest", "latest", or the sequence to begin after."""
+
+    start: int | str
+    name: str = ""
+    ttl_seconds: float = 0.0
+    max_lag: int = 0
+
+
+class OfCursor(Request, frozen=True):
+    cursor: int | str
+
+
+class Fetch(Request, frozen=True):
+    cursor: int | str
+    limit: int
+    after: int | None = None
+    databases: tuple[int | str, ...] | None = None
+    tables: tuple[str, ...] | None = None
+
+
+class Acknowledge(Request, frozen=True):
+    cursor: int | str
+    upto: int
+
+
+class Wait(Request, frozen=True):
+    """Answers the head: above `after`, or as it is when the time is over."""
+
+    after: int
+    seconds: float
+
+
+# ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Enqueue(Request, frozen=True):
+    kind: JobKind
+    db_id: int = 0
+    payload: bytes = b""
+    max_attempts: int = 5
+    delay_seconds: float = 0.0
+    artifact: tuple[int, int, int, int, int] | None = None
+
+
+class Claim(Request, frozen=True):
+    """The oldest job that is due, or, with `job_id`, that very one."""
+
+    worker: str
+    kinds: tuple[JobKind, ...] | None = None
+    lease_seconds: float = 30.0
+    job_id: int = 0
+
+
+class RenewJob(Request, frozen=True):
+    job_id: int
+    worker: str
+    done: int = 0
+    total: int = 0
+    lease_seconds: float = 30.0
+
+
+class Complete(Request, frozen=True):
+    job_id: int
+    attempt: int
+    result: bytes = b""
+    ops: tuple[AnyOp, ...] = ()
+    after: tuple[AnyOp, ...] = ()
+
+
+class Fail(Request, frozen=True):
+    job_id: int
+    attempt: int
+    error: str
+    permanent: bool = False
+
+
+class Defer(Request, frozen=True):
+    job_id: int
+    attempt: int
+    until_ms: int
+
+
+class OfJob(Request, frozen=True):
+    job_id: int
+
+
+class ListJobs(Request, frozen=True):
+    state: JobState | None = None
+
+
+class Outstanding(Request, frozen=True):
+    db_id: int
+    kind: JobKind
+
+
+# ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class OpenReader(Request, frozen=True):
+    db: int | str
+    tags: Tags = msgspec.field(default_factory=dict)
+    ttl_seconds: float = 30.0
+
+
+class OfReader(Request, frozen=True):
+    db_id: int
+    reader_id: int
+
+
+class ReadPages(Request, frozen=True):
+    """At most `READ_PAGES_MAX` pages of the version that a reader has leased."""
+
+    db_id: int
+    reader_id: int
+    pages: tuple[int, ...]
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class TableCuts(Request, frozen=True):
+    """Where to cut a table, or a window of it, into at most `parts` parts."""
+
+    table: str
+    parts: int
+    prefix: tuple[Any, ...] = ()
+    start: tuple[Any, ...] | None = None
+    stop: tuple[Any, ...] | None = None
+
+
+# ── rows into SQLite ──────────────────────────────────────────────────────────────────────────────────────────────────
+class LoadRows(Request, frozen=True):
+    """Insert the parts of a load into a table, in one transaction. `columns` are (name, declared type)."""
+
+    load: int
+    database: str
+    table: str
+    parts: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+    overwrite: bool = False
+    create: bool = False
+
+
+class OfLoad(Request, frozen=True):
+    load: int
+
+
+def _read(name: str, request: type[Request], answer: Any) -> Action:
+    return Action(name, request, answer, Access.READ)
+
+
+def _once(name: str, request: type[Request], answer: Any) -> Action:
+    return Action(name, request, answer, Access.ADMIN, keyed=True)
+
+
+ACTIONS: dict[str, Action] = {
+    each.name: each
+    for each in (
+        _read("hello", Nothing, Hello),
+        _read("info", Nothing, StoreInfo),
+        _read("figures", Nothing, dict[str, Any]),
+        _read("databases", Nothing, list[DatabaseInfo]),
+        _read("database", OfDatabase, DatabaseInfo),
+        _once("create", Create, DatabaseInfo),
+        _once("drop", Drop, DatabaseInfo),
+        _once("rename", Rename, DatabaseInfo),
+        _once("fork", Fork, DatabaseInfo),
+        _once("snapshot.create", MakeSnapshot, SnapshotInfo),
+        _once("snapshot.drop", OfSnapshot, SnapshotInfo),
+        _read("snapshot.list", Snapshots, list[SnapshotInfo]),
+        _read("snapshot.get", OfSnapshot, SnapshotInfo),
+        _read("snapshot.view", OfView, SnapshotView),
+        _once("snapshot.lend", Lend, SnapshotInfo),
+        _once("start", Start, Started),
+        Action("submit", Submit, list[Outcome]),
+        Action("reserve", Reserve, int),
+        _read("feed.store_id", Nothing, str),
+        _read("feed.head", Nothing, int),
+        _read("feed.cursors", Nothing, list[CursorInfo]),
+        _read("feed.cursor", OfCursor, CursorInfo),
+        _read("feed.fetch", Fetch, ChangePage),
+        _read("feed.wait", Wait, int),
+        _once("feed.register", Register, CursorInfo),
+        Action("feed.acknowledge", Acknowledge, None),
+        _once("feed.drop", OfCursor, None),
+        _read("jobs.list", ListJobs, list[Job]),
+        _read("jobs.get", OfJob, Job),
+        _read("jobs.outstanding", Outstanding, int),
+        _once("jobs.enqueue", Enqueue, int),
+        _once("jobs.claim", Claim, Job | None),
+        Action("jobs.renew", RenewJob, None),
+        _once("jobs.complete", Complete, None),
+        _once("jobs.fail", Fail, JobState),
+        _once("jobs.defer", Defer, None),
+        _once("jobs.cancel", OfJob, None),
+        _once("jobs.retry", OfJob, int),
+        Action("reader.open", OpenReader, RemoteReader, Access.READ, keyed=True),
+        _read("reader.renew", OfReader, RemoteReader),
+        _read("reader.read", ReadPages, list[bytes]),
+        _read("reader.close", OfReader, None),
+        _read("table.cuts", TableCuts, list[tuple[Any, ...]]),
+        LOAD_PUT,
+        Action("load.rows", LoadRows, int),
+        Action("load.drop", OfLoad, None),
+    )
+}
+"""By name."""

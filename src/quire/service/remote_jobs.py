@@ -1,0 +1,188 @@
+"""The job queue and the reader leases of an owner, for its clients.
+
+Rules
+  1. A remote worker claims, renews and ends jobs as a worker of the owner does; if it dies, its lease runs out and the job is
+     somebody else's (M10). Only the running attempt ends a job: a zombie is refused with `IllegalTransition`.
+  2. A lease on a version is renewed by a thread of its own every `BEAT_SECONDS` for as long as it is open.
+  3. A renewal that fails for a while is repeated; once the lease has run out, `check` says so to whoever reads.
+
+Threads: any. Raises what the queue raises, `LeaseExpired`, and what a channel raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any, Self
+
+import msgspec
+
+from quire.core.errors import LeaseExpired, QuireError, StoreClosed, Unavailable, UnknownReader
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey
+from quire.manifest.jobqueue import ATTEMPTS, LEASE_SECONDS, Job
+from quire.manifest.ops.base import Op
+from quire.manifest.records import JobKind, JobState
+from quire.pages.remote import RemoteReader
+from quire.service import messages as m
+from quire.service.channel import Channel
+
+BEAT_SECONDS = 5.0
+"""How often a reader speaks (M10)."""
+
+
+class RemoteJobs:
+    """`client.jobs`: see rule 1."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def enqueue(
+        self,
+        kind: JobKind,
+        db_id: int = 0,
+        payload: Any = None,
+        *,
+        artifact: ArtifactKey | None = None,
+        max_attempts: int = ATTEMPTS,
+        delay_seconds: float = 0,
+    ) -> int:
+        """A new job; its id."""
+        about = (
+            (artifact.origin_db_id, int(artifact.kind), artifact.id, artifact.generation, artifact.delta_id)
+            if artifact
+            else None
+        )
+        packed = b"" if payload is None else msgspec.msgpack.encode(payload)
+        request = m.Enqueue(kind, db_id, packed, max_attempts, float(delay_seconds), about)
+        job_id: int = self._channel.call("jobs.enqueue", request)
+        return job_id
+
+    def claim(
+        self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS
+    ) -> Job | None:
+        """The oldest job that is due, now leased to `worker`; `None` if there is none."""
+        wanted = None if kinds is None else tuple(kinds)
+        job: Job | None = self._channel.call("jobs.claim", m.Claim(worker, wanted, lease_seconds))
+        return job
+
+    def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
+        """This very job, now leased to `worker`; `None` if it is not pending."""
+        job: Job | None = self._channel.call("jobs.claim", m.Claim(worker, None, lease_seconds, job_id))
+        return job
+
+    def renew(
+        self, job: Job, worker: str, *, done: int = 0, total: int = 0, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
+        """The worker is alive and this far. `IllegalTransition` if it no longer holds the job."""
+        self._channel.call("jobs.renew", m.RenewJob(job.job_id, worker, done, total, lease_seconds))
+
+    def complete(self, job: Job, result: Any = None, *, ops: Iterable[Op] = (), after: Iterable[Op] = ()) -> None:
+        """The attempt has succeeded, in one batch with its effects."""
+        packed = b"" if result is None else msgspec.msgpack.encode(result)
+        effects: Any = tuple(ops)
+        later: Any = tuple(after)
+        self._channel.call("jobs.complete", m.Complete(job.job_id, job.record.attempt, packed, effects, later))
+
+    def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
+        """The attempt has failed: the job waits for another one, or has failed for good; which."""
+        state: JobState = self._channel.call("jobs.fail", m.Fail(job.job_id, job.record.attempt, error, permanent))
+        return state
+
+    def defer(self, job: Job, until_ms: int) -> None:
+        """It is too early for the job: it waits until then, and has not failed."""
+        self._channel.call("jobs.defer", m.Defer(job.job_id, job.record.attempt, until_ms))
+
+    def cancel(self, job_id: int) -> None:
+        """End a job that has not ended. A worker on it notices when it renews."""
+        self._channel.call("jobs.cancel", m.OfJob(job_id))
+
+    def retry(self, job_id: int) -> int:
+        """Enqueue a job that failed or was cancelled once more; the new job's id."""
+        again: int = self._channel.call("jobs.retry", m.OfJob(job_id))
+        return again
+
+    def get(self, job_id: int) -> Job:
+        """A job by id."""
+        job: Job = self._channel.call("jobs.get", m.OfJob(job_id))
+        return job
+
+    def jobs(self, state: JobState | None = None) -> list[Job]:
+        """All jobs, or those in a state, oldest first."""
+        found: list[Job] = self._channel.call("jobs.list", m.ListJobs(state))
+        return found
+
+    def outstanding(self, db_id: int, kind: JobKind) -> int:
+        """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
+        job_id: int = self._channel.call("jobs.outstanding", m.Outstanding(db_id, kind))
+        return job_id
+
+
+class LeasedReader:
+    """Reads one version of a database through its owner. Use it as a context manager: it beats until it is closed."""
+
+    def __init__(self, channel: Channel, lease: RemoteReader) -> None:
+        # constant after construction
+        self.db_id = lease.db_id
+        self.reader_id = lease.reader_id
+        self.lsn = lease.lsn
+        self.size_pages = lease.size_pages
+        self.page_size = lease.page_size
+        self._channel = channel
+        self._ttl_seconds = lease.ttl_seconds
+        self._over = threading.Event()
+        self._lost: QuireError | None = None
+        self._thread = threading.Thread(target=self._beat, name="quire-remote-reader", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if the lease has been lost: what is read under it may be gone."""
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
+
+    def read_page(self, page: int) -> bytes:
+        """The page as of this version."""
+        return self.read_pages([page])[page]
+
+    def read_pages(self, pages: Iterable[int]) -> dict[int, bytes]:
+        """Several pages at once, page → image."""
+        self.check()
+        wanted = list(dict.fromkeys(pages))
+        images: list[bytes] = []
+        for start in range(0, len(wanted), m.READ_PAGES_MAX):
+            part = tuple(wanted[start : start + m.READ_PAGES_MAX])
+            images += self._channel.call("reader.read", m.ReadPages(self.db_id, self.reader_id, part))
+        return dict(zip(wanted, images, strict=True))
+
+    def renew(self) -> RemoteReader:
+        """Say that the reader is alive."""
+        lease: RemoteReader = self._channel.call("reader.renew", m.OfReader(self.db_id, self.reader_id))
+        return lease
+
+    def _beat(self) -> None:
+        while not self._over.wait(min(BEAT_SECONDS, self._ttl_seconds / 4)):
+            try:
+                self.renew()
+            except (LeaseExpired, UnknownReader, StoreClosed) as error:
+                self._lost = error
+                emit("warning", "client.lease_lost", db_id=self.db_id, reader_id=self.reader_id, error=str(error))
+                return
+            except QuireError as error:
+                emit("warning", "client.cannot_renew", reader_id=self.reader_id, error=str(error))
+
+    def close(self) -> None:
+        """Give the lease back; an owner that cannot be told lets it run out. A second time: nothing."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._thread.join()
+        try:
+            self._channel.call("reader.close", m.OfReader(self.db_id, self.reader_id))
+        except (Unavailable, StoreClosed) as error:
+            emit("debug", "client.lease_left", reader_id=self.reader_id, error=str(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,145 @@
+"""Where an owner listens on its own machine: a socket in the store, or, if the path is too long for one, a pointer to it (K8).
+
+Terms
+  place     the path of the socket that clients connect to
+  pointer   `quire.sock.at` in the store: the place, where it is not `quire.sock` itself
+  stale     a socket that nobody listens on: its owner was killed
+
+Rules
+  1. Whoever may open the socket is admitted: it has mode 0600 from the moment it can be connected to. It is bound in a
+     directory of mode 0700, gets its mode, and only then its name; the umask, which is the whole process's, is left alone.
+  2. Only the owner of the store makes, replaces or removes any of this: it has the store's lock. So a socket that is there when
+     it begins to listen is its own, and live, or stale.
+  3. A directory for sockets outside the store is ours alone (owner, mode 0700, no link), or it is not used.
+
+Threads: one at a time. Raises `InvalidInput` where the store is served already, `NotWritable` and `StorageFault` of the system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from quire.core.errors import InvalidInput, NotWritable, StorageFault
+from quire.durable import names
+from quire.durable.files import Disk, read_all, translated, write_atomic
+
+SOCKET_BYTES_MAX = 100
+"""Of a socket's path: the system's limit is 107, and it must hold the path that the socket is bound under, too."""
+
+SCHEME = "grpc+unix://"
+RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
+
+_PRIVATE = ".d"
+"""What the directory that the socket is bound in adds to its place; with the name in it that is four bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the socket of a store goes."""
+
+    path: str
+    pointer: str
+    """The file that says so; empty if the socket is in the store."""
+
+    @property
+    def uri(self) -> str:
+        return SCHEME + self.path
+
+
+def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> Place:
+    """Where the socket of a store goes: makes the directory outside the store if it needs one."""
+    inside = os.path.join(root, names.SOCKET)
+    if len(os.fsencode(inside)) <= bytes_max:
+        return Place(inside, "")
+    digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
+    outside = os.path.join(_runtime_directory(), f"{digest}.sock")
+    if len(os.fsencode(outside)) > SOCKET_BYTES_MAX:
+        raise InvalidInput(
+            "no directory is short enough for the socket", hint=f"set {RUNTIME_VARIABLE} or TMPDIR", path=outside
+        )
+    return Place(outside, os.path.join(root, names.SOCKET_POINTER))
+
+
+def _runtime_directory() -> str:
+    """Rule 3."""
+    given = os.environ.get(RUNTIME_VARIABLE, "")
+    path = os.path.join(given, "quire") if given else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
+    with translated(path, "making the directory for sockets"):
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NotWritable(
+            "the directory for sockets is not ours alone", hint=f"remove it, or set {RUNTIME_VARIABLE}", path=path
+        )
+    return path
+
+
+def is_alive(path: str) -> bool:
+    """Whether somebody listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def where_owner_listens(disk: Disk, root: str) -> str:
+    """The path of the socket that a store's owner would be reached at; empty if none is said to be. It may be stale."""
+    inside = os.path.join(root, names.SOCKET)
+    if os.path.exists(inside):
+        return inside
+    try:
+        return read_all(disk, os.path.join(root, names.SOCKET_POINTER)).decode()
+    except (FileNotFoundError, StorageFault, UnicodeDecodeError):
+        return ""
+
+
+@contextmanager
+def binding(place: Place) -> Iterator[str]:
+    """The path to bind at; when the block ends well, the socket has its mode and its place (rule 1)."""
+    if is_alive(place.path):
+        raise InvalidInput("this store is being served already", hint="use that server", address=place.uri)
+    private = place.path + _PRIVATE
+    shutil.rmtree(private, ignore_errors=True)  # of an owner that was killed just here
+    with translated(private, "making the socket"):
+        os.mkdir(private, 0o700)
+    bound = os.path.join(private, "q")
+    try:
+        yield bound
+        with translated(place.path, "making the socket"):
+            os.chmod(bound, 0o600)
+            os.rename(bound, place.path)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def announce(disk: Disk, root: str, place: Place) -> None:
+    """Say where the socket is, if it is not where everybody looks first."""
+    if place.pointer:
+        write_atomic(disk, place.pointer, place.path.encode())
+        with suppress(FileNotFoundError):
+            os.unlink(
+                os.path.join(root, names.SOCKET)
+            )  # of a time when the path was shorter: clients would try it first
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(root, names.SOCKET_POINTER))
+
+
+def retract(place: Place) -> None:
+    """The owner no longer listens."""
+    for path in (place.path, place.pointer):
+        if path:
+            with suppress(FileNotFoundError):
+                os.unlink(path)

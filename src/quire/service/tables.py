@@ -1,0 +1,173 @@
+"""Rows of a manifest table as Arrow batches for a client that may be slow (M4).
+
+Terms
+  window   the keys from a start (or behind the last row a client has) to a stop
+  mark     the key of a batch's last row: it travels with the batch, and a broken stream goes on behind it
+
+Rules
+  1. Each batch is read in a transaction of its own that has ended before the batch is given out: whoever takes his time holds
+     nothing, and rows that are committed meanwhile are seen if their keys lie ahead.
+  2. A batch ends at 64 Ki rows or with the row that passes its bytes: rows are read in small steps until their size is known.
+
+Threads: one per stream. Raises `InvalidInput` for a table, column or key that is not there, `OutOfRange` for one that does not
+fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from quire.core.errors import InvalidInput
+from quire.core.limits import SCAN_ROWS_MAX
+from quire.manifest import tables as t
+from quire.manifest.arrow import one_batch, schema
+from quire.manifest.env import ManifestEnv
+from quire.manifest.keys import prefix_end
+from quire.manifest.reads import ReadTxn, table_named
+from quire.manifest.store import ManifestStore
+from quire.service.messages import TableCuts
+from quire.service.tickets import TableTicket
+
+FIRST_ROWS = 4
+STEP_ROWS_MAX = 8_192
+"""Rows read before their size is known, and at most at once."""
+
+
+CUT_ROWS_MIN = 20_000
+"""Tables with fewer rows are read in one part."""
+
+_RAW = pa.schema([("key", pa.binary()), ("value", pa.binary())])
+
+
+class _WindowTxn(ReadTxn):
+    """A transaction whose steps lie between two keys; there is one, which ends with the row that passes `bytes_max`."""
+
+    __slots__ = ("_bytes_max", "_start", "_stop")
+
+    def __init__(self, env: ManifestEnv, start: bytes, stop: bytes | None, bytes_max: int) -> None:
+        super().__init__(env)
+        self._start = start
+        self._stop = stop
+        self._bytes_max = bytes_max
+
+    def steps(self, table: t.Table[Any], rows: int, *, start: bytes = b"") -> Iterator[tuple[list[bytes], list[bytes]]]:
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        used, step = 0, FIRST_ROWS
+        start = max(start, self._start)
+        while used < self._bytes_max and len(keys) < rows:
+            more = next(super().steps(table, min(step, rows - len(keys)) + 1, start=keys[-1] if keys else start), None)
+            if more is None:
+                break
+            skip = int(bool(keys))  # the step begins with the row that we have
+            found, bodies = more[0][skip:], more[1][skip:]
+            if not found:
+                break
+            used += sum(map(len, bodies))
+            keys += found
+            values += bodies
+            step = max(1, min(STEP_ROWS_MAX, (self._bytes_max - used) * len(keys) // max(used, 1)))
+        if self._stop is not None and keys and keys[-1] >= self._stop:
+            end = bisect_left(keys, self._stop)
+            del keys[end:], values[end:]
+        if keys:
+            yield keys, values
+
+
+class TableReader:
+    """The rows a ticket asks for. Everything wrong with a ticket is said when it is made."""
+
+    def __init__(self, manifest: ManifestStore, ticket: TableTicket, batch_bytes: int) -> None:
+        self._manifest = manifest
+        self._table = table_named(ticket.table)
+        self._batch_bytes = batch_bytes
+        self._rows_left = ticket.rows_max or None
+        self._start, self._stop = _window(self._table, ticket)
+        self._after = ticket.after or None
+        whole = schema(self._table)
+        columns = whole.names if ticket.columns is None else list(ticket.columns)
+        if unknown := [name for name in columns if name not in whole.names]:
+            raise InvalidInput(
+                "the table has no such column", hint=f"columns: {', '.join(whole.names)}", columns=unknown[:5]
+            )
+        if ticket.rows_max < 0:
+            raise InvalidInput("a number of rows is not negative", rows_max=ticket.rows_max)
+        self._columns = columns
+        self.schema = _RAW if ticket.raw else pa.schema([whole.field(name) for name in columns])
+        self._is_raw = ticket.raw
+
+    def batches(self) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+        """(batch, mark), each read when it is asked for (rule 1)."""
+        while self._rows_left is None or self._rows_left > 0:
+            batch, mark = self._next()
+            if batch is None or mark is None:
+                return
+            yield (batch if self._is_raw else batch.select(self._columns)), mark
+
+    def _next(self) -> tuple[pa.RecordBatch | None, bytes | None]:
+        rows = SCAN_ROWS_MAX if self._rows_left is None else min(self._rows_left, SCAN_ROWS_MAX)
+        with _WindowTxn(self._manifest.env, self._start, self._stop, self._batch_bytes) as txn:
+            batch, mark = (_raw_batch if self._is_raw else one_batch)(txn, self._table, self._after, rows)
+        if batch is not None and self._rows_left is not None:
+            self._rows_left -= batch.num_rows
+        self._after = mark
+        return batch, mark
+
+
+def _raw_batch(
+    txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
+) -> tuple[pa.RecordBatch | None, bytes | None]:
+    """As `one_batch`, with keys and records as they are."""
+    keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
+    first = int(bool(keys) and keys[0] == after)
+    keys, values = keys[first : first + rows], values[first : first + rows]
+    if not keys:
+        return None, None
+    columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary())]
+    return pa.RecordBatch.from_arrays(columns, schema=_RAW), keys[-1]
+
+
+def cuts(manifest: ManifestStore, request: TableCuts) -> list[tuple[Any, ...]]:
+    """Keys that cut a window of a table into parts: rising, each of a row, at most `parts - 1`.
+
+    They are spread evenly between the first and the last key. How many rows lie between them nobody knows without counting,
+    so a window with few rows is not cut at all.
+    """
+    table = table_named(request.table)
+    start, stop = _window(table, TableTicket(request.table, request.prefix, request.start, request.stop))
+    with manifest.read() as txn:
+        keys = next(txn.steps(table, CUT_ROWS_MIN, start=start), ([], []))[0]
+        if len(keys) < CUT_ROWS_MIN or request.parts < 2 or (stop is not None and keys[-1] >= stop):
+            return []
+        end = stop or next(txn.raw_scan_back(table))[0]
+        found = [keys[0]]
+        for point in _points(keys[0], end, request.parts):
+            key = next(txn.steps(table, 1, start=point), ([end], []))[0][0]
+            if found[-1] < key < end:
+                found.append(key)
+    return [table.key.unpack(key) for key in found[1:]]
+
+
+def _points(first: bytes, last: bytes, parts: int) -> Iterator[bytes]:
+    """Keys between two, spread evenly as numbers."""
+    width = max(len(first), len(last), 1)
+    low, high = (int.from_bytes(key.ljust(width, b"\0"), "big") for key in (first, last))
+    for number in range(1, parts):
+        yield (low + (high - low) * number // parts).to_bytes(width, "big")
+
+
+def _window(table: t.Table[Any], ticket: TableTicket) -> tuple[bytes, bytes | None]:
+    """The keys to begin with and to end before."""
+    key = table.key
+    try:
+        first = key.prefix(*ticket.prefix)
+        last = prefix_end(first) if ticket.prefix else None
+        start = max(first, key.pack(*ticket.start)) if ticket.start is not None else first
+        stop = key.pack(*ticket.stop) if ticket.stop is not None else last
+    except (TypeError, AttributeError, IndexError) as error:
+        raise InvalidInput(f"the key does not fit the table: {error}", table=table.name, key=repr(key)) from error
+    return start, stop if last is None or stop is None else min(stop, last)

@@ -1,0 +1,77 @@
+"""Tokens: what clients show who do not come through the Unix socket.
+
+Rules
+  1. A token lives in a file that only its owner may read; one that others may read is refused, as it may be known to anybody.
+  2. Tokens are compared in constant time, and never logged, printed or put into an error, an option or a plan (K6).
+  3. There is one for reading and one for everything; they differ, or the one for reading would give more than it says.
+
+Pure functions over files, any thread. Raises `InvalidConfig`, and what the disk raises.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+
+from quire.core.errors import InvalidConfig
+from quire.durable.files import translated
+from quire.service.tickets import Access
+
+TOKEN_BYTES_MIN = 16
+TOKEN_BYTES_MAX = 4_096
+
+
+def ensure_token(path: str) -> str:
+    """The token in a file, which is made with a new one if it is not there."""
+    try:
+        with translated(path, "making a token file"):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return read_token(path)
+    token = secrets.token_urlsafe(32)
+    with os.fdopen(fd, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def read_token(path: str) -> str:
+    """The token in a file (rule 1)."""
+    try:
+        with translated(path, "reading a token file"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise InvalidConfig("there is no such token file", hint="the owner's server makes it", path=path) from None
+    with os.fdopen(fd, "rb") as file:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
+            raise InvalidConfig("others may read the token file", hint=f"chmod 600 {path}", path=path)
+        text = file.read(TOKEN_BYTES_MAX + 1).strip()
+    if not TOKEN_BYTES_MIN <= len(text) <= TOKEN_BYTES_MAX or not text.isascii() or not text.decode().isprintable():
+        raise InvalidConfig(
+            "a token is one line of at least 16 printable characters",
+            hint="remove the file: it is made anew",
+            path=path,
+        )
+    return text.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a server accepts; `None`: nobody is admitted that way."""
+
+    admin: str | None = None
+    read: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.admin is not None and self.admin == self.read:
+            raise InvalidConfig("the tokens for reading and for everything are the same", hint="give each its own file")
+
+    def access(self, header: str) -> Access | None:
+        """What the header `authorization: Bearer …` allows; `None`: nothing. Both are always compared (rule 2)."""
+        scheme, _, shown = header.partition(" ")
+        given = shown.strip().encode() if scheme.lower() == "bearer" else b""
+        is_admin = self.admin is not None and hmac.compare_digest(given, self.admin.encode())
+        is_read = self.read is not None and hmac.compare_digest(given, self.read.encode())
+        return Access.ADMIN if is_admin else Access.READ if is_read else None

@@ -1,0 +1,84 @@
+"""What an owner tells its clients about itself, its store and its databases: frozen values.
+
+`DatabaseInfo` and `StoreInfo` have the fields of the values that a local `Store` gives (a test holds them together): the rooms
+above this one own those, and a client must not need them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.manifest.records import DbKind, DbStatus
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Who answers."""
+
+    wire: int
+    quire: str
+    store_id: str
+    path: str
+    pid: int
+    role: str
+    body_bytes_max: int
+    wait_seconds_max: float
+    objects_url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseInfo:
+    """One live database."""
+
+    db_id: int
+    name: str
+    kind: DbKind
+    status: DbStatus
+    created_at_ms: int
+    page_size: int
+    snapshots: int
+    parent_db_id: int
+    parent: str
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    """A store as a whole."""
+
+    path: str
+    mode: str
+    store_id: str
+    schema: int
+    object_store: str
+    databases: dict[str, int]
+    dropped: int
+    snapshots: int
+    chunks: int
+    deltas: int
+    wal_segments: int
+    jobs: int
+    unreferenced: int
+    oldest_change: int
+    newest_change: int
+    manifest_bytes: int
+    map_bytes: int
+    readers: int
+
+
+class ServiceFigures(msgspec.Struct, frozen=True):
+    """What a server has counted since it started."""
+
+    calls: int
+    failed: int
+    """Calls that were answered with an error."""
+    refused: int
+    """Calls without the right to be made: no token, a wrong one, one for reading, another version."""
+    busy: int
+    """Calls that found no place."""
+    calls_now: int
+    waits_now: int
+    streams_now: int
+    batches_sent: int
+    rows_sent: int

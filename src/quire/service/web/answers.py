@@ -1,0 +1,107 @@
+"""What the HTTP side answers: values, and their JSON.
+
+Rules
+  1. JSON is what `core.plain` makes of a value, with one difference: a whole number that a browser cannot hold (beyond 2^53)
+     is text, because JavaScript would round it in silence.
+  2. An error is told as `{"error", "message", "hint"}` and a status that says what the caller may do about it; where it
+     happened inside stays inside.
+
+Pure functions, any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from quire.core.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    QuireError,
+    ReadOnly,
+    StoreClosed,
+    StoreUnusable,
+    TimedOut,
+    Unavailable,
+)
+from quire.core.plain import plain
+
+JSON = "application/json; charset=utf-8"
+NUMBER_MAX = 2**53 - 1
+
+_STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (
+    (AccessDenied, HTTPStatus.FORBIDDEN),
+    (ReadOnly, HTTPStatus.FORBIDDEN),
+    (InvalidInput, HTTPStatus.BAD_REQUEST),
+    (NotFound, HTTPStatus.NOT_FOUND),
+    (Conflict, HTTPStatus.CONFLICT),
+    (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),
+    (TimedOut, HTTPStatus.GATEWAY_TIMEOUT),
+    (Unavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (StoreClosed, HTTPStatus.SERVICE_UNAVAILABLE),
+    (StoreUnusable, HTTPStatus.SERVICE_UNAVAILABLE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer: what is sent, and how."""
+
+    body: bytes
+    content_type: str = JSON
+    status: int = HTTPStatus.OK
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Refused(Exception):
+    """A request that is not let in, with the status that says why. Never leaves the HTTP side."""
+
+    def __init__(self, status: HTTPStatus, error: QuireError) -> None:
+        super().__init__(error.what)
+        self.status = status
+        self.error = error
+
+
+def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
+    """A value as JSON."""
+    return Answer(json_bytes(value), status=status)
+
+
+def json_bytes(value: Any) -> bytes:
+    """
+    >>> json_bytes({"lsn": 7, "crc64": 2**63})
+    b'{"lsn":7,"crc64":"9223372036854775808"}'
+    """
+    return msgspec.json.encode(_safe(plain(value)))
+
+
+def error_answer(error: QuireError, status: int | None = None) -> Answer:
+    """An error as it is told (rule 2)."""
+    told = {"error": type(error).__name__, "message": error.what, "hint": error.hint}
+    return json_answer(told, status_of(error) if status is None else status)
+
+
+def status_of(error: QuireError) -> HTTPStatus:
+    """What the caller may do about it, as HTTP says it.
+
+    >>> status_of(NotFound("no such thing")).value
+    404
+    """
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _safe(value: Any) -> Any:
+    """Rule 1, for a plain value."""
+    if isinstance(value, dict):
+        return {name: _safe(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_safe(each) for each in value]
+    if isinstance(value, int) and abs(value) > NUMBER_MAX:
+        return str(value)
+    return value

@@ -1,0 +1,61 @@
+"""The dashboard's own files: read once, sent with a tag, so that a browser asks whether they changed and hears no.
+
+Rules
+  1. Only files that came with the package are served, by their exact names; there is no path to climb out of.
+  2. Nothing is fetched from elsewhere: the content policy allows this origin and no inline code.
+
+Threads: any; constant after the first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from http import HTTPStatus
+from importlib.resources import files
+from typing import NamedTuple
+
+from quire.service.web.answers import Answer
+
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Asset(NamedTuple):
+    """One file."""
+
+    body: bytes
+    content_type: str
+    tag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """Every file of the dashboard by its name."""
+    found = {}
+    for file in files("quire.service.web").joinpath("static").iterdir():
+        kind = file.name.rpartition(".")[2]
+        if kind in TYPES:
+            body = file.read_bytes()
+            found[file.name] = Asset(body, TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return found
+
+
+def asset_answer(name: str, known_tag: str | None) -> Answer | None:
+    """A file, or that it is still the one the browser has; `None` if there is none of this name."""
+    asset = assets().get(name)
+    if asset is None:
+        return None
+    headers = {"ETag": asset.tag, "Cache-Control": "no-cache"}
+    if known_tag is not None and asset.tag in (each.strip().removeprefix("W/") for each in known_tag.split(",")):
+        return Answer(b"", asset.content_type, HTTPStatus.NOT_MODIFIED, headers)
+    return Answer(asset.body, asset.content_type, HTTPStatus.OK, headers)

@@ -1,0 +1,65 @@
+"""Answers that are kept for a moment, so that a hundred open pages cost what one does.
+
+Rules
+  1. A value is kept for `KEPT_SECONDS`, or for ten times as long as it took to make, whichever is more: looking never takes
+     more than about a tenth of one core, however large the store.
+  2. Of callers who want the same value at once one makes it and the others wait for it.
+  3. What somebody has just changed is seen: `forget` drops everything, values under way included.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from quire.core.clock import Clock
+
+T = TypeVar("T")
+
+KEPT_SECONDS = 0.25
+COST_FACTOR = 10.0
+KEYS_MAX = 256
+
+
+@dataclass(slots=True)
+class _Entry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # guarded by `lock`
+    value: Any = None
+    until: float = -1.0
+    epoch: int = -1
+
+
+class Cached:
+    """Values by key."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[object, _Entry] = {}
+        self._epoch = 0
+
+    def get(self, key: object, make: Callable[[], T]) -> T:
+        """The value under a key, made now if there is none young enough."""
+        with self._lock:
+            if key not in self._entries and len(self._entries) >= KEYS_MAX:
+                self._entries.clear()
+            entry, epoch = self._entries.setdefault(key, _Entry()), self._epoch
+        with entry.lock:
+            began = self._clock.monotonic()
+            if entry.epoch != epoch or began >= entry.until:
+                entry.value = make()
+                ended = self._clock.monotonic()
+                entry.until = ended + max(KEPT_SECONDS, COST_FACTOR * (ended - began))
+                entry.epoch = epoch
+            value: T = entry.value
+            return value
+
+    def forget(self) -> None:
+        """Rule 3."""
+        with self._lock:
+            self._epoch += 1

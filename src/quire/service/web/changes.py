@@ -1,0 +1,76 @@
+"""Changes of the store as a page shows them: what was done, to which database, in few words.
+
+Rules
+  1. Bounded: a batch may have 65,536 operations with lists in them; what is told of it is a few, each cut short.
+  2. Nothing here holds a transaction while somebody reads.
+
+Pure functions of a read transaction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+from quire.core.plain import plain
+from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.reads import ReadTxn
+from quire.manifest.touches import TOUCHES
+
+OPERATIONS_MAX = 12
+ITEMS_MAX = 8
+TEXT_MAX = 120
+CHANGES_MAX = 200
+"""Changes in one answer."""
+
+
+def recent(txn: ReadTxn, limit: int, *, before: int = 0) -> list[dict[str, Any]]:
+    """The newest changes (below sequence `before`, if given), newest first."""
+    limit = max(1, min(limit, CHANGES_MAX))
+    oldest, head = txn.feed_bounds()
+    newest = min(head, before - 1) if before else head
+    return list(reversed(between(txn, max(oldest, newest - limit + 1), newest)))
+
+
+def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
+    """The changes of a range of sequences, oldest first."""
+    if last < first:
+        return []
+    names = {db_id: record.name for db_id, record in txn.databases()}
+    rows = islice(txn.scan(CHANGE_LOG, start=(first,)), last - first + 1)
+    return [summary(record, names) for _, record in rows if record.sequence <= last]
+
+
+def summary(record: ChangeRecord, names: dict[int, str]) -> dict[str, Any]:
+    """One change (rule 1)."""
+    kinds = Counter(type(op).__name__ for op in record.operations)
+    concerned: dict[int, None] = {}
+    for op in record.operations[:256]:
+        if (touches := TOUCHES.get(type(op))) is not None:
+            concerned.update(dict.fromkeys(db_id for db_id in touches.databases(op) if db_id))
+    return {
+        "sequence": record.sequence,
+        "committed_at_ms": record.committed_at_ms,
+        "operations": len(record.operations),
+        "kinds": dict(kinds),
+        "databases": [names.get(db_id) or f"#{db_id}" for db_id in islice(concerned, ITEMS_MAX)],
+        "details": [cut(plain(op)) for op in record.operations[:OPERATIONS_MAX]],
+        "trace_id": record.trace_id,
+    }
+
+
+def cut(value: Any) -> Any:
+    """A plain value, no longer than a line or two.
+
+    >>> cut({"pages": list(range(100)), "op": "x"})
+    {'pages': [0, 1, 2, 3, 4, 5, 6, 7, '… 92 more'], 'op': 'x'}
+    """
+    if isinstance(value, dict):
+        return {name: cut(each) for name, each in islice(value.items(), 24)}
+    if isinstance(value, list):
+        short = [cut(each) for each in value[:ITEMS_MAX]]
+        return short if len(value) <= ITEMS_MAX else [*short, f"… {len(value) - ITEMS_MAX:,} more"]
+    if isinstance(value, str) and len(value) > TEXT_MAX:
+        return value[: TEXT_MAX - 1] + "…"
+    return value

@@ -1,0 +1,189 @@
+"""One database, for its page: what the JSON under `/api/databases/NAME` says. docs/dashboard.md describes the shape.
+
+Rules
+  1. Bounded: at most `SEGMENTS_MAX` segments, `SLOTS_MAX` slots and `AUDIT_MAX` events, the newest or first ones, and how many
+     are left out.
+  2. Readers inside this process are known for databases that are open in it; of others only leases that are rows (M10).
+
+Pure functions of a `Sight`; any thread. Raises `UnknownDatabase`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from quire.core.ids import ArtifactKind
+from quire.core.limits import SLOTS_PER_LEAF
+from quire.core.plain import plain
+from quire.durable.names import object_key
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, WalState
+from quire.manifest.slots import Chain, unpack_leaf
+from quire.service.web import overview
+from quire.service.web.sight import Sight
+from quire.service.web.streams import stream_page
+from quire.service.web.survey import word
+
+SEGMENTS_MAX = 400
+SLOTS_MAX = 4_096
+CHAINS_MAX = 20
+AUDIT_MAX = 50
+SNAPSHOTS_MAX = 500
+
+
+def database_page(sight: Sight, name: str) -> dict[str, Any]:
+    """Everything the page of a database shows."""
+    info: Any = sight.store.database(name)
+    one = sight.survey().of(info.db_id)
+    page = {
+        "now_ms": sight.clock.now_ms(),
+        "database": {**plain(info), "size_bytes": one.size_bytes or sight.files_bytes(info.db_id, info.kind)},
+        "tiers": {tier: {"artifacts": n, "bytes": one.tier_bytes[tier]} for tier, n in one.tiers.items()},
+        "verified": one.verified,
+        "snapshots": _snapshots(sight, info.db_id),
+        "retention": sight.manifest.retention.get(info.db_id),
+        "audit": _audit(sight, info.db_id),
+        "jobs": overview.jobs(sight, info.db_id)["jobs"][:20],
+        "why": why(sight, name),
+    }
+    if info.kind is DbKind.PAGES:
+        page["pages"] = _pages(sight, info)
+    elif info.kind is DbKind.STREAM:
+        page["stream"] = stream_page(sight, info.db_id)
+    else:
+        files = sight.files(info.db_id, info.kind)
+        page["files"] = [{"path": path, "bytes": size} for path, size in sorted(files)[:SEGMENTS_MAX]]
+    return page
+
+
+def why(sight: Sight, subject: str) -> dict[str, Any]:
+    """What keeps a subject, and what would let it go."""
+    with sight.manifest.read() as txn:
+        told: dict[str, Any] = plain(sight.explain(txn, subject))
+    return told
+
+
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _snapshots(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+    """The newest snapshots, oldest first, each with what its retention policy has in mind for it."""
+    plan = sight.manifest.retention.plan(db_id)
+    return [{**plain(each.snapshot), "keep": each.keep, "why": each.why} for each in plan.decisions[-SNAPSHOTS_MAX:]]
+
+
+def _audit(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+    """What happened to it, newest first."""
+    entries = sight.manifest.audit(db_id)
+    return [plain(each) for each in reversed(entries[-AUDIT_MAX:])]
+
+
+# ── page databases ────────────────────────────────────────────────────────────────────────────────────────────────────
+def _pages(sight: Sight, info: Any) -> dict[str, Any]:
+    readers = _readers(sight, info.db_id)
+    with sight.manifest.read() as txn:
+        wal = txn.wal_state(info.db_id)
+        lowest = min((each["lsn"] for each in readers), default=None)
+        segments = [_segment(segment_id, row, lowest) for (_, segment_id), row in txn.scan(t.WAL_CATALOG, info.db_id)]
+        slots = list(islice(_slots(txn, info.db_id), SLOTS_MAX + 1))
+        chains = [
+            _chain(txn, *each) for each in sorted(slots, key=_depth, reverse=True)[:CHAINS_MAX] if len(each[1]) > 1
+        ]
+        cells = [_cell(txn, *each) for each in slots[:SLOTS_MAX]]
+    figures = sight.open_figures().get(info.db_id)
+    return {
+        "wal": wal,
+        "wal_pages": figures.page_index_rows if figures else sight.survey().of(info.db_id).unabsorbed_pages,
+        "figures": figures,
+        "floor_lsn": lowest if lowest is not None else (wal.last_applied_lsn if wal else 0),
+        "readers": readers,
+        "segments": segments[-SEGMENTS_MAX:],
+        "segments_left_out": max(0, len(segments) - SEGMENTS_MAX),
+        "states": [{"at_ms": at_ms, "segments": counts} for at_ms, counts in sight.history.of(info.db_id)],
+        "slots": cells,
+        "slots_left_out": len(slots) > SLOTS_MAX,
+        "chain_lengths": Counter(str(len(chain)) for _, chain in slots),
+        "chains": chains,
+    }
+
+
+def _readers(sight: Sight, db_id: int) -> list[dict[str, Any]]:
+    """Who reads, lowest version first (rule 2)."""
+    if (leases := sight.leases().get(db_id)) is not None:
+        found = [(each.reader_id, each.lsn, each.opened_at_ms, each.tags) for each in leases]
+    else:
+        with sight.manifest.read() as txn:
+            rows = txn.scan(t.SNAPSHOT_READERS, db_id)
+            found = [(key[1], row.snapshot_lsn, row.opened_at_ms, row.tags) for key, row in rows]
+    names = ("reader_id", "lsn", "opened_at_ms", "tags")
+    return [dict(zip(names, each)) for each in sorted(found, key=lambda each: each[1])[:SEGMENTS_MAX]]
+
+
+def _segment(segment_id: int, row: Any, lowest: int | None) -> dict[str, Any]:
+    blocked = lowest is not None and row.state is WalState.INDEXED and row.last_lsn > lowest
+    return {
+        "segment_id": segment_id,
+        "origin_db_id": row.origin_db_id,
+        "state": word(row.state),
+        "created_at_ms": row.created_at_ms,
+        "sealed_at_ms": row.sealed_at_ms,
+        "first_lsn": row.first_lsn,
+        "last_lsn": row.last_lsn,
+        "used_bytes": row.used_bytes,
+        "file_bytes": row.file_bytes,
+        "frames": row.frame_count,
+        "tier": word(row.residency),
+        "verified": word(row.verify_state),
+        "blocked": blocked,
+    }
+
+
+# ── the chunk map ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _slots(txn: ReadTxn, db_id: int) -> Iterator[tuple[int, Chain]]:
+    for (_, leaf), held in txn.scan(t.LIVE_LEAF, db_id):
+        row = txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)
+        if row is not None:
+            for offset, chain in sorted(unpack_leaf(row.entries).items()):
+                yield leaf * SLOTS_PER_LEAF + offset, chain
+
+
+def _depth(slot: tuple[int, Chain]) -> int:
+    return len(slot[1])
+
+
+def _cell(txn: ReadTxn, slot: int, chain: Chain) -> dict[str, Any]:
+    """A slot on the map: coloured by its newest generation, or by where its base is."""
+    base = txn.get(t.CHUNK_CATALOG, chain[0].origin_db_id, slot, chain[0].generation)
+    return {
+        "slot": slot,
+        "origin_db_id": chain[0].origin_db_id,
+        "generation": chain[-1].generation,
+        "links": len(chain),
+        "bytes": base.size_bytes if base else 0,
+        "tier": word(base.residency) if base else "",
+        "verified": word(base.verify_state) if base else "",
+        "covered_lsn": chain[-1].covered_lsn,
+    }
+
+
+def _chain(txn: ReadTxn, slot: int, chain: Chain) -> dict[str, Any]:
+    links = []
+    for link in chain:
+        row: Any
+        if link.kind is ArtifactKind.BASE:
+            row = txn.get(t.CHUNK_CATALOG, link.origin_db_id, slot, link.generation)
+        else:
+            row = txn.get(t.CHUNK_DELTA_INDEX, link.origin_db_id, slot, link.generation, link.delta_id)
+        links.append(
+            {
+                "object": object_key(link.artifact(slot)),
+                "kind": link.kind.name.lower(),
+                "generation": link.generation,
+                "covered_lsn": link.covered_lsn,
+                "bytes": row.size_bytes if row is not None else 0,
+                "pages": row.page_count if row is not None else 0,
+            }
+        )
+    return {"slot": slot, "links": links}

@@ -1,0 +1,43 @@
+"""How many segments were in which state, over time: the manifest knows the present, so somebody has to remember.
+
+Rules
+  1. Bounded: the last `SAMPLES` of at most `DATABASES` databases, in memory; a new owner starts with none.
+  2. Taking a sample is one look at figures that pages ask for anyway.
+
+Threads: `sample` by one; `of` by any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+SAMPLES = 360
+DATABASES = 256
+
+Sample = tuple[int, dict[str, int]]
+"""(ms, segments by state)."""
+
+
+class History:
+    """The samples of each database."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._samples: dict[int, deque[Sample]] = {}
+
+    def sample(self, at_ms: int, segments: Iterable[tuple[int, Mapping[str, int]]]) -> None:
+        """Remember what was counted at a moment; databases that are not named are forgotten."""
+        now = dict(segments)
+        with self._lock:
+            for gone in self._samples.keys() - now.keys():
+                del self._samples[gone]
+            for db_id, counts in now.items():
+                if db_id in self._samples or len(self._samples) < DATABASES:
+                    self._samples.setdefault(db_id, deque(maxlen=SAMPLES)).append((at_ms, dict(counts)))
+
+    def of(self, db_id: int) -> list[Sample]:
+        """The samples of a database, oldest first."""
+        with self._lock:
+            return list(self._samples.get(db_id, ()))

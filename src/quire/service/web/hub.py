@@ -1,0 +1,184 @@
+"""Live updates: one thread follows the feed and tells every open page (Server-Sent Events).
+
+Terms
+  round   what the hub found since it last looked: some changes, or only that time has passed (a beat)
+  place   a page that listens; it has a short queue of rounds
+
+Rules
+  1. The store is looked at once per round, however many pages listen, and not at all while none does.
+  2. A round has at most `CHANGES_MAX` changes and says how many it skipped; rounds are at least `ROUND_SECONDS` apart: a store
+     with thousands of commits a second costs no more than a busy page.
+  3. Who does not read is dropped: when its queue is full, or when a write takes longer than `SEND_SECONDS`. It reconnects and
+     asks for the page anew, so nothing is lost by it.
+  4. There are at most `service.http_events_max` places.
+
+Threads: the hub's own tells; each place is read by the thread of its connection.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from quire.core.errors import Overloaded, QuireError, TimedOut
+from quire.core.events import emit
+from quire.service.web import changes
+from quire.service.web.answers import json_bytes
+from quire.service.web.sight import Sight
+
+CHANGES_MAX = 50
+ROUND_SECONDS = 0.2
+BEAT_SECONDS = 2.0
+PIECE_SECONDS = 0.2
+"""How long the hub waits before it looks whether it is to end."""
+QUEUE_MAX = 32
+SEND_SECONDS = 5.0
+
+
+class Place:
+    """One page that listens."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        # guarded by _news
+        self._queue: deque[bytes] = deque()
+        self._over = False
+        self.dropped = False
+
+    def tell(self, event: bytes) -> bool:
+        """Queue an event; whether there was room (rule 3)."""
+        with self._news:
+            if len(self._queue) >= QUEUE_MAX:
+                self.dropped = self._over = True
+            else:
+                self._queue.append(event)
+            self._news.notify()
+            return not self.dropped
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        with self._news:
+            self._over = True
+            self._news.notify()
+
+    def take(self) -> bytes | None:
+        """Everything that is queued, once there is something; `None` when it is over."""
+        with self._news:
+            self._news.wait_for(lambda: self._queue or self._over)
+            if self._over:
+                return None
+            events = b"".join(self._queue)
+            self._queue.clear()
+            return events
+
+
+class Hub:
+    """Tells the open pages what happens."""
+
+    def __init__(self, sight: Sight, places_max: int) -> None:
+        self._sight = sight
+        self._places_max = places_max
+        self._wanted = threading.Condition()
+        # guarded by _wanted
+        self._places: set[Place] = set()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.dropped = 0
+
+    @property
+    def now(self) -> int:
+        """Pages that listen."""
+        return len(self._places)
+
+    def join(self) -> Place:
+        """A place for one more page (rule 4)."""
+        with self._wanted:
+            if self._stopping or len(self._places) >= self._places_max:
+                raise Overloaded("all places for live updates are taken", hint="close a page", places=self._places_max)
+            place = Place()
+            place.tell(event("hello", {"head": self._sight.manifest.feed.head(), "at_ms": self._sight.clock.now_ms()}))
+            self._places.add(place)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-web-hub", daemon=True)
+                self._thread.start()
+            self._wanted.notify_all()
+            return place
+
+    def leave(self, place: Place, *, dropped: bool = False) -> None:
+        """The page is gone."""
+        with self._wanted:
+            if place in self._places:
+                self._places.discard(place)
+                self.dropped += dropped or place.dropped
+
+    def close(self) -> None:
+        """Send everybody away and end the thread."""
+        with self._wanted:
+            self._stopping = True
+            for place in self._places:
+                place.end()
+            self._wanted.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(BEAT_SECONDS + 5)
+
+    # ── the hub's thread ──────────────────────────────────────────────────────────────────────────────────────────────
+    def _run(self) -> None:
+        try:
+            while self._wait_for_places():
+                self._follow()
+        except QuireError as error:  # the store is closed, or its writer has failed: pages see it when they ask
+            emit("info", "web.hub_ended", error=error.what)
+        except Exception as error:
+            emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
+        with self._wanted:
+            self._stopping = True
+            for place in self._places:
+                place.end()
+
+    def _wait_for_places(self) -> bool:
+        with self._wanted:
+            self._wanted.wait_for(lambda: self._places or self._stopping)
+            return not self._stopping
+
+    def _follow(self) -> None:
+        """Rounds until nobody listens (rules 1 and 2)."""
+        seen, clock = self._sight.manifest.feed.head(), self._sight.clock
+        told = clock.monotonic()
+        while self._places and not self._stopping:
+            try:
+                head = self._sight.manifest.feed.wait(seen, PIECE_SECONDS)
+            except TimedOut:
+                if clock.monotonic() - told >= BEAT_SECONDS:
+                    self._tell("beat", {"head": seen, "at_ms": clock.now_ms()})
+                    told = clock.monotonic()
+                continue
+            self._tell("changes", self._round(seen, head))
+            seen, told = head, clock.monotonic()
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._stopping, ROUND_SECONDS)
+
+    def _round(self, seen: int, head: int) -> dict[str, Any]:
+        first = max(seen + 1, head - CHANGES_MAX + 1)
+        with self._sight.manifest.read() as txn:
+            found = changes.between(txn, first, head)
+        return {"head": head, "skipped": head - seen - len(found), "changes": found}
+
+    def _tell(self, name: str, value: Any) -> None:
+        told = event(name, value)
+        with self._wanted:
+            full = [place for place in self._places if not place.tell(told)]
+            for place in full:
+                self._places.discard(place)
+                self.dropped += 1
+        for _ in full:
+            emit("info", "web.page_dropped", reason="it does not read")
+
+
+def event(name: str, value: Any) -> bytes:
+    """
+    >>> event("beat", {"head": 7})
+    b'event: beat\\ndata: {"head":7}\\n\\n'
+    """
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json_bytes(value))

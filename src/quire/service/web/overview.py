@@ -1,0 +1,227 @@
+"""The store as a whole, for the dashboard: what the JSON under `/api/overview`, `/api/lineage`, `/api/jobs`,
+`/api/verification` and `/api/feed` says. docs/dashboard.md describes the shapes.
+
+Rules
+  1. Bounded: lists have a limit and say how much they leave out.
+  2. A view reads short transactions and holds none while it is sent.
+
+Pure functions of a `Sight`; any thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+from quire.core.plain import plain
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, DbStatus, JobKind, JobRecord, JobState
+from quire.service.web import changes
+from quire.service.web.sight import Sight
+
+DATABASES_MAX = 1_000
+SNAPSHOTS_MAX = 200
+"""Snapshots of one database in the lineage: the newest."""
+JOBS_MAX = 200
+OUTSTANDING_MAX = 500
+
+
+# ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def overview(sight: Sight) -> dict[str, Any]:
+    """Everything the first page shows."""
+    store, whole = sight.store, sight.survey()
+    infos = store.databases()
+    disk = shutil.disk_usage(store.path)
+    with sight.manifest.read() as txn:
+        rows = [_database_row(sight, txn, info) for info in infos[:DATABASES_MAX]]
+        outstanding = {word: _in_state(txn, state) for word, state in _STATES.items()}
+    return {
+        "store": store.info(),
+        "quire": version("quire"),
+        "now_ms": sight.clock.now_ms(),
+        "started_ms": sight.started_ms,
+        "databases": rows,
+        "databases_left_out": len(infos) - len(rows),
+        "jobs": outstanding,
+        "tiers": {name: {"artifacts": n, "bytes": _bytes(whole, name)} for name, n in whole.total("tiers").items()},
+        "segments": whole.total("segments"),
+        "verified": whole.total("verified"),
+        "readers": sum(len(leases) for leases in sight.leases().values()),
+        "cursors": _cursors(sight),
+        "disk_free_bytes": disk.free,
+        "disk_bytes": disk.total,
+    }
+
+
+_STATES = {"pending": JobState.PENDING, "in_flight": JobState.IN_FLIGHT, "failed": JobState.FAILED_PERMANENT}
+
+
+def _bytes(whole: Any, tier: str) -> int:
+    return int(whole.total("tier_bytes")[tier])
+
+
+def _in_state(txn: ReadTxn, state: JobState) -> int:
+    return sum(1 for _ in txn.raw_scan(t.JOBS_BY_STATE, state))
+
+
+def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
+    one, wal = sight.survey().of(info.db_id), txn.wal_state(info.db_id)
+    figures, leases = sight.open_figures().get(info.db_id), sight.leases().get(info.db_id, [])
+    size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
+    applied = wal.last_applied_lsn if wal else 0
+    return {
+        **plain(info),
+        "size_bytes": size_bytes,
+        "chunks": one.chunks,
+        "deltas": one.deltas,
+        "segments": one.segments,
+        "wal_bytes": figures.wal_bytes if figures else one.unabsorbed_bytes,
+        "wal_pages": figures.page_index_rows if figures else one.unabsorbed_pages,
+        "last_lsn": applied,
+        "checkpointed_lsn": wal.checkpointed_lsn if wal else 0,
+        "checkpointed_at_ms": wal.last_success_at_ms if wal else 0,
+        "floor_lsn": min([lease.lsn for lease in leases], default=applied),
+        "readers": len(leases),
+        "segments_blocked": figures.segments_blocked if figures else 0,
+        "damaged": one.verified["missing"] + one.verified["altered"],
+    }
+
+
+def _cursors(sight: Sight) -> list[dict[str, Any]]:
+    return [{**plain(each), "lag": each.lag} for each in sight.manifest.feed.cursors()]
+
+
+# ── lineage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def lineage(sight: Sight) -> dict[str, Any]:
+    """Databases with their snapshots, and who was forked from whom at which."""
+    with sight.manifest.read() as txn:
+        records = dict(txn.databases())
+        parents = {record.parent_db_id for record in records.values()}
+        shown = [_lineage_row(txn, *each) for each in records.items() if _is_shown(each[0], each[1], parents)]
+    return {"databases": shown[:DATABASES_MAX], "left_out": max(0, len(shown) - DATABASES_MAX)}
+
+
+def _is_shown(db_id: int, record: DbRecord, parents: set[int]) -> bool:
+    """A dropped database is shown only for the sake of its forks."""
+    return record.status is not DbStatus.TOMBSTONED or db_id in parents
+
+
+def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
+    snapshots = [
+        {
+            "snapshot_id": snapshot_id,
+            "name": row.name,
+            "kind": plain(row.kind),
+            "created_at_ms": row.created_at_ms,
+            "anchor_lsn": row.anchor_lsn,
+            "expires_at_ms": row.expires_at_ms,
+        }
+        for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id)
+    ]
+    return {
+        "db_id": db_id,
+        "name": record.name,
+        "kind": plain(record.kind),
+        "status": plain(record.status),
+        "created_at_ms": record.created_at_ms,
+        "parent_db_id": record.parent_db_id,
+        "parent_snapshot_id": record.parent_snapshot_id,
+        "snapshots": snapshots[-SNAPSHOTS_MAX:],
+        "snapshots_left_out": max(0, len(snapshots) - SNAPSHOTS_MAX),
+    }
+
+
+# ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
+    """Outstanding jobs, and the newest of all; of one database if asked for."""
+    with sight.manifest.read() as txn:
+        found: dict[int, Job] = {}
+        for state in (JobState.IN_FLIGHT, JobState.PENDING):
+            for (_, job_id), _ in islice(txn.scan(t.JOBS_BY_STATE, state), OUTSTANDING_MAX):
+                if (record := txn.job(job_id)) is not None:
+                    found[job_id] = Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
+        for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
+            (job_id,) = t.JOB_QUEUE.key.unpack(key)
+            found.setdefault(job_id, Job(job_id, t.JOB_QUEUE.codec.decode(raw)))
+        names = {each: record.name for each, record in txn.databases()}
+        total = txn.count(t.JOB_QUEUE)
+    shown = [found[job_id] for job_id in sorted(found, reverse=True) if not db_id or found[job_id].db_id == db_id]
+    return {
+        "now_ms": sight.clock.now_ms(),
+        "jobs": [job_row(each, names) for each in shown],
+        "left_out": 0 if db_id else total - len(found),
+    }
+
+
+def job_row(job: Job, names: dict[int, str]) -> dict[str, Any]:
+    """One job."""
+    record: JobRecord = job.record
+    return {
+        "job_id": job.job_id,
+        "kind": plain(job.kind),
+        "state": plain(job.state),
+        "db_id": job.db_id,
+        "database": names.get(job.db_id, ""),
+        "created_at_ms": record.created_at_ms,
+        "started_at_ms": record.started_at_ms,
+        "finished_at_ms": record.finished_at_ms,
+        "not_before_ms": record.not_before_ms,
+        "attempt": record.attempt,
+        "max_attempts": record.max_attempts,
+        "error": record.error,
+        "worker": job.lease.worker if job.lease else "",
+        "done": job.lease.done if job.lease else 0,
+        "total": job.lease.total if job.lease else 0,
+        "may_retry": job.state in (JobState.FAILED_PERMANENT, JobState.CANCELLED),
+        "may_cancel": job.state not in TERMINAL_JOB_STATES,
+    }
+
+
+# ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def verification(sight: Sight) -> dict[str, Any]:
+    """What was verified, when, and what was found damaged."""
+    whole = sight.survey()
+    with sight.manifest.read() as txn:
+        names = {db_id: record for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED}
+    rows = [
+        {
+            "db_id": db_id,
+            "name": record.name,
+            "artifacts": sum(whole.of(db_id).verified.values()),
+            "verified": whole.of(db_id).verified,
+            "oldest_verified_ms": whole.of(db_id).oldest_verified_ms,
+        }
+        for db_id, record in names.items()
+        if record.kind is DbKind.PAGES
+    ]
+    runs = [each for each in jobs(sight)["jobs"] if each["kind"] == plain(JobKind.VERIFY)]
+    damaged = [
+        {**plain(each), "database": names[each.db_id].name if each.db_id in names else ""} for each in whole.damaged
+    ]
+    return {
+        "now_ms": sight.clock.now_ms(),
+        "totals": whole.total("verified"),
+        "databases": rows,
+        "damaged": damaged,
+        "damaged_left_out": whole.damaged_count - len(damaged),
+        "jobs": runs[:20],
+    }
+
+
+# ── the feed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def feed(sight: Sight, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
+    """The newest changes, and who follows them."""
+    with sight.manifest.read() as txn:
+        oldest, head = txn.feed_bounds()
+        found = changes.recent(txn, limit, before=before)
+    return {
+        "oldest_sequence": oldest,
+        "head_sequence": head,
+        "changes": found,
+        "cursors": _cursors(sight),
+        "now_ms": sight.clock.now_ms(),
+    }

@@ -1,0 +1,105 @@
+"""What every view of the dashboard looks at: the store, and figures that are kept for a moment.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.durable import names
+from quire.durable.lsm_names import lsm_home
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind
+from quire.service.api import StoreApi
+from quire.service.web.cached import Cached
+from quire.service.web.history import History
+from quire.service.web.survey import Whole, survey
+
+if TYPE_CHECKING:
+    from quire.pages.metrics import DatabaseFigures
+    from quire.pages.readers import Lease
+    from quire.stream.engine import StreamEngine
+    from quire.stream.mlog_metrics import LogFigures
+
+FILES_MAX = 20_000
+"""Files of one database whose sizes are added up; a database with more is told as `at least`."""
+
+STREAM_PARTS = ("hot", "warm", "manifest")
+
+
+class Explain(Protocol):
+    """`quire.store.why.why`: what keeps a subject. The store passes it in, so that nothing here looks upward."""
+
+    def __call__(self, txn: ReadTxn, subject: str) -> Any: ...
+
+
+class WebStore(StoreApi, Protocol):
+    """What the dashboard needs of a store beyond what the service needs."""
+
+    @property
+    def streams(self) -> StreamEngine: ...
+
+
+class Sight:
+    """A store that is being looked at."""
+
+    def __init__(self, store: WebStore, explain: Explain) -> None:
+        self.store = store
+        self.manifest = store.manifest
+        self.clock = store.manifest.clock
+        self.explain = explain
+        self.cached = Cached(self.clock)
+        self.history = History()
+        self.started_ms = self.clock.now_ms()
+
+    def survey(self) -> Whole:
+        """The figures of every database."""
+
+        def make() -> Whole:
+            with self.manifest.read() as txn:
+                return survey(txn)
+
+        return self.cached.get("survey", make)
+
+    def open_figures(self) -> dict[int, DatabaseFigures]:
+        """What the page engine counts, of the databases it has open."""
+        return self.cached.get("figures", lambda: {each.db_id: each for each in self.store.pages.figures().databases})
+
+    def leases(self) -> dict[int, list[Lease]]:
+        """The readers of every database that is open here, lowest version first."""
+
+        def make() -> dict[int, list[Lease]]:
+            return {each.db_id: each.readers.peek() for each in self.store.pages.stores()}
+
+        return self.cached.get("leases", make)
+
+    def log_figures(self) -> list[LogFigures]:
+        """Of the manifest logs of the streams that are open; without streams nothing is loaded."""
+        return self.store.streams.figures() if self.store.info().databases["stream"] else []
+
+    def files_bytes(self, db_id: int, kind: DbKind) -> int:
+        """The bytes of a database's own directories: streams and key-value databases keep their files there."""
+        return self.cached.get(("files", db_id), lambda: sum(size for _, size in self.files(db_id, kind)))
+
+    def files(self, db_id: int, kind: DbKind) -> list[tuple[str, int]]:
+        """(path in the store, bytes) of those files."""
+        if kind is DbKind.LSM:
+            parts = [lsm_home(db_id)]
+        elif kind is DbKind.STREAM:
+            parts = [names.stream_dir(db_id, part) for part in STREAM_PARTS]
+        else:
+            return []
+        found: list[tuple[str, int]] = []
+        for part in parts:
+            for folder, _, inside in os.walk(os.path.join(self.store.path, part)):
+                for name in inside:
+                    if len(found) >= FILES_MAX:
+                        return found
+                    path = os.path.join(folder, name)
+                    try:
+                        found.append((os.path.relpath(path, self.store.path), os.stat(path).st_size))
+                    except FileNotFoundError:
+                        continue  # it has just been removed
+        return found

@@ -1,0 +1,102 @@
+// One database: its WAL, readers, chunks, snapshots, jobs, and what keeps it.
+
+import { h, card, chip, legend, table, tiles, wide } from "./dom.js";
+import { ago, bytes, dbLink, moment, number, plural, snapshotName, words } from "./format.js";
+import { chains, chunkMap, parts, retentionLine, segmentLanes, statesOverTime, WAL_STATES } from "./charts.js";
+import { jobTable, tierParts } from "./pages.js";
+import { get } from "./api.js";
+
+export const database = (name) => ({
+  title: name,
+  name,
+  load: () => get(`/api/databases/${encodeURIComponent(name)}`),
+  draw(data, ui) {
+    const db = data.database;
+    return [
+      h("div", { class: "head" },
+        h("h1", {}, db.name), chip(db.kind === "lsm" ? "key-value" : db.kind, `d-${db.kind}`), db.status !== "active" && chip(words(db.status), "j-pending"),
+        db.parent && h("span", { class: "muted" }, "forked from ", h("a", { href: dbLink(db.parent), "data-key": "parent" }, db.parent)),
+        h("span", { class: "muted" }, `made ${moment(db.created_at_ms)}`), h("span", { class: "spring" }),
+        h("button", { type: "button", class: "main", "data-key": "snapshot", onclick: () => ui.snapshot(db.name) }, "New snapshot")),
+      figures(data),
+      h("div", { class: "grid" },
+        data.pages && pages(data, ui), data.stream && stream(data), data.files && wide(files(data)),
+        wide(card("Retention", policy(data.retention), data.snapshots.length ? [retentionLine(data.snapshots, data.now_ms), snapshots(data)] : h("p", { class: "muted" }, "No snapshot yet."))),
+        card("What keeps it", "and what would let it go", why(data.why)),
+        card("What happened", "newest first", audit(data)),
+        wide(card("Jobs", "", jobTable(data.jobs, data.now_ms, ui)))),
+    ];
+  },
+});
+
+function figures(data) {
+  const { database: db, pages: engine, snapshots } = data;
+  const first = [["Size", bytes(db.size_bytes), db.page_size ? `pages of ${bytes(db.page_size)}` : ""], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to go`]];
+  if (!engine) return tiles(...first);
+  const wal = engine.wal || {};
+  const blocked = engine.segments.filter((each) => each.blocked).length;
+  return tiles(...first,
+    ["Newest lsn", number(wal.last_applied_lsn || 0), `${number(wal.size_pages || 0)} pages`],
+    ["In the WAL", number(engine.wal_pages), wal.last_success_at_ms ? `pages since the checkpoint ${ago(wal.last_success_at_ms, data.now_ms)}` : "pages; no checkpoint yet"],
+    ["Floor", number(engine.floor_lsn), "lsn somebody may still ask for"],
+    ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "nothing is blocked", blocked ? "warn" : undefined],
+    ["Chunks", number(engine.slots.length), chained(engine.chain_lengths)]);
+}
+
+function chained(lengths) {
+  const more = Object.entries(lengths).reduce((sum, [length, count]) => sum + (length > 1 ? count : 0), 0);
+  return more ? `${number(more)} with deltas` : "none with deltas";
+}
+
+function pages(data, ui) {
+  const { pages: engine, now_ms: now } = data;
+  return [
+    card("Segments by state", "over time", statesOverTime(engine.states, now), legend(WAL_STATES.map((state) => [words(state), `s-${state}`]))),
+    card("Segments", engine.segments_left_out ? `the newest; ${number(engine.segments_left_out)} more` : "each from its first commit to its seal", segmentLanes(engine.segments, now)),
+    wide(card("Readers", "who holds the floor back, lowest version first", table([">reader", ">at lsn", "=since", "who"], engine.readers.map((each) => [
+      each.reader_id ? number(each.reader_id) : "–", number(each.lsn), ago(each.opened_at_ms, now), Object.entries(each.tags).map(([key, value]) => `${key}=${value}`).join(", ") || h("span", { class: "muted" }, "this process")]),
+      "Nobody reads: checkpoints may go as far as what is published."))),
+    card("Chunk map", plural(engine.slots.length, "slot") + (engine.slots_left_out ? ", the first" : ""), chunkMap(engine.slots, ui.redraw)),
+    card("Delta chains", "the longest", chains(engine.chains)),
+    wide(card("Tiers", "where the artifacts it made are", tierParts(data.tiers))),
+  ];
+}
+
+function stream(data) {
+  const { stream: log } = data;
+  const tier = (name, kind) => [name, log.tiers[name] || 0, kind];
+  return [
+    card("Tiers", "segments with a whole copy", parts([tier("hot", "t-hot"), tier("warm", "t-warm"), tier("remote", "t-remote")])),
+    card("On this disk", "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
+    wide(card("Manifest log", `${plural(log.chunks.length, "chunk")}, ${plural(log.snapshots.length, "snapshot")} on disk; newest records first`,
+      log.problem && h("p", { class: "bad" }, log.problem),
+      table(["at", "when", "record", ">segment", "says", "tier 2"], log.records.map((each) => [`${each.chunk_index}:${each.chunk_offset}`, moment(each.timestamp_ms), each.record, each.segment_id || "–", h("code", {}, Object.entries(each.fields).map(([key, value]) => `${key}=${value}`).join(" ")), each.tier2]), "The log is empty: nothing was appended yet."))),
+  ];
+}
+
+const files = (data) => card("Files", plural(data.files.length, "file"), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No file yet."));
+
+function policy(rules) {
+  if (!rules) return "no policy: everything is kept";
+  const said = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
+  if (rules.keep_seconds) said.push(`younger than ${number(rules.keep_seconds)} s`);
+  if (rules.schedules.length) said.push(`makes ${rules.schedules.join(", ")}`);
+  return said.join(", ") || "no rule: everything is kept";
+}
+
+const snapshots = (data) => [newest(data), data.snapshots.length > 12 && h("p", { class: "muted small" }, `${number(data.snapshots.length - 12)} older: quire snapshot ls ${data.database.name}`)];
+
+const newest = (data) => table(["snapshot", "made", ">lsn", ">pages", "retention", ""], [...data.snapshots].reverse().slice(0, 12).map((each) => [
+  h("b", {}, snapshotName(each)), h("span", { title: moment(each.created_at_ms) }, ago(each.created_at_ms, data.now_ms)), number(each.anchor_lsn), number(each.size_pages), chip(each.keep ? "kept" : "goes", each.keep ? "k-keep" : "k-drop"), h("span", { class: "muted small" }, each.why)]),
+  "");
+
+function why(answer) {
+  if (!answer.holders.length) return h("p", { class: "muted" }, "Nothing: it could be dropped at once.");
+  return h("ul", { class: "holders" }, answer.holders.slice(0, 12).map((each) => h("li", {}, chip(each.kind, `h-${each.kind}`),
+    h("div", {}, h("b", {}, each.name), " ", h("span", {}, each.what), h("br"), h("code", { class: "muted" }, each.release)))),
+  answer.holders.length > 12 && h("li", { class: "muted" }, `${number(answer.holders.length - 12)} more: quire why ${answer.subject}`));
+}
+
+const audit = (data) => table(["=when", "=what", "subject"], data.audit.slice(0, 15).map((each) => [
+  h("span", { title: moment(each.at_ms) }, ago(each.at_ms, data.now_ms)), words(each.action), h("span", {}, h("code", {}, each.subject || (each.number ? `#${each.number}` : "")), each.size_bytes ? h("span", { class: "muted" }, ` ${bytes(each.size_bytes)}`) : "")]),
+  "Nothing yet.");

@@ -1,0 +1,167 @@
+// The pages but that of a database: each loads its JSON and draws it.
+
+import { h, card, chip, table, tiles, wide } from "./dom.js";
+import { ago, bytes, clock, dbLink, moment, number, plural, span, words } from "./format.js";
+import { lineage as drawLineage, parts, TIERS, WAL_STATES } from "./charts.js";
+import { get, post } from "./api.js";
+
+const link = (name) => h("a", { href: dbLink(name), "data-key": `db-${name}` }, name);
+
+// ── overview ──
+export const overview = {
+  title: "Overview",
+  load: () => get("/api/overview"),
+  draw(data, ui) {
+    const { store } = data;
+    const damaged = (data.verified.missing || 0) + (data.verified.altered || 0);
+    const lag = Math.max(0, ...data.cursors.filter((each) => each.state === "live").map((each) => each.lag));
+    const total = data.databases.reduce((sum, each) => sum + each.size_bytes, 0);
+    const wal = data.databases.reduce((sum, each) => sum + each.wal_bytes, 0);
+    return [
+      h("div", { class: "head" }, h("h1", {}, "Overview"), h("span", { class: "muted" }, `quire ${data.quire}, up ${span(data.now_ms - data.started_ms)}`)),
+      tiles(
+        ["Databases", number(data.databases.length + data.databases_left_out), plural(store.snapshots, "snapshot")],
+        ["Stored", bytes(total), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
+        ["In the WAL", bytes(wal), `${plural(data.databases.reduce((sum, each) => sum + each.segments_blocked, 0), "segment")} blocked by readers`],
+        ["Readers", number(data.readers), "hold a version open"],
+        ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
+        ["Changes", number(store.newest_change), lag ? `${number(lag)} wait for a follower` : data.cursors.length ? "all followers are up to date" : "nobody follows"],
+        ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
+      ),
+      h("div", { class: "grid" },
+        wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(
+          ["name", "kind", ">size", ">WAL", ">pages in it", ">floor", ">readers", ">snapshots", "parent", ">"],
+          data.databases.map((each) => databaseRow(each, ui)), "No database yet: quire create NAME --kind pages makes one."))),
+        card("Tiers", "where the artifacts are", tierParts(data.tiers)),
+        card("WAL segments", "by state", parts(WAL_STATES.map((state) => [state, data.segments[state] || 0, `s-${state}`]))),
+        wide(card("Followers of the feed", "", cursors(data.cursors, data.now_ms)))),
+    ];
+  },
+};
+
+function databaseRow(each, ui) {
+  const isPages = each.kind === "pages";
+  const quiet = (text) => h("span", { class: "muted" }, text);
+  return [
+    h("b", {}, link(each.name)), chip(each.kind === "lsm" ? "key-value" : each.kind, `d-${each.kind}`), bytes(each.size_bytes),
+    isPages ? bytes(each.wal_bytes) : quiet("–"), isPages ? number(each.wal_pages) : quiet("–"), isPages ? number(each.floor_lsn) : quiet("–"),
+    each.readers ? h("span", { class: each.segments_blocked ? "warn" : undefined }, number(each.readers)) : quiet("0"), number(each.snapshots),
+    each.parent ? link(each.parent) : "", h("button", { type: "button", class: "small", "data-key": `snap-${each.name}`, "aria-label": `New snapshot of ${each.name}`, onclick: () => ui.snapshot(each.name) }, "Snapshot"),
+  ];
+}
+
+export const tierParts = (tiers) => parts(TIERS.map((tier) => [tier, tiers[tier]?.bytes || 0, `t-${tier}`, `${bytes(tiers[tier]?.bytes || 0)} in ${number(tiers[tier]?.artifacts || 0)}`]));
+
+const cursors = (list, now) => table(["name", "state", ">acknowledged", ">behind", "last heard of"],
+  list.map((each) => [each.name || `#${each.cursor_id}`, each.state === "live" ? chip("live", "v-verified") : [chip("lost", "v-missing"), " ", h("span", { class: "small muted" }, each.lost_reason)], number(each.acked_sequence), number(each.lag), ago(each.updated_at_ms, now)]),
+  "Nobody follows: for change in store.feed.follow(\"my-app\") does.");
+
+// ── lineage ──
+export const lineage = {
+  title: "Lineage",
+  load: () => get("/api/lineage"),
+  draw(data) {
+    return [
+      h("div", { class: "head" }, h("h1", {}, "Lineage"), h("span", { class: "muted" }, "who came from whom: a lane per database, a ring per snapshot, a curve per fork")),
+      h("section", { class: "card" }, data.databases.length ? drawLineage(data.databases) : h("p", { class: "muted" }, "No database yet.")),
+    ];
+  },
+};
+
+// ── the feed ──
+let fresh = new Set();
+const unfolded = new Set();
+
+export const feed = {
+  title: "Change feed",
+  load: () => get("/api/feed?limit=100"),
+  onChanges(changes) {
+    fresh = new Set(changes.map((each) => each.sequence));
+  },
+  draw(data) {
+    const drawn = data.changes.map(changeLine);
+    fresh = new Set();
+    return [
+      h("div", { class: "head" }, h("h1", {}, "Change feed"), h("span", { class: "muted" }, `every commit, newest first; ${number(data.oldest_sequence)} to ${number(data.head_sequence)} are kept`)),
+      h("div", { class: "grid" },
+        wide(card("Changes", "", drawn.length ? h("div", { id: "changes" }, drawn) : h("p", { class: "muted" }, "Nothing was committed yet."))),
+        wide(card("Followers", "", cursors(data.cursors, data.now_ms)))),
+    ];
+  },
+};
+
+function changeLine(each) {
+  const kinds = Object.entries(each.kinds).map(([name, count]) => (count > 1 ? `${name} × ${number(count)}` : name)).join(", ");
+  const whole = () => h("pre", {}, each.details.map((op) => `${JSON.stringify(op)}\n`), each.operations > each.details.length ? `… ${number(each.operations - each.details.length)} more operations` : "");
+  const line = h("details", { class: `change${fresh.has(each.sequence) ? " new" : ""}`, open: unfolded.has(each.sequence) },
+    h("summary", { "data-key": `change-${each.sequence}` }, h("b", {}, number(each.sequence)), h("span", { class: "muted" }, clock(each.committed_at_ms)), h("span", {}, each.databases.join(", ") || h("span", { class: "muted" }, "the store")), h("span", {}, kinds)));
+  const toggle = () => {
+    if (line.open) {
+      unfolded.add(each.sequence);
+      if (line.children.length === 1) line.append(whole());
+    } else unfolded.delete(each.sequence);
+  };
+  line.addEventListener("toggle", toggle);
+  if (line.open) toggle();
+  return line;
+}
+
+// ── jobs ──
+export const jobs = {
+  title: "Jobs",
+  load: () => get("/api/jobs"),
+  draw(data, ui) {
+    const count = (state) => data.jobs.filter((each) => each.state === state).length;
+    return [
+      h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "muted" }, "checkpoints, merges, moves between tiers, deletions: work that survives a crash")),
+      tiles(["Running", number(count("in_flight"))], ["Waiting", number(count("pending"))], ["Failed", number(count("failed_permanent")), "", count("failed_permanent") ? "warn" : undefined], ["Done", number(count("succeeded")), data.left_out ? `and ${number(data.left_out)} older` : "of those kept"]),
+      h("section", { class: "card" }, jobTable(data.jobs, data.now_ms, ui)),
+    ];
+  },
+};
+
+export function jobTable(list, now, ui) {
+  return table([">job", "=kind", "database", "=state", "=progress", "=when", "said", "="], list.map((each) => [
+    number(each.job_id), words(each.kind), each.database ? link(each.database) : h("span", { class: "muted" }, "–"), chip(each.state === "failed_permanent" ? "failed" : words(each.state), `j-${each.state}`), progress(each),
+    h("span", { title: moment(each.finished_at_ms || each.started_at_ms || each.created_at_ms) }, when(each, now)), h("span", { class: each.state === "failed_permanent" ? "bad small" : "muted small" }, each.error || each.worker),
+    [each.may_retry && act("Retry", "retry", each, ui), each.may_cancel && act("Cancel", "cancel", each, ui)],
+  ]), "No job yet.");
+}
+
+function progress(each) {
+  if (!each.total) return each.attempt > 1 ? h("span", { class: "muted small" }, `attempt ${each.attempt}`) : "";
+  const share = Math.min(100, Math.round((100 * each.done) / each.total));
+  return h("div", {}, h("span", { class: "small" }, `${number(each.done)} of ${number(each.total)}`),
+    h("div", { class: "progress", role: "progressbar", "aria-valuenow": share, "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": `job ${each.job_id}` }, h("i", { style: { width: `${share}%` } })));
+}
+
+function when(each, now) {
+  if (each.state === "in_flight") return `for ${span(now - each.started_at_ms)}`;
+  if (each.state === "pending") return each.not_before_ms > now ? `due in ${span(each.not_before_ms - now)}` : `waits for ${span(now - each.created_at_ms)}`;
+  return ago(each.finished_at_ms, now);
+}
+
+const act = (text, verb, each, ui) => h("button", {
+  type: "button", class: "small", "data-key": `${verb}-${each.job_id}`, "aria-label": `${text} job ${each.job_id}`,
+  onclick: () => ui.change(() => post(`/api/jobs/${each.job_id}/${verb}`), verb === "retry" ? `job ${each.job_id} is queued again` : `job ${each.job_id} is cancelled`),
+}, text);
+
+// ── verification ──
+export const verification = {
+  title: "Verification",
+  load: () => get("/api/verification"),
+  draw(data, ui) {
+    const states = ["verified", "unverified", "missing", "altered"];
+    return [
+      h("div", { class: "head" }, h("h1", {}, "Verification"), h("span", { class: "muted" }, "whether what the catalog promises is really there: quire verify looks")),
+      h("div", { class: "grid" },
+        wide(card("Artifacts", "", parts(states.map((state) => [state, data.totals[state] || 0, `v-${state}`])))),
+        wide(card("Databases", "", table(["name", ">artifacts", ">verified", ">never looked at", ">damaged", "oldest look"], data.databases.map((each) => {
+          const damaged = (each.verified.missing || 0) + (each.verified.altered || 0);
+          return [link(each.name), number(each.artifacts), number(each.verified.verified || 0), number(each.verified.unverified || 0), h("span", { class: damaged ? "bad" : "muted" }, number(damaged)), each.oldest_verified_ms ? ago(each.oldest_verified_ms, data.now_ms) : h("span", { class: "muted" }, "never")];
+        }), "No page database yet."))),
+        data.damaged.length ? wide(card("Damaged", data.damaged_left_out ? `${number(data.damaged_left_out)} more` : "", table(["object", "database", "state", ">size", "seen"], data.damaged.map((each) => [h("code", {}, each.object), each.database, chip(each.state, `v-${each.state}`), bytes(each.size_bytes), ago(each.verified_at_ms, data.now_ms)])))) : null,
+        wide(card("Verifications", "newest first", jobTable(data.jobs, data.now_ms, ui)))),
+    ];
+  },
+};

@@ -1,0 +1,101 @@
+"""How a data source reaches the owner of a store (K6).
+
+Terms
+  access   an address, and the *names* of the files with the token and the certificate: small, picklable, nothing secret
+
+Rules
+  1. Spark calls sources in processes of its own, so all of them are clients: the process that owns the store must listen.
+     `options_of(store)` sees to that where the owner is this very process.
+  2. A token is never an option: options appear in plans, logs and the user interface. The name of its file is.
+  3. A path stands for the socket of the store's live owner. It is looked up where the query is planned, and executors get the
+     address: those of another machine need `grpc://` or `grpc+tls://`.
+
+Importable on executors: what needs a manifest is loaded only where a query is planned.
+
+Threads: any. Raises `StoreNotFound`, `Unavailable`, `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.core.errors import InvalidInput, StoreNotFound, Unavailable
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.service.sockets import SCHEME, is_alive, where_owner_listens
+
+if TYPE_CHECKING:
+    from quire.service.channel import Channel
+    from quire.service.client import Client
+
+CALL_SECONDS = 30.0
+"""How long an owner may be away before a query fails."""
+
+
+class Served(Protocol):
+    """What `options_of` needs of a store."""
+
+    path: str
+
+    def serve(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Where the owner listens, and what to show it."""
+
+    uri: str
+    token_file: str = ""
+    tls_ca_file: str = ""
+
+    def connect(self) -> Client:
+        """A client, where there is a manifest's code: on the driver's machine."""
+        from quire.service.client import connect
+
+        return connect(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, timeout=CALL_SECONDS)
+
+    def channel(self) -> Channel:
+        """A bare connection: all that an executor needs."""
+        from quire.service.channel import Channel
+
+        return Channel(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, call_seconds=CALL_SECONDS)
+
+
+def options_of(store: Served) -> dict[str, str]:
+    """The options by which sources find a store that this process owns; it listens from now on, if it did not.
+
+    spark.read.format("quire.table").options(**options_of(store)).option("table", "db").load()
+    """
+    socket_path = where_owner_listens(OsDisk(), store.path)
+    if not socket_path or not is_alive(socket_path):
+        store.serve()
+    return {"store": store.path}
+
+
+def access_of(options: Mapping[str, str]) -> Access:
+    """What the options `store`, `token_file` and `tls_ca_file` mean (rule 3)."""
+    if "token" in options:
+        raise InvalidInput("a token is not an option: it would be seen in plans and logs", hint="use token_file")
+    where = options.get("store", "") or options.get("path", "")
+    if not where:
+        raise InvalidInput("which store?", hint='option("store", PATH), or the address of its owner')
+    uri = where if "://" in where else SCHEME + _socket_of(os.path.abspath(where))
+    over_network = not uri.startswith(SCHEME)
+    token = options.get("token_file", "") or (os.environ.get("QUIRE_TOKEN_FILE", "") if over_network else "")
+    return Access(uri=uri, token_file=token, tls_ca_file=options.get("tls_ca_file", ""))
+
+
+def _socket_of(root: str) -> str:
+    if not os.path.isfile(os.path.join(root, names.CONFIG)):
+        raise StoreNotFound("there is no store here", hint="`quire init` makes one", path=root)
+    found = where_owner_listens(OsDisk(), root)
+    if not found or not is_alive(found):
+        raise Unavailable(
+            "no owner listens for this store",
+            hint="run `quire serve`, or pass `quire.spark.access.options_of(store)` in the process that owns it",
+            path=root,
+        )
+    return found

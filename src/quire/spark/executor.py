@@ -1,0 +1,216 @@
+"""The executor's side of the Spark runner: tools of its own, and the two functions that Spark calls with Arrow batches.
+
+Terms
+  site   what an executor must know to reach the bytes of a store: its directory, if the executor sees it, and how to open
+         object stores; small, picklable, without a secret that the environment does not have
+  row    (place, db, slot, kind, data): what is sent, all of it pickled in `data`. Values of one key follow each other, its
+         task before them
+
+Rules
+  1. Clients of remote object stores are made once for each Python worker and used by all its tasks. Files and directories are
+     opened anew by each: a worker lives as long as its session, and would keep the space of files that were deleted, or
+     believe in a directory that another store has taken the place of.
+  2. What a task raises, if it is a `QuireError`, is its answer (runner, rule 1); an answer that does not pickle is told as an
+     `InternalError`.
+  3. Rows are streamed: a worker has the values of one key in memory, and one batch of Arrow.
+
+Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import pyarrow as pa
+
+from quire.core.errors import InternalError, QuireError
+from quire.core.limits import MIB
+from quire.durable.files import OsDisk
+from quire.jobs.runner import Answer, Key, Tools, owner_of
+from quire.objects.api import ObjectStore
+from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
+from quire.pages.cache import PageCache
+from quire.pages.sources import Sources
+
+CACHE_BYTES = 4 * MIB
+"""Jobs read each page once: what is cached is the odd neighbour."""
+
+TASK, VALUE, ERROR = 0, 1, 2
+"""Kinds of rows, in the order in which those of one key come."""
+
+ROWS = pa.schema(
+    [("place", pa.int32()), ("db", pa.int64()), ("slot", pa.int64()), ("kind", pa.int8()), ("data", pa.binary())]
+)
+ANSWERS = pa.schema([("db", pa.int64()), ("slot", pa.int64()), ("data", pa.binary())])
+ROWS_DDL = "place int, db bigint, slot bigint, kind tinyint, data binary"
+ANSWERS_DDL = "db bigint, slot bigint, data binary"
+
+BATCH_BYTES = 8 * MIB
+"""Rows are sent in batches of about this size."""
+
+Batches = Iterator[pa.RecordBatch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """How an executor reaches a store."""
+
+    root: str = ""
+    """The store's directory; empty where executors have another disk."""
+    options: StoreOptions | None = None
+
+
+_clients: dict[tuple[str, bytes], ObjectStore] = {}
+"""(URL, options) → a remote object store of this process."""
+
+
+@contextmanager
+def tools_of(site: Site) -> Iterator[Tools]:
+    """Tools for one task (rule 1)."""
+    stores: dict[str, ObjectStore] = {}
+    options = pickle.dumps(site.options)
+
+    def opened(url: str) -> ObjectStore:
+        is_remote = "://" in url and not url.startswith("file:")
+        kept: dict[Any, ObjectStore] = _clients if is_remote else stores
+        name = (url, options) if is_remote else url
+        if name not in kept:
+            kept[name] = open_store(url, options=site.options)
+        return kept[name]
+
+    disk = OsDisk()
+    # Without a directory there are no files: the name of one that cannot exist says so to `Sources`.
+    sources = Sources(root=site.root or "/nonexistent", disk=disk, open_store=opened, cache=PageCache(CACHE_BYTES))
+    try:
+        yield Tools(sources, opened, disk, site.root)
+    finally:
+        sources.close()
+        for store in stores.values():
+            store.close()
+
+
+# ── what Spark calls ──────────────────────────────────────────────────────────────────────────────────────────────────
+def splitter(site: Site, split: Callable[..., Any], places: dict[Key, int] | None) -> Callable[[Batches], Batches]:
+    """Inputs → rows of their values. `places` says which partition each key is joined in; without, Spark decides."""
+
+    def run(batches: Batches) -> Batches:
+        with tools_of(site) as tools:
+            yield from _batched(_split(batches, split, tools, places))
+
+    return run
+
+
+def _split(batches: Batches, split: Callable[..., Any], tools: Tools, places: dict[Key, int] | None) -> Iterator[Row]:
+    for data in _column(batches, "data"):
+        given = pickle.loads(data)
+        try:
+            for key, value in split(given, tools):
+                place = places[key] if places is not None else 0
+                yield place, *key, VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except QuireError as error:
+            yield 0, owner_of(given), -1, ERROR, _packed(error)
+
+
+def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool) -> Callable[[Batches], Batches]:
+    """Rows, in the order of their keys, → one answer for each key."""
+
+    def run(batches: Batches) -> Batches:
+        with tools_of(site) as tools:
+            for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
+                yield _answered(key, _joined(key, rows, join, tools, needs_task))
+
+    return run
+
+
+def _joined(
+    key: Key, rows: Iterator[Any], join: Callable[..., Any], tools: Tools, needs_task: bool
+) -> Answer[Key, Any]:
+    task, values = None, []
+    for _, _, kind, data in rows:
+        if kind == ERROR:
+            return Answer(key, error=pickle.loads(data))
+        if kind == TASK:
+            task = pickle.loads(data)
+        else:
+            values.append(pickle.loads(data))
+    try:
+        if needs_task and task is None:
+            raise InternalError("a value came up for which there is no task", key=key)
+        return Answer(key, join(key, task, values, tools))
+    except QuireError as error:
+        return Answer(key, error=error)
+
+
+def mapper(site: Site, run: Callable[..., Any]) -> Callable[[Batches], Batches]:
+    """Tasks → one answer for each."""
+
+    def work(batches: Batches) -> Batches:
+        with tools_of(site) as tools:
+            for number, _, _, data in _rows(batches):
+                try:
+                    answer = Answer((number, 0), run(pickle.loads(data), tools))
+                except QuireError as error:
+                    answer = Answer((number, 0), error=error)
+                yield _answered((number, 0), answer)
+
+    return work
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+Row = tuple[int, int, int, int, bytes]
+
+
+def _column(batches: Batches, name: str) -> Iterator[bytes]:
+    for batch in batches:
+        for each in batch.column(batch.schema.get_field_index(name)):
+            yield each.as_py()
+
+
+def _rows(batches: Batches) -> Iterator[tuple[int, int, int, bytes]]:
+    """(db, slot, kind, data), one after the other."""
+    for batch in batches:
+        columns = [batch.column(batch.schema.get_field_index(name)) for name in ("db", "slot", "kind")]
+        heads = zip(*(column.to_pylist() for column in columns))
+        data = batch.column(batch.schema.get_field_index("data"))
+        for place, (db, slot, kind) in enumerate(heads):
+            yield db, slot, kind, data[place].as_py()
+
+
+def _batched(rows: Iterator[Row]) -> Batches:
+    taken: list[Row] = []
+    size = 0
+    for row in rows:
+        taken.append(row)
+        size += len(row[4]) + 32
+        if size >= BATCH_BYTES:
+            yield batch_of(taken)
+            taken, size = [], 0
+    if taken:
+        yield batch_of(taken)
+
+
+def batch_of(rows: list[Row]) -> pa.RecordBatch:
+    """Rows, as Arrow has them."""
+    columns = list(zip(*rows)) if rows else [()] * len(ROWS)
+    return pa.RecordBatch.from_arrays([pa.array(each, field.type) for each, field in zip(columns, ROWS)], schema=ROWS)
+
+
+def _answered(key: Key, answer: Answer[Key, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({"db": [key[0]], "slot": [key[1]], "data": [_packed(answer)]}, schema=ANSWERS)
+
+
+def _packed(value: Any) -> bytes:
+    """Rule 2."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever an object of somebody else's raises when it is pickled
+        failure = InternalError(f"an answer cannot be sent: {type(error).__name__}: {error}")
+        sent: Any = Answer(value.key, error=failure) if isinstance(value, Answer) else failure
+        return pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,225 @@
+"""Runs tasks of jobs on Spark: the functions are those that threads run, the rows between them are shuffled by Spark.
+
+    split stage:  inputs ──► split ──► rows of (partition, key, value)
+    shuffle:      each row to the partition its key was given; there, rows in the order of their keys, a task before its values
+    join stage:   rows ──► join ──► one answer for each key
+
+Rules
+  1. One action for each call, whatever the number of databases (K1); answers are small, and the only thing that is collected.
+  2. The driver says which partition a key is joined in: heavy keys first, each to the partition with the least work. So one
+     hot slot takes one core, and never waits behind another one (skew).
+  3. Only sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3).
+  4. While the action runs, `tick` is called now and then; if it raises, the action is interrupted and waited for. A runner has
+     a session of its own beside the caller's, so that nothing else is interrupted.
+  5. Whether executors see the store's directory is known for local masters, and else said by who makes the runner. Where they
+     do not, the object store must be one that they reach: not a path, not memory.
+
+Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), `InvalidConfig` (rule 5), what `tick` raises.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from quire.core.errors import InvalidConfig, SparkUnavailable
+from quire.core.limits import MIB
+from quire.jobs.runner import Answer, Join, Key, P, R, Run, Split, T, Tick, V, no_tick
+from quire.objects.options import StoreOptions
+from quire.spark.executor import (
+    ANSWERS_DDL,
+    ROWS_DDL,
+    TASK,
+    VALUE,
+    Row,
+    Site,
+    batch_of,
+    joiner,
+    mapper,
+    splitter,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+TICK_SECONDS = 0.2
+
+PARTITIONS_MAX = 1_024
+"""Tasks of one stage: enough for a few hundred cores, few enough that starting them (some 5 ms each) is no matter."""
+
+PARTITIONS_MIN = 8
+"""As long as there are so many keys: else a light run would be one core's."""
+
+WEIGHT_MIN = MIB
+"""What a key costs at least, in bytes: opening a file, putting an object."""
+
+PARTITION_WEIGHT = 32 * MIB
+"""Light keys share a partition up to this much."""
+
+
+class SparkRunner:
+    """Runs tasks on a session's executors."""
+
+    name = "spark"
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        *,
+        root: str,
+        objects_url: str,
+        shares_disk: bool | None = None,
+        options: StoreOptions | None = None,
+    ) -> None:
+        self._spark = spark.newSession()  # rule 4
+        self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
+        self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options)
+        _require_reachable(objects_url, self.shares_disk)
+
+    def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
+        """See `Runner`."""
+        if not tasks:
+            return
+        rows = [(number % PARTITIONS_MAX, number, 0, TASK, _pickled(task)) for number, task in enumerate(tasks)]
+        frame = self._frame(rows, min(len(rows), PARTITIONS_MAX))
+        for answer in self._answers(frame.mapInArrow(mapper(self._site, run), ANSWERS_DDL), len(tasks), tick):
+            yield Answer(answer.key[0], answer.value, answer.error)
+
+    def regroup(
+        self,
+        split: Split[P, V],
+        inputs: Sequence[P],
+        join: Join[T, V, R],
+        tasks: Mapping[Key, T] | None = None,
+        *,
+        tick: Tick = no_tick,
+    ) -> Iterator[Answer[Key, R]]:
+        """See `Runner`."""
+        if not inputs and not tasks:
+            return
+        places = spread(tasks) if tasks is not None else None
+        partitions = max(places.values(), default=0) + 1 if places is not None else _few(len(inputs))
+        rows: DataFrame | None = None
+        if inputs:
+            sent = [(number % PARTITIONS_MAX, 0, 0, VALUE, _pickled(each)) for number, each in enumerate(inputs)]
+            read = self._frame(sent, _few(len(sent)))
+            rows = read.mapInArrow(splitter(self._site, split, places), ROWS_DDL)
+        if places is not None and tasks is not None:
+            told = self._local([(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()])
+            rows = told if rows is None else rows.unionByName(told)
+        assert rows is not None, "there are inputs or tasks"
+        together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
+        joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
+            joiner(self._site, join, needs_task=tasks is not None), ANSWERS_DDL
+        )
+        yield from self._answers(joined, len(tasks or ()), tick)
+
+    # ── frames and actions ────────────────────────────────────────────────────────────────────────────────────────────
+    def _local(self, rows: list[Row]) -> DataFrame:
+        return self._spark.createDataFrame(pa.Table.from_batches([batch_of(rows)]), schema=ROWS_DDL)
+
+    def _frame(self, rows: list[Row], partitions: int) -> DataFrame:
+        """Rows, spread evenly over partitions by their place."""
+        spread_out = [(place % partitions, *rest) for place, *rest in rows]
+        return self._local(spread_out).repartitionById(partitions, "place")  # type: ignore[arg-type]  # rows stay rows
+
+    def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[Answer[Key, Any]]:
+        tick(0, total)
+        for done, row in enumerate(_watched(self._spark, frame.collect, lambda: tick(0, total)), 1):
+            yield pickle.loads(row["data"])
+            tick(done, max(total, done))
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether a session's executors are processes of this machine."""
+    return str(spark.conf.get("spark.master", "")).startswith("local")
+
+
+def spread(tasks: Mapping[Key, Any]) -> dict[Key, int]:
+    """Rule 2: key → partition.
+
+    >>> from types import SimpleNamespace as Task
+    >>> spread({(1, 0): Task(dirty=9, page_size=1 << 23, chain=()), (1, 1): Task(dirty=1, page_size=512, chain=())})
+    {(1, 0): 0, (1, 1): 1}
+    """
+    weights = {key: _weight(task) for key, task in tasks.items()}
+    heavy = [each for each in weights.values() if each > PARTITION_WEIGHT // 2]
+    wanted = len(heavy) + (sum(weights.values()) - sum(heavy)) // PARTITION_WEIGHT + 1
+    partitions = max(1, min(len(weights), PARTITIONS_MAX, max(wanted, PARTITIONS_MIN)))
+    loads = [(0, number) for number in range(partitions)]
+    found: dict[Key, int] = {}
+    for key in sorted(weights, key=lambda each: (-weights[each], each)):
+        load, number = heapq.heappop(loads)
+        found[key] = number
+        heapq.heappush(loads, (load + weights[key], number))
+    return found
+
+
+def _weight(task: Any) -> int:
+    held = sum(place.size_bytes for place in task.chain) if hasattr(task, "chain") else 0
+    dirty = task.dirty * task.page_size if hasattr(task, "dirty") else 0
+    return max(WEIGHT_MIN, int(dirty + held))
+
+
+def _few(inputs: int) -> int:
+    """Partitions for so many inputs that are light each."""
+    return max(1, min(inputs, PARTITIONS_MAX, PARTITIONS_MIN + inputs // 16))
+
+
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def _require_reachable(objects_url: str, shares_disk: bool) -> None:
+    scheme = objects_url.partition("://")[0] if "://" in objects_url else "path"
+    if scheme == "memory" or (scheme in ("path", "file") and not shares_disk):
+        raise InvalidConfig(
+            "executors do not reach this object store",
+            hint="use one with a URL (s3://, gs://, az://), or `--runner threads`",
+            object_store=objects_url,
+        )
+
+
+def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callable[[], None]) -> list[Any]:
+    """Rule 4. (Interrupting by tags does not reach an action of another thread: tried with Spark 4.3.)"""
+    outcome, failure = list[list[Any]](), list[BaseException]()
+
+    def body() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=body, name="quire-spark-action", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(TICK_SECONDS)
+            tick()
+    except BaseException:
+        while thread.is_alive():
+            spark.interruptAll()  # again and again: a stage that had not begun is not interrupted
+            thread.join(TICK_SECONDS)
+        raise
+    if failure:
+        raise _translated(failure[0])
+    return outcome[0]
+
+
+def _translated(error: BaseException) -> BaseException:
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark.errors import PySparkException
+
+    if not isinstance(error, (PySparkException, Py4JError)):
+        return error
+    said = str(error).strip().splitlines()
+    told = next((line for line in reversed(said) if line and not line.startswith((" ", "\t"))), type(error).__name__)
+    failure = SparkUnavailable(f"Spark gave up: {told[:300]}", hint="its log says why; the job is tried again")
+    failure.__cause__ = error
+    return failure

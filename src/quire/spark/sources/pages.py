@@ -1,0 +1,155 @@
+"""`quire.pages`: the bodies of the pages of a version, as they were at a snapshot or are now.
+
+    spark.read.format("quire.pages").option("store", path).option("database", "shop").option("snapshot", "monday").load()
+
+Terms
+  row   `database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros
+
+Rules
+  1. Tasks are runs of slots: a chunk is read by one task, from its object, without the owner.
+  2. Filters on `page` leave out what they exclude; Spark applies them again.
+
+Options: `database` or `databases`, `snapshot`, `keep_seconds`, `upload`, `partitions` (`views.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+
+from quire.core.errors import InvalidInput
+from quire.core.limits import MIB
+from quire.pages.view import SnapshotView
+from quire.spark.sources import views
+from quire.spark.sources.options import Options
+from quire.spark.sources.shapes import arrow_schema, default_partitions
+from quire.spark.sources.views import Asked, Piece, Version, dealt, opened
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SCHEMA = StructType(
+    [
+        StructField("database", StringType(), nullable=False),
+        StructField("page", LongType(), nullable=False),
+        StructField("data", BinaryType(), nullable=False),
+    ]
+)
+
+BATCH_BYTES = 4 * MIB
+
+Run = tuple[int, int]
+"""[start, stop) of pages."""
+
+
+class PagesSource(DataSource):
+    """See the rules above; this one takes no filters (K5)."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "quire.pages"
+
+    def schema(self) -> StructType:
+        return SCHEMA
+
+    def reader(self, schema: StructType) -> PagesReader:
+        return PagesReader(_options(self.options), schema)
+
+
+class FilteredPagesSource(PagesSource):
+    """The same, where filters may be pushed."""
+
+    def reader(self, schema: StructType) -> PagesReader:
+        return FilteredPagesReader(_options(self.options), schema)
+
+
+class PagesPartition(InputPartition):
+    """Runs of pages that one task reads."""
+
+    def __init__(self, pieces: list[Piece[Run]]) -> None:
+        super().__init__(pieces)
+
+
+class PagesReader(DataSourceReader):
+    """Plans where the query is planned, reads on executors."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        if schema.simpleString() != SCHEMA.simpleString():
+            raise InvalidInput("the schema of quire.pages is fixed", hint="leave .schema(…) out")
+        self.access = options.access()
+        self.asked = Asked(options)
+        self._wanted = options.number("partitions", default_partitions(), least=1)
+        self._first, self._stop = 0, 1 << 32
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Rule 1."""
+        with self.access.connect() as client:
+            versions = self.asked.versions(client, self.asked.names(client))
+        pieces = [piece for version in versions for piece in _pieces(version, self._first, self._stop)]
+        return [PagesPartition(heap) for heap in dealt(pieces, max(self._wanted, len(pieces) // 64))]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The pages of a task."""
+        for piece in partition.value or ():
+            with opened(piece.version) as reader:
+                rows: list[tuple[int, bytes]] = []
+                for page, image in reader.scan(*piece.part):
+                    rows.append((page, image))
+                    if len(rows) * piece.version.view.page_size >= BATCH_BYTES:
+                        yield _batch(piece.version.database, rows)
+                        rows = []
+                if rows:
+                    yield _batch(piece.version.database, rows)
+
+
+class FilteredPagesReader(PagesReader):
+    """Rule 2."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
+        """Narrow what is read; every filter stays Spark's too."""
+        for each in filters:
+            value: Any = getattr(each, "value", None)
+            if getattr(each, "attribute", ()) != ("page",) or not isinstance(value, int):
+                continue
+            if isinstance(each, GreaterThan | GreaterThanOrEqual | EqualTo):
+                self._first = max(self._first, value + isinstance(each, GreaterThan))
+            if isinstance(each, LessThan | LessThanOrEqual | EqualTo):
+                self._stop = min(self._stop, value + (not isinstance(each, LessThan)))
+        return filters
+
+
+def _pieces(version: Version, first: int, stop: int) -> Iterator[Piece[Run]]:
+    view: SnapshotView = version.view
+    for start in range(0, view.size_pages, view.pages_per_chunk):
+        run = max(start, first), min(start + view.pages_per_chunk, view.size_pages, stop)
+        if run[0] < run[1]:
+            yield Piece(version, run, (run[1] - run[0]) * view.page_size)
+
+
+def _batch(database: str, rows: list[tuple[int, bytes]]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    pages, images = zip(*rows)
+    columns = [
+        pa.array([database] * len(rows), pa.string()),
+        pa.array(pages, pa.int64()),
+        pa.array(images, pa.binary()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(SCHEMA))
+
+
+def _options(given: Any) -> Options:
+    return Options(given, source="quire.pages", known=views.OPTIONS)

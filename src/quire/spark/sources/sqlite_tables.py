@@ -1,0 +1,155 @@
+"""A SQLite table as Spark sees it: its columns, their types, and whether its rows have rowids.
+
+Terms
+  declared   the type in CREATE TABLE; SQLite takes it as advice, and stores any value in any column
+  affinity   what SQLite makes of the declared type
+
+Rules
+  1. What is declared decides: …INT… is `bigint`; …CHAR…, …CLOB…, …TEXT…, …DATE…, …TIME… and nothing at all are `string`;
+     …BLOB… is `binary`; …REAL…, …FLOA…, …DOUB…, NUMERIC and DECIMAL are `double`; …BOOL… is `boolean`. Anything else is
+     `string`. A schema that the user gives goes before.
+  2. Ranges of rowids need a rowid: views, virtual tables and tables WITHOUT ROWID are read in one piece.
+  3. Columns that SQLite computes are columns like any other; hidden ones of virtual tables are not read.
+
+Importable on executors. Raises `NotFound` for a table that is not there, `InvalidInput` for a column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.types import (
+    BinaryType,
+    BooleanType,
+    DataType,
+    DoubleType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from quire.core.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from quire.sqlite.connect import Connection
+
+DATABASE = "_database"
+"""The column that says which database a row is of, when there are several."""
+
+ROWID_NAMES = ("rowid", "_rowid_", "oid")
+
+_HIDDEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, and what was declared."""
+
+    name: str
+    declared: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a database."""
+
+    name: str
+    columns: tuple[Column, ...]
+    root: int
+    """SQLite's page where its tree begins; 0 if it has none."""
+    rowid: str
+    """By what name rows are counted; empty if they are not (rule 2)."""
+    key: tuple[str, ...]
+    """The columns of its primary key."""
+    is_utf8: bool
+
+    def column(self, name: str) -> Column | None:
+        """A column by name, as SQLite compares names."""
+        return next((each for each in self.columns if each.name.lower() == name.lower()), None)
+
+
+def quoted(name: str) -> str:
+    """A name as SQL has it.
+
+    >>> quoted('odd"name')
+    '"odd""name"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+def find_table(connection: Connection, name: str, database: str) -> Table:
+    """A table of a database, by the name SQLite knows it by."""
+    rows = _all(connection, "SELECT schema, name, type, wr FROM pragma_table_list(?)", name)
+    found = next((row for row in rows if row[0] == "main"), None)
+    if found is None:
+        known = [row[0] for row in _all(connection, "SELECT name FROM sqlite_schema WHERE type = 'table' LIMIT 10")]
+        raise NotFound(
+            "the database has no such table", hint=f"it has: {', '.join(known)}", table=name, database=database
+        )
+    _, name, kind, without_rowid = found
+    info = _all(connection, "SELECT name, type, pk, hidden FROM pragma_table_xinfo(?)", name)
+    columns = tuple(Column(each, declared or "") for each, declared, _, hidden in info if hidden != _HIDDEN)
+    taken = {each.name.lower() for each in columns}
+    free = next((each for each in ROWID_NAMES if each not in taken), "")
+    has_rowid = kind == "table" and not without_rowid
+    root = _all(connection, "SELECT rootpage FROM sqlite_schema WHERE type = 'table' AND name = ?", name)
+    key = tuple(each[0] for each in sorted((row for row in info if row[2]), key=lambda row: row[2]))
+    return Table(
+        name=name,
+        columns=columns,
+        root=(root[0][0] or 0) if root else 0,
+        rowid=free if has_rowid else "",
+        key=key,
+        is_utf8=connection.pragma("encoding") == "UTF-8",
+    )
+
+
+def spark_type(declared: str) -> DataType:
+    """Rule 1.
+
+    >>> [spark_type(each).simpleString() for each in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
+    ['string', 'bigint', 'double', 'string', 'boolean', 'binary']
+    """
+    text = declared.upper()
+    if "INT" in text:
+        return LongType()
+    if any(each in text for each in ("CHAR", "CLOB", "TEXT", "DATE", "TIME")):
+        return StringType()
+    if "BLOB" in text:
+        return BinaryType()
+    if any(each in text for each in ("REAL", "FLOA", "DOUB", "NUMERIC", "DECIMAL")):
+        return DoubleType()
+    return BooleanType() if "BOOL" in text else StringType()
+
+
+def affinity(declared: str) -> str:
+    """What SQLite itself makes of a declared type (https://www.sqlite.org/datatype3.html#determination_of_column_affinity).
+
+    >>> [affinity(each) for each in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "DATE", "double")]
+    ['text', 'integer', 'numeric', 'blob', 'numeric', 'real']
+    """
+    text = declared.upper()
+    if "INT" in text:
+        return "integer"
+    if any(each in text for each in ("CHAR", "CLOB", "TEXT")):
+        return "text"
+    if "BLOB" in text or not text:
+        return "blob"
+    return "real" if any(each in text for each in ("REAL", "FLOA", "DOUB")) else "numeric"
+
+
+def table_schema(table: Table, columns: list[str], *, with_database: bool) -> StructType:
+    """The schema of these columns, or of all."""
+    unknown = [name for name in columns if table.column(name) is None and name != DATABASE]
+    if unknown:
+        hint = f"columns: {', '.join(each.name for each in table.columns)}"
+        raise InvalidInput("the table has no such column", hint=hint, table=table.name, columns=unknown[:5])
+    chosen = [found for name in columns if (found := table.column(name))] if columns else list(table.columns)
+    fields = [StructField(each.name, spark_type(each.declared)) for each in chosen]
+    return StructType([StructField(DATABASE, StringType()), *fields] if with_database else fields)
+
+
+def _all(connection: Connection, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    return list(connection.execute(sql, values))

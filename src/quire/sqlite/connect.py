@@ -1,0 +1,260 @@
+"""SQLite connections to the databases of a store.
+
+Terms
+  URI       how SQLite names a database of this store: `shop`, or `file:shop?at=monday`, `?epoch=4711`, `?time=2026-01-31T12:00`
+  keeper    a thread that renews the leases of long read transactions, and gives back versions that nobody reads
+
+Rules
+  1. A connection is plain apsw. What makes it ours is the VFS it was opened with; an attached name is looked up there too.
+  2. A version other than the newest is for reading. It is held as long as the connection: by its snapshot's row, or by a lease.
+  3. Names are looked up when a connection is opened: renaming a database leaves its connections alone.
+  4. When the store is closed, connections that are still open fail with `SQLITE_IOERR` and the reason; a forked child's too.
+
+Threads: any; a connection belongs to one at a time.
+Raises `UnknownDatabase`, `WrongKind`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`, `ReadOnly`, and apsw's errors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from urllib.parse import quote, urlencode
+
+import apsw
+
+from quire.core.errors import InvalidInput, QuireError, ReadOnly, StoreClosed, UnknownDatabase
+from quire.core.ids import Epoch
+from quire.manifest.records import DbKind
+from quire.manifest.store import ManifestStore
+from quire.pages.databases import find_database
+from quire.pages.engine import PageEngine
+from quire.pages.snapshot import Snapshot
+from quire.sqlite.databases import TAGS, Database
+from quire.sqlite.files import PageSource, SourceFile
+from quire.sqlite.live import LiveFile
+from quire.sqlite.published import PublishedFile
+from quire.sqlite.vfs import QuireVfs, VfsFile
+
+KEEPER_SECONDS = 1.0
+RENEW_ROUNDS = 5
+"""Idle versions go within a second or two; leases of 30 s are renewed every five."""
+
+SQLITE_PAGE_SIZE = 4096
+"""What SQLite makes a new database with."""
+
+Connection = apsw.Connection
+At = str | int | Epoch | datetime
+"""A snapshot's name, an lsn, an epoch, or a time with its zone."""
+
+
+class SqliteRoom:
+    """The SQLite front end of one opened store."""
+
+    def __init__(
+        self, *, manifest: ManifestStore, engine: PageEngine, page_size: int = SQLITE_PAGE_SIZE, read_only: bool = False
+    ) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._engine = engine
+        self._page_size = page_size
+        self._read_only = read_only
+        self._pid = os.getpid()
+        self._vfs = QuireVfs("quire", self._open_file)
+        self._stopping = threading.Event()
+        # each thread's own: what it has opened last
+        self._opened = threading.local()
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._databases: dict[int, Database] = {}
+        self._files: weakref.WeakSet[LiveFile | PublishedFile] = weakref.WeakSet()
+        self._fixed: weakref.WeakSet[SourceFile] = weakref.WeakSet()
+        self._keeper: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def vfs_name(self) -> str:
+        """For `ATTACH 'file:shop?vfs=…'` in a connection that is not ours."""
+        return self._vfs.name
+
+    # ── connecting ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def connect(
+        self, name: str, *, at: At | None = None, create: bool = False, page_size: int = 0, timeout: float = 5.0
+    ) -> Connection:
+        """A connection to a database, to its newest version or to the one that was current `at` a moment."""
+        self._check()
+        if name == ":memory:":
+            raise InvalidInput("to SQLite this name means a database in memory", hint="use another name", name=name)
+        if at is None and not self._read_only:
+            return self._connect_newest(name, create, page_size, timeout)
+        if create or page_size:
+            raise ReadOnly(
+                "a database is made by its owner, without `at`", hint="leave out create and page_size", name=name
+            )
+        if at is None:
+            return self._open(name, {}, timeout, read_only=True)
+        return self._open(name, _at_parameters(at) | {"immutable": "1"}, timeout, read_only=True)
+
+    def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
+        database = self._database(self._made(name) if create else self._find(name))
+        if page_size or database.page_size():
+            database.open(page_size)
+        connection = self._open(name, {}, timeout)
+        try:
+            store = database.current()
+            wanted = self._page_size if store is None else store.page_size
+            if wanted != SQLITE_PAGE_SIZE and (store is None or not store.wal.written.size_pages):
+                connection.pragma("page_size", wanted)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _open(self, name: str, parameters: Mapping[str, str], timeout: float, *, read_only: bool = False) -> Connection:
+        uri = f"file:{quote(name, safe='')}" + (f"?{urlencode(parameters)}" if parameters else "")
+        access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
+        self._opened.file = None
+        try:
+            connection = apsw.Connection(uri, flags=access | apsw.SQLITE_OPEN_URI, vfs=self._vfs.name)
+        except apsw.CantOpenError as error:
+            if isinstance(error.__cause__, QuireError):
+                raise error.__cause__ from None  # whoever calls us knows our errors
+            raise
+        if self._opened.file is not None and (file := self._opened.file()) is not None:
+            file.connection = weakref.ref(connection)
+        connection.set_busy_timeout(int(timeout * 1000))
+        return connection
+
+    def _find(self, name: str) -> int:
+        with self._manifest.read() as txn:
+            return find_database(txn, name)[0]
+
+    def _made(self, name: str) -> int:
+        """The database of this name, registered if there is none."""
+        try:
+            return self._find(name)
+        except UnknownDatabase:
+            return self._manifest.register_db(name, DbKind.PAGES)
+
+    def _database(self, db_id: int) -> Database:
+        with self._lock:
+            return self._databases.setdefault(db_id, Database(db_id, self._engine, self._manifest))
+
+    # ── what SQLite opens ─────────────────────────────────────────────────────────────────────────────────────────────
+    def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
+        """The opener of the VFS: for our own connections, for ATTACH, and for VACUUM INTO, which alone may create."""
+        self._check()
+        if _ask(parameters):
+            fixed = SourceFile(self._source(self._find(name), parameters))
+            with self._lock:
+                self._fixed.add(fixed)
+            return fixed, True
+        if self._read_only:
+            return self._kept(self._published(self._find(name))), True
+        database = self._database(self._made(name) if create else self._find(name))
+        file = LiveFile(database, self._vfs)
+        self._opened.file = weakref.ref(file)
+        return self._kept(file), False
+
+    def _source(self, db_id: int, parameters: Mapping[str, str]) -> PageSource:
+        """A version that stays what it is (rule 2)."""
+        kind, at = next(iter(_ask(parameters).items()))
+        if kind == "at":
+            return self._engine.open_view(db_id, at)
+        moment = _moment(kind, at)
+        if self._read_only:
+            return self._engine.open_published_at(db_id, moment, tags=TAGS)
+        store = self._engine.open(db_id)
+        if not isinstance(moment, int) or moment <= store.wal.written.lsn:
+            store.wal.sync()  # what was written may be asked for, and only what is durable can be found
+        source = store.open_snapshot(at=moment, tags=TAGS)
+        return source.__enter__() if isinstance(source, Snapshot) else source  # so that it renews itself
+
+    def _published(self, db_id: int) -> PublishedFile:
+        def newest_lsn() -> int:
+            with self._manifest.read() as txn:
+                state = txn.wal_state(db_id)
+            return state.last_applied_lsn if state is not None else 0
+
+        return PublishedFile(lambda: self._engine.open_published(db_id, tags=TAGS), newest_lsn)
+
+    # ── the keeper ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _kept(self, file: LiveFile | PublishedFile) -> VfsFile:
+        with self._lock:
+            self._files.add(file)
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="quire-sqlite", daemon=True)
+                self._keeper.start()
+        return file
+
+    def _keep(self) -> None:
+        rounds = 0
+        while not self._stopping.wait(KEEPER_SECONDS):
+            rounds += 1
+            self.look_after(renew=rounds % RENEW_ROUNDS == 0)
+
+    def look_after(self, *, renew: bool = True) -> None:
+        """One round of the keeper."""
+        with self._lock:
+            files = list(self._files)
+        for file in files:
+            if renew:
+                file.renew()
+            with suppress(QuireError):
+                file.let_go()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Take no more connections; those that are open fail from now on (rule 4)."""
+        self._closed = True
+        self._stopping.set()
+        if self._keeper is not None:
+            self._keeper.join()
+        why = StoreClosed("the store is closed", hint="open it again, and connect again")
+        for database in list(self._databases.values()):
+            database.closed = why
+        for fixed in list(self._fixed):
+            fixed.shut(why)
+        self.look_after(renew=False)
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreClosed("this store was opened by the parent of a fork()", hint="open it again in this process")
+        if self._closed:
+            raise StoreClosed("the store is closed", hint="open it again")
+
+
+def _at_parameters(at: At) -> dict[str, str]:
+    """A version as parameters of a URI.
+
+    >>> _at_parameters("monday"), _at_parameters(4711)
+    ({'at': 'monday'}, {'epoch': '4711'})
+    """
+    if isinstance(at, str):
+        return {"at": at}
+    if isinstance(at, datetime):
+        return {"time": at.isoformat()}
+    if isinstance(at, bool) or not isinstance(at, int | Epoch):
+        hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
+        raise InvalidInput("there is no such way to name a version", hint=hint, at=repr(at))
+    return {"epoch": str(at.lsn if isinstance(at, Epoch) else at)}
+
+
+def _ask(parameters: Mapping[str, str]) -> dict[str, str]:
+    """The version that a URI asks for, if it asks for one."""
+    asked = {kind: parameters[kind] for kind in ("at", "epoch", "time") if kind in parameters}
+    if len(asked) > 1:
+        raise InvalidInput("a URI names one version", hint="one of at, epoch, time", asked=", ".join(asked))
+    return asked
+
+
+def _moment(kind: str, text: str) -> int | datetime:
+    """An lsn or a time, from a URI."""
+    try:
+        return int(text) if kind == "epoch" else datetime.fromisoformat(text)
+    except ValueError:
+        hint = "an lsn" if kind == "epoch" else "as in 2026-01-31T12:00:00+00:00"
+        raise InvalidInput(f"the URI's {kind} cannot be read", hint=hint, given=text) from None

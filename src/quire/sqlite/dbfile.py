@@ -1,0 +1,391 @@
+"""Reads an ordinary SQLite database file, with its -wal if there is one, as one consistent array of pages.
+
+Terms
+  source   the file as it is at one moment: the pages of the file, and over them the newest images of the log
+  locked   while SQLite's own read transaction is held: other programs go on, but nothing of what we read is overwritten
+  settled  the log adds nothing: all of it has been copied into the file, or there is none
+
+Rules
+  1. The lock is SQLite's: a read-only connection in a read transaction. What SQLite says is committed (`committed frames`) is
+     read and verified by `walfile`; a frame of those that is not good is damage, not a torn tail.
+  2. While frames are committed but not copied into the file, nobody can begin the log anew or copy beyond what we see, as long
+     as the lock is held. If all are copied, the log is left alone and the file is what we read: nobody can copy more into it.
+  3. The file is read through SQLite's own VFS: closing a descriptor of our own would drop the locks that SQLite holds on the
+     same file in this process (POSIX locks belong to the process).
+  4. What is read is as it is in the file: bytes 18 and 19 too (Q3).
+  5. Pages are numbered from 0 here, as everywhere in quire; SQLite's page n is n - 1.
+
+Two copies of SQLite in one process do not see each other's locks: a file that is open in this process through the standard
+library's `sqlite3` cannot be protected against it.
+
+Thread: one. Raises `NotFound`, `InvalidInput` for what is no SQLite database, `Corruption` for a damaged one, `Unavailable`
+if it cannot be locked now, or SQLite must recover it first.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import apsw
+
+from quire.core.errors import Corruption, InvalidInput, NotFound, StorageFault, Unavailable
+from quire.core.limits import PAGE_SIZE_MAX
+from quire.durable.files import Disk, File, OsDisk
+from quire.sqlite.walfile import FRAME_HEAD, HEADER_BYTES, WalHeader, WalMap, newest_pages, parse_header
+
+MAGIC = b"SQLite format 3\x00"
+HEADER_SIZE = 100
+JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+"""How a rollback journal begins that was not ended."""
+WAL_MODE = 2
+"""In bytes 18 and 19: readers must know of the log."""
+BUSY_MS = 5_000
+"""How long a lock is waited for: a program that commits holds its own for milliseconds."""
+PENDING_BYTE = 1 << 30
+"""Where SQLite's locks are: the page at this offset is never used."""
+
+RECOVERY_CODES = (apsw.SQLITE_READONLY_ROLLBACK, apsw.SQLITE_READONLY_RECOVERY)
+"""What SQLite says to who may only read and would have to recover first."""
+
+_FIELDS = struct.Struct(">HBB")
+_U32 = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DbHeader:
+    """What the first 100 bytes of a database say."""
+
+    page_size: int
+    write_version: int
+    read_version: int
+    change_counter: int
+    size_pages: int
+    """0 if the header does not say: it was last written by a SQLite of before 2010."""
+
+    @property
+    def wal_mode(self) -> bool:
+        """Whether the database keeps a log."""
+        return self.read_version == WAL_MODE
+
+
+def parse_db_header(data: bytes, path: str) -> DbHeader:
+    """The header of a database file; `path` is for messages."""
+    if len(data) < HEADER_SIZE or not data.startswith(MAGIC):
+        what = "the file is empty" if not data else "the file does not begin as a SQLite database does"
+        hint = (
+            "write something to it first"
+            if not data
+            else "it is something else, or an encrypted database: decrypt it first (with `VACUUM INTO`, say)"
+        )
+        raise InvalidInput(what, hint=hint, path=path)
+    size, write_version, read_version = _FIELDS.unpack_from(data, 16)
+    page_size = PAGE_SIZE_MAX if size == 1 else size
+    if page_size < 512 or page_size & (page_size - 1):
+        raise Corruption(
+            "the header of the database names no page size", hint="`sqlite3 FILE .recover`", path=path, page_size=size
+        )
+    counter, size_pages = _U32.unpack_from(data, 24)[0], _U32.unpack_from(data, 28)[0]
+    valid_for = _U32.unpack_from(data, 92)[0]
+    return DbHeader(
+        page_size=page_size,
+        write_version=write_version,
+        read_version=read_version,
+        change_counter=counter,
+        size_pages=size_pages if counter == valid_for else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What changes when somebody writes into the file: inode, size, time of the last write, SQLite's change counter."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    change_counter: int
+
+
+def signature_of(path: str) -> Signature:
+    """The file's signature as it is now; opens it through SQLite's VFS (rule 3)."""
+    with DbFile(path) as file:
+        return file.signature()
+
+
+class DbFile:
+    """A database file, read through SQLite's VFS (rule 3) and locked by nobody. A context manager."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        if not os.path.isfile(self.path):
+            raise NotFound("there is no such file", hint="name the database file", path=path)
+        flags = [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0]
+        try:
+            self._file = apsw.VFSFile("", self.path, flags)
+        except apsw.CantOpenError as error:
+            raise StorageFault("the file cannot be opened", hint="check its owner and mode", path=path) from error
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Bytes of the file; fewer at its end."""
+        try:
+            # Asked for more than there is, apsw returns less than there is: it takes zeros at the end for what is missing.
+            size = min(size, self._file.xFileSize() - offset)
+            return self._file.xRead(size, offset) if size > 0 else b""
+        except apsw.IOError as error:
+            raise StorageFault("the file cannot be read", hint="check the disk", path=self.path) from error
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._file.xFileSize()
+
+    def signature(self) -> Signature:
+        """See `Signature`."""
+        found = os.stat(self.path)
+        counter = self.read_at(4, 24)
+        number = _U32.unpack(counter)[0] if len(counter) == 4 else 0
+        return Signature(found.st_ino, found.st_size, found.st_mtime_ns, number)
+
+    def close(self) -> None:
+        """Let go of it; SQLite does so when no lock in this process needs it any more."""
+        self._file.xClose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ReadLock:
+    """A read transaction of SQLite on a file (rule 1). Use it as a context manager, or close it."""
+
+    def __init__(self, path: str, header: DbHeader) -> None:
+        self.path = path
+        self._closing = ExitStack()
+        has_log = os.path.exists(path + "-wal") or os.path.exists(path + "-journal")
+        # A database in WAL mode without a log gets an empty one while SQLite looks; only who may write can remove it again.
+        flags = apsw.SQLITE_OPEN_READWRITE if header.wal_mode and not has_log else apsw.SQLITE_OPEN_READONLY
+        try:
+            with self._closing:
+                held = self._connect(flags)
+                held.execute("BEGIN")
+                held.execute("PRAGMA schema_version").fetchall()
+                self._probe = self._connect(flags)
+                self._probe.execute("PRAGMA schema_version").fetchall()
+                self._closing = self._closing.pop_all()
+        except apsw.Error as error:
+            raise _translated(error, path) from error
+
+    def _connect(self, flags: int) -> apsw.Connection:
+        connection = apsw.Connection(self.path, flags=flags)
+        self._closing.callback(connection.close)
+        connection.set_busy_timeout(BUSY_MS)
+        if flags & apsw.SQLITE_OPEN_READONLY:
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        return connection
+
+    def frames(self) -> tuple[int, int]:
+        """(committed frames of the log, how many of them are in the file already); -1 where there is no log."""
+        try:
+            return self._probe.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
+        except apsw.Error as error:
+            raise _translated(error, self.path) from error
+
+    def close(self) -> None:
+        """End the transaction."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Unavailable | StorageFault:
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        hint = "another program holds it: try again, or import while that program is idle"
+        return Unavailable("the database cannot be locked for reading now", hint=hint, path=path)
+    if getattr(error, "extendedresult", 0) in RECOVERY_CODES:
+        hint = f"open it once with SQLite, which recovers it: `sqlite3 {path} 'PRAGMA schema_version'`"
+        return Unavailable("a program died while it was writing this database: it needs recovery", hint=hint, path=path)
+    if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
+        hint = "SQLite needs to write beside the file to lock it; if no program uses it, say `--no-lock`"
+        return Unavailable("the database cannot be locked", hint=hint, path=path, sqlite=str(error))
+    if isinstance(error, apsw.NotADBError):
+        return InvalidInput("SQLite does not take the file for a database", hint="it may be encrypted", path=path)
+    if isinstance(error, apsw.CorruptError):
+        return Corruption("SQLite finds the database damaged", hint="`sqlite3 FILE .recover`", path=path)
+    hint = "see what SQLite says of it"
+    return StorageFault(f"SQLite cannot read the database: {error}", hint=hint, path=path)
+
+
+class Source:
+    """A database file at one moment. Made by `open_source`; a context manager."""
+
+    def __init__(self, file: DbFile, lock: ReadLock | None, wal: File | None) -> None:
+        self.path = file.path
+        self.lock = lock
+        self.wal = wal
+        self.note = ""
+        """What people should know about the log, if it was not used."""
+        self._file = file
+        self.signature = file.signature()
+        self.file_header = parse_db_header(file.read_at(HEADER_SIZE, 0), file.path)
+        self.page_size = self.file_header.page_size
+        self.committed, copied = lock.frames() if lock is not None else (-1, -1)
+        self.settled = lock is not None and self.committed == copied
+        """Whether the file alone is the database; without a lock nobody knows."""
+        # Read after the frames were asked for: if there are some to read, it stays as it is from then on (rule 2).
+        self.wal_raw = wal.read_at(HEADER_BYTES, 0) if wal is not None else b""
+        self.wal_header = self._parse_wal_header()
+
+    def _parse_wal_header(self) -> WalHeader | None:
+        found = parse_header(self.wal_raw)
+        if isinstance(found, WalHeader):
+            return found
+        if self.wal_raw:
+            self.note = f"the -wal file was not used: {found}"
+        return None
+
+    @cached_property
+    def map(self) -> WalMap | None:
+        """The newest images in the log, if the log adds anything. The first time reads all of it."""
+        if self.settled or self.wal is None or self.wal_header is None:
+            return None
+        upto = self.committed if self.lock is not None else None
+        found = newest_pages(self.wal.read_at, self.wal_header, upto)
+        if upto is not None and found.end.frame != upto:
+            raise Corruption(
+                "the write-ahead log has a frame that is not good",
+                hint="make a copy of the database with `sqlite3 FILE '.backup COPY'` and import that",
+                path=self.wal.path,
+                frame=found.end.frame + 1,
+                committed=upto,
+            )
+        if not found.size_pages:
+            if self.wal.size() > HEADER_BYTES:
+                self.note = "the -wal file was not used: it holds no committed transaction with its own salts"
+            return None
+        if self.wal_header.page_size != self.page_size:
+            raise Corruption(
+                "the database and its write-ahead log have different page sizes",
+                hint="the log belongs to another database: move it away",
+                path=self.wal.path,
+                page_size=self.page_size,
+                wal_page_size=self.wal_header.page_size,
+            )
+        return found
+
+    @cached_property
+    def size_pages(self) -> int:
+        """Pages of the database."""
+        if self.map is not None:
+            return self.map.size_pages
+        bytes_ = self._file.size()
+        size = self.file_header.size_pages or bytes_ // self.page_size
+        if size * self.page_size > bytes_ or (not self.file_header.size_pages and bytes_ % self.page_size):
+            raise _cut_off(self.path, bytes_, size * self.page_size)
+        return size
+
+    def read(self, first: int, count: int) -> dict[int, bytes]:
+        """Pages in a row, page → image."""
+        wanted = range(first, min(first + count, self.size_pages))
+        size = self.page_size
+        frames = self.map.frames if self.map is not None else {}
+        data = self._file.read_at(len(wanted) * size, first * size) if any(n + 1 not in frames for n in wanted) else b""
+        images: dict[int, bytes] = {}
+        for page in wanted:
+            frame = frames.get(page + 1)
+            offset = (page - first) * size
+            images[page] = self._of_log(page, frame) if frame else data[offset : offset + size]
+            if len(images[page]) < size:
+                images[page] = self._absent(page, images[page])
+        return images
+
+    def read_page(self, page: int) -> bytes:
+        """One page."""
+        return self.read(page, 1)[page]
+
+    def _of_log(self, page: int, frame: int) -> bytes:
+        assert self.wal is not None
+        assert self.wal_header is not None
+        data = self.wal.read_at(self.wal_header.frame_bytes, self.wal_header.offset(frame))
+        if len(data) == self.wal_header.frame_bytes:
+            number, _, salts, _, _ = FRAME_HEAD.unpack_from(data)
+            if number == page + 1 and salts == self.wal_header.salts:
+                return data[FRAME_HEAD.size :]
+        raise Corruption(
+            "the write-ahead log changed while it was read", hint="try again", path=self.wal.path, frame=frame
+        )
+
+    def _absent(self, page: int, part: bytes) -> bytes:
+        """A page that is neither in the log nor in the file: one that the log's transactions added and never wrote."""
+        if page >= self.file_header.size_pages or page == PENDING_BYTE // self.page_size:
+            return part + bytes(self.page_size - len(part))
+        raise Corruption(
+            "the file is cut off: a page is missing", hint="take a whole copy", path=self.path, page=page + 1
+        )
+
+
+@contextmanager
+def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> Iterator[Source]:
+    """A database file for reading, locked unless `lock=False`: then nobody may write to it meanwhile."""
+    disk = disk or OsDisk()
+    with ExitStack() as closing:
+        file = closing.enter_context(DbFile(path))
+        header = parse_db_header(file.read_at(HEADER_SIZE, 0), path)
+        held = closing.enter_context(_locked(file, header)) if lock else None
+        if held is None:
+            _refuse_hot_journal(disk, file.path + "-journal")
+        wal = open_if_there(disk, file.path + "-wal")
+        if wal is not None:
+            closing.callback(wal.close)
+        yield Source(file, held, wal)
+
+
+def _locked(file: DbFile, header: DbHeader) -> ReadLock:
+    try:
+        return ReadLock(file.path, header)
+    except Corruption as error:
+        expected = header.size_pages * header.page_size
+        if file.size() < expected:  # SQLite says only that it is damaged
+            raise _cut_off(file.path, file.size(), expected) from error
+        raise
+
+
+def _cut_off(path: str, found: int, expected: int) -> Corruption:
+    return Corruption(
+        "the file is cut off: it is shorter than its header says",
+        hint="take a whole copy; `sqlite3 FILE .recover` saves what is left of this one",
+        path=path,
+        bytes=found,
+        expected=expected,
+    )
+
+
+def _refuse_hot_journal(disk: Disk, path: str) -> None:
+    """Without a lock we cannot ask SQLite; a journal that was not closed begins with its magic."""
+    journal = open_if_there(disk, path)
+    if journal is None:
+        return
+    try:
+        hot = journal.read_at(len(JOURNAL_MAGIC), 0) == JOURNAL_MAGIC
+    finally:
+        journal.close()
+    if hot:
+        hint = "open it once with SQLite, which recovers it"
+        raise Unavailable("a rollback journal lies beside the database: it needs recovery", hint=hint, path=path)
+
+
+def open_if_there(disk: Disk, path: str) -> File | None:
+    """A file for reading; `None` if there is none."""
+    try:
+        return disk.open(path, write=False)
+    except FileNotFoundError:
+        return None

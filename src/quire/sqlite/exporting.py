@@ -1,0 +1,179 @@
+"""Export: any version of a page database becomes an ordinary SQLite file.
+
+Rules
+  1. The file appears under its name whole, synced and verified, or not at all: pages go to a temporary file beside it, which is
+     read back, compared and renamed. What a killed export left is overwritten by the next.
+  2. The only bytes that differ from the version are 18 and 19 of the header: they are set to 1, so that SQLite opens the file
+     without a log, from a read-only disk too.
+  3. Nothing is overwritten unasked, and nothing beside which a -wal or -journal lies: SQLite would take it for the new file's.
+
+Thread: one. Raises `AlreadyExists`, `InvalidInput` for what holds no SQLite database, `SnapshotGone`, `StorageFault`,
+`Corruption`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+import apsw
+
+from quire.core.errors import AlreadyExists, Corruption, InvalidInput
+from quire.durable.files import Disk, File, OsDisk
+from quire.durable.names import TEMPORARY
+from quire.pages.engine import PageEngine
+from quire.pages.snapshot import Snapshot
+from quire.pages.timetravel import At
+from quire.pages.view import ViewReader
+from quire.sqlite.copying import STEP_BYTES, Progress, quiet
+from quire.sqlite.dbfile import MAGIC
+
+VERSIONS = slice(18, 20)
+"""Of the header: what a writer and a reader must know; 1 is a rollback journal, 2 a write-ahead log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export did."""
+
+    name: str
+    path: str
+    page_size: int
+    size_pages: int
+    lsn: int
+    epoch: str
+    time_ms: int
+    sha256: str
+    """Of the file."""
+    checked: bool
+    """Whether SQLite's integrity_check found nothing."""
+
+
+def export_file(
+    pages: PageEngine,
+    name: str,
+    path: str | os.PathLike[str],
+    *,
+    snapshot: int | str | None = None,
+    at: At | None = None,
+    force: bool = False,
+    check: bool = False,
+    progress: Progress = quiet,
+    disk: Disk | None = None,
+) -> Exported:
+    """Write a database as it is, was at a snapshot, or was `at` an lsn, an epoch or a time, to a SQLite file."""
+    if snapshot is not None and at is not None:
+        raise InvalidInput("a version is a snapshot or a moment, not both", snapshot=snapshot, at=str(at))
+    path, disk = os.path.abspath(os.fspath(path)), disk or OsDisk()
+    _refuse_taken(disk, path, force)
+    with _reader(pages, name, snapshot, at) as reader:
+        digest = _write(disk, path, reader, name, check, progress)
+        return Exported(
+            name=name,
+            path=path,
+            page_size=reader.page_size,
+            size_pages=reader.size_pages,
+            lsn=reader.lsn,
+            epoch=str(reader.epoch),
+            time_ms=reader.time_ms,
+            sha256=digest,
+            checked=check,
+        )
+
+
+def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | None) -> Snapshot | ViewReader:
+    if snapshot is not None:
+        return pages.open_view(name, snapshot)
+    store, tags = pages.open(name), {"reader": "sqlite export"}
+    return store.open_snapshot(tags=tags) if at is None else store.open_snapshot(at=at, tags=tags)
+
+
+def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
+    """Rule 3."""
+    if os.path.isdir(path):
+        raise InvalidInput("this is a directory", hint="name the file to write", path=path)
+    if disk.exists(path) and not force:
+        raise AlreadyExists("the file exists already", hint="say `--force` to replace it", path=path)
+    for ending in ("-wal", "-journal"):
+        if disk.exists(path + ending):
+            raise AlreadyExists(
+                "a log of another database lies beside the file",
+                hint="a program uses it, or has died: choose another name, or remove the log",
+                path=path + ending,
+            )
+
+
+def _write(disk: Disk, path: str, reader: Snapshot | ViewReader, name: str, check: bool, progress: Progress) -> str:
+    temporary = path + TEMPORARY
+    try:
+        file = disk.open(temporary, create=True)
+    except FileNotFoundError:
+        raise InvalidInput("there is no such directory", hint="make it first", path=os.path.dirname(path)) from None
+    try:
+        try:
+            digest = _stream(file, reader, name, progress)
+            file.sync()
+            _read_back(file, digest, progress)
+        finally:
+            file.close()
+        if check:
+            _integrity(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            disk.remove(temporary)
+        raise
+    disk.rename(temporary, path)
+    disk.sync_dir(os.path.dirname(path))
+    return digest
+
+
+def _stream(file: File, reader: Snapshot | ViewReader, name: str, progress: Progress) -> str:
+    """Write all pages, some MiB at a time; the hash of what was written."""
+    if not reader.size_pages or not reader.read_page(0).startswith(MAGIC):
+        raise InvalidInput("this version holds no SQLite database", hint="`quire sqlite import` makes one", name=name)
+    digest, step = hashlib.sha256(), max(STEP_BYTES // reader.page_size, 1)
+    file.truncate(0)
+    for first in range(0, reader.size_pages, step):
+        stop = min(first + step, reader.size_pages)
+        images = reader.read_pages(range(first, stop), cold=True)
+        if first == 0:
+            images[0] = without_log(images[0])
+        data = b"".join(images[page] for page in range(first, stop))
+        file.write_at(data, first * reader.page_size)
+        digest.update(data)
+        progress("writing", stop * reader.page_size, reader.size_pages * reader.page_size)
+    return digest.hexdigest()
+
+
+def without_log(page: bytes) -> bytes:
+    """The first page, as of a database that keeps no log (rule 2)."""
+    return page[: VERSIONS.start] + b"\x01\x01" + page[VERSIONS.stop :]
+
+
+def _read_back(file: File, expected: str, progress: Progress) -> None:
+    digest, offset, size = hashlib.sha256(), 0, file.size()
+    while data := file.read_at(STEP_BYTES, offset):
+        digest.update(data)
+        offset += len(data)
+        progress("verifying", offset, size)
+    if digest.hexdigest() != expected:
+        raise Corruption("what was written reads back differently", hint="check the disk", path=file.path)
+
+
+def _integrity(temporary: str, path: str) -> None:
+    """SQLite's own word on the file."""
+    # A URI keeps SQLite from looking for a log; what people put in paths must not become part of it.
+    uri = "file:" + "".join(f"%{byte:02x}" for byte in os.fsencode(temporary)) + "?immutable=1"
+    connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+    try:
+        found = [row[0] for row in connection.execute("PRAGMA integrity_check(20)")]
+    except apsw.Error as error:
+        found = [str(error)]
+    finally:
+        connection.close()
+    if found != ["ok"]:
+        raise Corruption(
+            "SQLite finds the exported database damaged", hint="export an earlier version", path=path, found=found
+        )

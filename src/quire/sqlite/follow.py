@@ -1,0 +1,292 @@
+"""Follows a SQLite database that another program writes: ships its transactions into a page database as they come.
+
+Terms
+  look      one read transaction of SQLite on the file: what is new is shipped within it
+  exact     transactions are taken from the log one by one: each becomes one commit of ours
+  patch     pages that can have changed are compared and become one commit
+  compare   all pages are compared and what differs becomes one commit
+
+Rules
+  1. The program is not disturbed: nothing is written to its files or locked for writing, no transaction is held between two
+     looks, no checkpoint is made (SQLite itself makes an empty log for a closed database in WAL mode, for a look). So its log
+     is begun anew when it likes; versions between two looks may then be skipped, the state at the end of a look never.
+  2. A look is exact if the last frame of the position still stands in the log and the log has the same header; or if the
+     log is new and the file below it is as it was when the file alone was our version.
+  3. If the log was begun anew just once since, and its new part is shorter than what we knew, then the rest of its former life
+     still stands behind: its pages and those of the new part are all that can have changed, a patch.
+  4. Everything else is a gap: a compare (Q4). Also if our database is not at the lsn of the position: we crashed between the
+     commit and the position, or somebody else wrote to it.
+  5. A database in rollback mode has no log: each change of it, told by its change counter and times, is a compare.
+  6. What SQLite does not call committed is not shipped, even if it stands in the log.
+
+Thread: one at a time. Raises what `dbfile` does; `ConfigMismatch` if the file's page size changes (a VACUUM can do
+that), `DatabaseTombstoned` if our database is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import NotFound, Unavailable
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, OsDisk
+from quire.manifest.store import ManifestStore
+from quire.pages.engine import PageEngine
+from quire.pages.pagestore import PageStore
+from quire.pages.transaction import PageGuard, WriteTxn
+from quire.sqlite.copying import Progress, bring, bring_some, quiet
+from quire.sqlite.dbfile import Source, open_if_there, open_source, signature_of
+from quire.sqlite.importing import name_for, require_page_size, target_for
+from quire.sqlite.position import Position, frame_at, load, position_of, save, stands_at
+from quire.sqlite.walfile import HEADER_BYTES, Block, Place, WalHeader, blocks
+
+INTERVAL_SECONDS = 0.25
+"""Between two looks. A look at a file that has not changed reads a few bytes."""
+PAUSE_SECONDS_MAX = 0.1
+"""How long it takes at most to hear that it is to stop."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Followed:
+    """What a follower has done so far."""
+
+    looks: int = 0
+    """That found something new."""
+    transactions: int = 0
+    """Shipped one by one."""
+    patches: int = 0
+    compares: int = 0
+    pages: int = 0
+    """Written."""
+    lsn: int = 0
+
+
+class Follower:
+    """Keeps a page database equal to a SQLite file. See the rules above."""
+
+    def __init__(
+        self,
+        *,
+        manifest: ManifestStore,
+        pages: PageEngine,
+        root: str,
+        path: str | os.PathLike[str],
+        name: str = "",
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        progress: Progress = quiet,
+    ) -> None:
+        """`root` is the store's directory; `name` is that of the database, made if need be: else as the file is called."""
+        # constant after construction
+        self.path = os.path.abspath(os.fspath(path))
+        self.name = name or name_for(self.path)
+        self._manifest = manifest
+        self._pages = pages
+        self._root = root
+        self._disk = disk or OsDisk()
+        self._clock = clock or SystemClock()
+        self._progress = progress
+        # the thread's
+        self.done = Followed()
+        self._target: PageStore | None = None
+        self._position: Position | None = None
+        self._waiting = ""
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def run(self, stop: threading.Event, interval: float = INTERVAL_SECONDS) -> Followed:
+        """Look again and again until `stop` is set; waits for a file that is locked, to be recovered, empty or not there."""
+        while not stop.is_set():
+            try:
+                self.look()
+                self._waiting = ""
+            except (Unavailable, NotFound) as error:
+                self._say_waiting(error.what)
+            _pause(stop, interval)
+        return self.done
+
+    def _say_waiting(self, what: str) -> None:
+        if what != self._waiting:
+            self._waiting = what
+            emit("info", "sqlite.follow.waiting", path=self.path, reason=what)
+
+    def look(self) -> bool:
+        """Ship what is new; whether there was anything."""
+        if not os.path.exists(self.path) or not os.path.getsize(self.path):
+            raise NotFound("there is no database yet", hint="a program has to make it", path=self.path)
+        if self._is_unchanged():
+            return False
+        with open_source(self.path, disk=self._disk) as source:
+            target = self._open_target(source)
+            before = target.durable_version()[0]
+            end = self._ship(target, source)
+            after = target.durable_version()[0]
+            hit("sqlite.follow.committed")
+            position = position_of(source, after, end, self._clock.now_ms() * 1_000_000)
+            save(self._disk, self._root, target.db_id, position)
+            hit("sqlite.follow.positioned")
+        self._position = position
+        self.done.lsn = after
+        self.done.looks += after != before
+        return after != before
+
+    def _open_target(self, source: Source) -> PageStore:
+        """The database; by name and made if need be the first time, then that very one, whatever it is called."""
+        if self._target is not None:
+            require_page_size(self.name, self._target.page_size, source.page_size)
+            self._target = self._pages.open(self._target.db_id)
+            return self._target
+        target, created = target_for(self._manifest, self._pages, self.name, source.page_size)
+        if not created:
+            known = load(self._disk, self._root, target.db_id)
+            self._position = known if known is not None and known.path == self.path else None
+        self._target = target
+        return target
+
+    def _is_unchanged(self) -> bool:
+        """Whether the file is where the position says, by a few bytes of it and of its log; no lock is needed to know."""
+        position = self._valid_position()
+        if position is None:
+            return False
+        wal = open_if_there(self._disk, self.path + "-wal")
+        try:
+            raw = wal.read_at(HEADER_BYTES, 0) if wal is not None else b""
+            if raw.hex() != position.wal_header:
+                return False
+            header, place = position.header, position.place
+            if wal is not None and header is not None and place is not None:
+                following = frame_at(wal.read_at, header, place.frame + 1)
+                return stands_at(wal.read_at, position) and (following is None or following[0] != header.salts)
+        finally:
+            if wal is not None:
+                wal.close()
+        return position.settled and position.file == signature_of(self.path)
+
+    def _valid_position(self) -> Position | None:
+        """Rule 4."""
+        position, target = self._position, self._target
+        if position is None or target is None or target.durable_version()[0] != position.lsn:
+            return None
+        return position
+
+    # ── shipping ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _ship(self, target: PageStore, source: Source) -> Place | None:
+        """Make our database what the source is; the last frame that is part of it, where that is known from reading."""
+        start = self._start_of(source)
+        if start is not None:
+            end = self._exact(target, source, start)
+            if end.frame == source.committed:
+                return end
+        elif (suspects := self._suspects(source)) is not None:
+            found = bring_some(target, source, suspects)
+            self.done.patches += 1
+            self.done.pages += found.changed_pages
+            return None
+        found = bring(target, source, self._progress)
+        self.done.compares += 1
+        self.done.pages += found.changed_pages
+        emit("info", "sqlite.follow.compared", path=self.path, **asdict(found))
+        return None
+
+    def _start_of(self, source: Source) -> Place | None:
+        """Where an exact look begins (rule 2); `None` if it cannot be exact."""
+        position, header = self._valid_position(), source.wal_header
+        if position is None or header is None or source.wal is None or source.committed <= 0:
+            return None
+        if header.page_size != source.page_size:
+            return None
+        if header == position.header:
+            place = position.place
+            intact = place is not None and stands_at(source.wal.read_at, position)
+            return place if intact and place is not None and place.frame <= source.committed else None
+        if position.settled and position.file == source.signature:
+            return header.start
+        return None
+
+    def _exact(self, target: PageStore, source: Source, start: Place) -> Place:
+        """Ship transactions from the log behind a place; the last commit that was found good."""
+        assert source.wal is not None
+        assert source.wal_header is not None
+        txn: WriteTxn | None = None
+        guard: PageGuard | None = None
+        end = start
+        try:
+            for block in blocks(source.wal.read_at, source.wal_header, start, source.committed):
+                first = 0
+                for commit in np.flatnonzero(block.sizes).tolist():
+                    txn = txn or target.begin()
+                    guard = self._commit(txn, block, first, commit)
+                    txn, first, end = None, commit + 1, block.place(commit)
+                if first < len(block):
+                    txn = txn or target.begin()
+                    self._write(txn, block, first, len(block))
+        finally:
+            if txn is not None:
+                txn.rollback()
+            if guard is not None:
+                guard.result()  # of the last: it makes all before it durable too
+        return end
+
+    def _commit(self, txn: WriteTxn, block: Block, first: int, commit: int) -> PageGuard:
+        self._write(txn, block, first, commit + 1)
+        size = int(block.sizes[commit])
+        if txn.size_pages != size:
+            txn.truncate(size)
+        self.done.transactions += 1
+        return txn.commit()
+
+    def _write(self, txn: WriteTxn, block: Block, first: int, stop: int) -> None:
+        """Of several images of a page the last one counts."""
+        images = {page - 1: index for index, page in zip(range(first, stop), block.pages[first:stop].tolist())}
+        txn.write_pages({page: block.image(index) for page, index in images.items()})
+        self.done.pages += len(images)
+
+    def _suspects(self, source: Source) -> set[int] | None:
+        """All pages that can have changed, if the log was begun anew just once (rule 3); else `None`."""
+        position, header = self._valid_position(), source.wal_header
+        if position is None or header is None or source.wal is None:
+            return None
+        former, place = position.header, position.place
+        if (
+            former is None
+            or place is None
+            or not _follows(header, former)
+            or not stands_at(source.wal.read_at, position)
+        ):
+            return None
+        if not 0 <= source.committed < place.frame:
+            return None
+        pages: set[int] = set()
+        end = place
+        for block in blocks(source.wal.read_at, former, place):
+            pages.update(block.pages.tolist())
+            end = block.place(len(block) - 1)
+        behind = frame_at(source.wal.read_at, former, end.frame + 1)
+        if behind is None or behind[0] in (former.salts, header.salts):
+            return None  # the log was cut, or written over: what stood there nobody knows
+        frames = 0
+        for block in blocks(source.wal.read_at, header, header.start, source.committed):
+            pages.update(block.pages.tolist())
+            frames += len(block)
+        if frames != source.committed or source.wal.read_at(HEADER_BYTES, 0) != source.wal_raw:
+            return None  # it was begun anew once more while we read
+        return {page - 1 for page in pages}
+
+
+def _pause(stop: threading.Event, seconds: float) -> None:
+    """Sleep, or until `stop` is set. Not by waiting for it: whoever sets it may be a signal handler in this very thread."""
+    until = time.monotonic() + seconds
+    while not stop.is_set() and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, PAUSE_SECONDS_MAX))
+
+
+def _follows(header: WalHeader, former: WalHeader) -> bool:
+    """Whether a log was begun anew just once: SQLite then adds one to the first salt and draws the second."""
+    salt, before = (int.from_bytes(each.salts[:4]) for each in (header, former))
+    return salt == (before + 1) % (1 << 32) and header.page_size == former.page_size

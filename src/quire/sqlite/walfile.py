@@ -1,0 +1,235 @@
+"""Reads the write-ahead log that SQLite keeps beside a database, `FILE-wal`: docs/formats/sqlite-wal.md has the bytes.
+
+Terms
+  frame   one page as a transaction left it, with a header of 24 bytes; numbered from 1
+  commit  the last frame of a transaction: it says how many pages the database has then
+  salts   two numbers that are new each time SQLite begins the file anew; frames with others are of a former life
+  place   a frame that was read and verified, with the checksum there: where reading may go on later
+
+Rules
+  1. A frame is good if its salts are the header's, its page is not 0 and its checksum follows from the frame before it.
+     The first that is not ends the log, as it does for SQLite: it is a torn tail or a former life, not damage.
+  2. What no commit follows is not part of the database: who reads stops at the last commit.
+  3. Checksums are linear in the bytes: those of a block of frames are one product of matrices, each checked against the
+     checksum that stands in the frame before it. No loop over words, no copy of the pages.
+  4. Pages here are numbered as SQLite does, from 1.
+
+Pure functions and values over bytes that a `ReadAt` returns; any thread. Whoever reads the file of a live database holds a read
+transaction of it, so that it is not begun anew meanwhile.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.limits import PAGE_SIZE_MAX, PAGE_SIZE_MIN
+
+HEADER = struct.Struct(">IIII8sII")
+HEADER_BYTES = 32
+FRAME_HEAD = struct.Struct(">II8sII")
+FRAME_HEAD_BYTES = 24
+assert HEADER.size == HEADER_BYTES
+assert FRAME_HEAD.size == FRAME_HEAD_BYTES
+
+MAGIC = 0x377F0682
+"""The lowest bit says how checksums see the bytes: as little-endian numbers (0) or big-endian ones (1)."""
+VERSION = 3_007_000
+BLOCK_BYTES = 4 << 20
+"""Read at a time; at least one frame."""
+
+_HEAD_WORDS = FRAME_HEAD_BYTES // 4
+_SUMMED_HEAD_WORDS = 2
+"""Of a frame's header only page and size are summed."""
+_MOD = 1 << 32
+
+ReadAt = Callable[[int, int], bytes]
+"""(size, offset) → the bytes there; fewer at the end of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalHeader:
+    """The first 32 bytes, verified."""
+
+    big_endian: bool
+    page_size: int
+    sequence: int
+    salts: bytes
+    checksum: tuple[int, int]
+
+    @property
+    def frame_bytes(self) -> int:
+        """A frame with its header."""
+        return FRAME_HEAD_BYTES + self.page_size
+
+    def offset(self, frame: int) -> int:
+        """Where a frame begins."""
+        return HEADER_BYTES + (frame - 1) * self.frame_bytes
+
+    @property
+    def start(self) -> Place:
+        """Before the first frame."""
+        return Place(0, self.checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Behind a verified frame (0: behind the header), with the checksum up to there."""
+
+    frame: int
+    checksum: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Good frames that follow each other. `sizes` are 0 but in commits."""
+
+    first: int
+    pages: NDArray[np.uint32]
+    sizes: NDArray[np.uint32]
+    checksums: NDArray[np.uint32]
+    _rows: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def image(self, index: int) -> bytes:
+        """The page of a frame."""
+        return self._rows[index, FRAME_HEAD_BYTES:].tobytes()
+
+    def place(self, index: int) -> Place:
+        """Behind a frame."""
+        return Place(self.first + index, (int(self.checksums[index, 0]), int(self.checksums[index, 1])))
+
+
+def parse_header(data: bytes) -> WalHeader | str:
+    """The header, or what is wrong with it: SQLite takes no notice of such a file."""
+    if len(data) < HEADER_BYTES:
+        return "it is empty" if not data else "it is shorter than its header"
+    magic, version, page_size, sequence, salts, *checksum = HEADER.unpack_from(data)
+    if magic & ~1 != MAGIC:
+        return "it does not begin as a write-ahead log does"
+    if version != VERSION:
+        return f"its format has version {version}, not {VERSION}"
+    if not PAGE_SIZE_MIN <= page_size <= PAGE_SIZE_MAX or page_size & (page_size - 1):
+        return f"its page size is {page_size}"
+    big_endian = bool(magic & 1)
+    if checksum_of(data[: HEADER_BYTES - 8], big_endian=big_endian) != tuple(checksum):
+        return "the checksum of its header is wrong"
+    return WalHeader(
+        big_endian=big_endian,
+        page_size=page_size,
+        sequence=sequence,
+        salts=salts,
+        checksum=(checksum[0], checksum[1]),
+    )
+
+
+def checksum_of(data: bytes, *, big_endian: bool, start: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """SQLite's checksum of some multiple of 8 bytes, word by word: for headers, and to test the quick one by.
+
+    >>> checksum_of(bytes([1, 0, 0, 0, 2, 0, 0, 0]), big_endian=False)
+    (1, 3)
+    """
+    first, second = start
+    words = struct.unpack(f"{'>' if big_endian else '<'}{len(data) // 4}I", data)
+    for even, odd in zip(words[::2], words[1::2]):
+        first = (first + even + second) % _MOD
+        second = (second + odd + first) % _MOD
+    return first, second
+
+
+def blocks(read_at: ReadAt, header: WalHeader, after: Place, upto: int | None = None) -> Iterator[Block]:
+    """The good frames behind a place, at most up to a frame, a few MiB at a time (rule 1)."""
+    frames_max = max(BLOCK_BYTES // header.frame_bytes, 1)
+    place = after
+    while upto is None or place.frame < upto:
+        wanted = frames_max if upto is None else min(frames_max, upto - place.frame)
+        data = read_at(wanted * header.frame_bytes, header.offset(place.frame + 1))
+        block = verified(data, header, place)
+        if not len(block):
+            return
+        yield block
+        if len(block) < wanted:
+            return
+        place = block.place(len(block) - 1)
+
+
+def verified(data: bytes, header: WalHeader, after: Place) -> Block:
+    """As many frames at the beginning of `data` as are good behind a place."""
+    whole = len(data) // header.frame_bytes
+    rows = np.frombuffer(data, np.uint8, whole * header.frame_bytes).reshape(whole, header.frame_bytes)
+    heads = rows.view(">u4")[:, :_HEAD_WORDS]
+    stored = heads[:, 4:6].astype(np.uint32)
+    before = np.empty_like(stored)
+    before[:1] = after.checksum
+    before[1:] = stored[:-1]
+    good = (_sums(rows, header, before) == stored).all(axis=1)
+    good &= (heads[:, 2:4] == np.frombuffer(header.salts, ">u4")).all(axis=1)
+    good &= heads[:, 0] != 0
+    count = whole if good.all() else int(np.argmin(good))
+    fields = heads[:count].astype(np.uint32)
+    return Block(after.frame + 1, fields[:, 0], fields[:, 1], stored[:count], rows[:count])
+
+
+def _sums(rows: NDArray[np.uint8], header: WalHeader, before: NDArray[np.uint32]) -> NDArray[Any]:
+    """What the checksum of each frame is, if the one of the frame before it is right (rule 3)."""
+    weights, step = _weights(header.page_size)
+    words = rows.view(">u4").astype(np.uint32) if header.big_endian else rows.view("<u4")
+    carried = np.einsum("ij,kj->ik", before, step)
+    return np.asarray(np.einsum("ij,kj->ik", words, weights) + carried, np.uint32)
+
+
+@lru_cache(maxsize=8)
+def _weights(page_size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """What each word of a frame adds to its checksum, and what the checksum before it becomes; all modulo 2**32.
+
+    One step of the checksum takes (s, t) and the words x, y to (s + t + x, s + 2 t + x + y): a matrix of Fibonacci numbers.
+    """
+    words = _HEAD_WORDS + page_size // 4
+    weights = np.zeros((2, words), np.uint32)
+    summed = [*range(_SUMMED_HEAD_WORDS), *range(_HEAD_WORDS, words)]
+    a, b, c, d = 1, 0, 0, 1
+    for even, odd in zip(summed[-2::-2], summed[::-2]):
+        weights[:, even] = (a + b) % _MOD, (c + d) % _MOD
+        weights[:, odd] = b, d
+        a, b, c, d = (a + b) % _MOD, (a + 2 * b) % _MOD, (c + d) % _MOD, (c + 2 * d) % _MOD
+    return weights, np.array([[a, b], [c, d]], np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class WalMap:
+    """The newest image of each page up to the last commit: page → frame."""
+
+    header: WalHeader
+    frames: dict[int, int]
+    size_pages: int
+    """Of the database at the last commit; 0 if there is none."""
+    end: Place
+    """Behind the last commit."""
+
+
+def newest_pages(read_at: ReadAt, header: WalHeader, upto: int | None = None) -> WalMap:
+    """Which frames hold the database as it was at the last commit (rule 2), at or before a frame if one is given."""
+    frames: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    size_pages, end = 0, header.start
+    for block in blocks(read_at, header, header.start, upto):
+        commits = np.flatnonzero(block.sizes)
+        cut = int(commits[-1]) + 1 if len(commits) else 0
+        numbers = range(block.first, block.first + len(block))
+        pages = block.pages.tolist()
+        if cut:
+            frames.update(waiting)
+            frames.update(zip(pages[:cut], numbers[:cut]))
+            waiting.clear()
+            size_pages, end = int(block.sizes[cut - 1]), block.place(cut - 1)
+        waiting.update(zip(pages[cut:], numbers[cut:]))
+    kept = {page: frame for page, frame in frames.items() if page <= size_pages}
+    return WalMap(header, kept, size_pages, end)

@@ -1,0 +1,279 @@
+"""The streams of a store: opens them, keeps them in the background, and lets go of what was dropped.
+
+Terms
+  registered   the store's manifest has a row of kind `stream` for it; its own manifest log is the truth about its segments (S1)
+  mover        the engine's thread: a round of upkeep for every open stream, again and again
+
+Rules
+  1. A stream is opened once per process; one that has become unusable (M12) is recovered and opened anew by the next `open`.
+  2. A stream that fails does not keep the mover from the others.
+  3. Dropping a stream takes its row; its files and the objects of its log go with the next sweep, its segments' objects with
+     the database's delete job. A directory whose id the manifest has never handed out is spared.
+  4. A snapshot of a stream is of sealed segments: the open one is sealed first. It pins them: retention passes them by.
+  5. After fork() the child's streams are closed (M12).
+
+Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from quire.core.clock import Clock
+from quire.core.errors import (
+    DatabaseTombstoned,
+    QuireError,
+    ReadOnly,
+    StorageFault,
+    StoreClosed,
+    StoreUnusable,
+    Unavailable,
+    UnknownDatabase,
+    WrongKind,
+)
+from quire.core.events import emit
+from quire.core.settings import ManifestLogSettings, StreamSettings
+from quire.durable.files import Disk
+from quire.durable.mlog_names import log_prefix
+from quire.durable.names import STREAMS
+from quire.durable.stream_names import parse_stream_home, stream_home
+from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, DbRecord, DbStatus
+from quire.manifest.snapshots import SnapshotInfo
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ObjectStore, list_objects
+from quire.stream.cache import ByteCache
+from quire.stream.mlog_metrics import LogFigures
+from quire.stream.stream import Stream
+from quire.stream.upkeep import Moved
+
+
+class StreamEngine:
+    """The streams of one store."""
+
+    def __init__(
+        self,
+        *,
+        manifest: ManifestStore,
+        root: str,
+        disk: Disk,
+        clock: Clock,
+        store: Callable[[], ObjectStore],
+        settings: StreamSettings,
+        log_settings: ManifestLogSettings,
+        background: bool = True,
+    ) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._store = store
+        self._settings = settings
+        self._log_settings = log_settings
+        self._background = background
+        self._stopping = threading.Event()
+        self.cache = ByteCache(settings.cache_bytes)
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._open: dict[int, Stream] = {}
+        self._seen: set[int] = set()
+        """Ids of streams that were opened here."""
+        self._mover: threading.Thread | None = None
+        self._closed = False
+        manifest.env.fork_hooks.append(self._forked)
+
+    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, db: int | str, *, create: bool = False) -> Stream:
+        """A stream, recovered; with `create` it is registered if there is none of this name."""
+        if self._manifest.read_only:
+            raise ReadOnly("a stream is opened by the store's owner", hint='open the store with mode="rw"')
+        with self._lock:
+            self._require()
+            if create and isinstance(db, str) and not self._is_known(db):
+                db = self._manifest.register_db(db, DbKind.STREAM)
+            with self._manifest.read() as txn:
+                stream_id, _ = find_stream(txn, db)
+            stream = self._open.get(stream_id)
+            if stream is not None and stream.failure is None:
+                return stream
+            if stream is not None:
+                stream.abandon()
+            stream = self._open[stream_id] = self._recover(stream_id)
+            self._seen.add(stream_id)
+            self._start()
+            return stream
+
+    def _recover(self, stream_id: int) -> Stream:
+        return Stream.open(
+            stream_id=stream_id,
+            root=self._root,
+            disk=self._disk,
+            manifest=self._manifest,
+            store=self._store,
+            clock=self._clock,
+            settings=self._settings,
+            log_settings=self._log_settings,
+            cache=self.cache,
+            background=self._background,
+        )
+
+    def _is_known(self, name: str) -> bool:
+        with self._manifest.read() as txn:
+            return txn.get(t.DB_NAMES, name) is not None
+
+    def streams(self) -> list[Stream]:
+        """Those that are open."""
+        with self._lock:
+            return list(self._open.values())
+
+    def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
+        """Keep a stream as it is now (rule 4)."""
+        stream = self.open(db)
+        stream.sync()
+        stream.seal()
+        stream.ledger.project_now()
+        return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
+
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+        """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""
+        hint = "append `read_batches()` of it to a new stream"
+        raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at)
+
+    def figures(self) -> list[LogFigures]:
+        """The figures of the manifest logs of open streams, by the seed's names."""
+        return [stream.figures() for stream in self.streams()]
+
+    # ── the mover ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _start(self) -> None:
+        if self._background and self._mover is None:
+            self._mover = threading.Thread(target=self._move, name="quire-streams", daemon=True)
+            self._mover.start()
+
+    def _move(self) -> None:
+        while not self._stopping.wait(self._settings.tick_seconds):
+            self.tick()
+
+    def tick(self) -> dict[int, Moved]:
+        """A round of upkeep for every open stream (rule 2); what was done."""
+        done = {}
+        for stream in self.streams():
+            if stream.failure is not None:
+                continue
+            try:
+                done[stream.stream_id] = stream.tick()
+            except (StoreClosed, StoreUnusable) as error:
+                emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
+            except QuireError as error:
+                emit("error", "stream.tick_failed", stream=stream.stream_id, error=str(error))
+        return done
+
+    # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
+    def sweep(self) -> int:
+        """Remove the directories and log objects of streams that have no row any more (rule 3); how many streams."""
+        removed = 0
+        with self._lock:
+            try:
+                names = self._disk.names(os.path.join(self._root, STREAMS))
+            except FileNotFoundError:
+                return 0
+            with self._manifest.read() as txn:
+                live = {
+                    db_id
+                    for db_id, record in txn.databases()
+                    if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
+                }
+            known = self._manifest.recovered.next_ids[Counter.DB]
+            for name in names:
+                stream_id = parse_stream_home(name)
+                if stream_id is None or stream_id in live or not (stream_id in self._seen or stream_id < known):
+                    continue
+                removed += self._forget(stream_id)
+        return removed
+
+    def _forget(self, stream_id: int) -> bool:
+        stream = self._open.pop(stream_id, None)
+        if stream is not None:
+            stream.abandon()
+        try:
+            store = self._store()
+            store.delete_many([each.key for each in list_objects(store, log_prefix(stream_id))])
+            _remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
+        except (Unavailable, StorageFault) as error:  # the next sweep tries again
+            emit("warning", "stream.sweep_failed", stream=stream_id, error=str(error))
+            return False
+        return True
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close_stream(self, db: int | str) -> None:
+        """Close a stream; one that is not open is fine."""
+        with self._manifest.read() as txn:
+            stream_id = txn.database_id(db) if isinstance(db, str) else db
+        with self._lock:
+            stream = self._open.pop(stream_id, None)
+        if stream is not None:
+            stream.close()
+
+    def close(self) -> None:
+        """Close every stream; raises the first failure after all are closed. A second time: nothing."""
+        self._stopping.set()
+        mover = self._mover
+        if mover is not None:
+            mover.join()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            opened, self._open = list(self._open.values()), {}
+        failures: list[QuireError] = []
+        for stream in opened:
+            try:
+                stream.close()
+            except QuireError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _require(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed", hint="open it again")
+
+    def _forked(self) -> None:
+        """Rule 5."""
+        self._closed = True
+        self._lock = threading.RLock()
+        self._mover = None
+        for stream in self._open.values():
+            stream.forked()
+
+
+def find_stream(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
+    """A live stream by id or name."""
+    db_id = txn.database_id(db) if isinstance(db, str) else db
+    record = txn.database(db_id)
+    if record is None:
+        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+    if record.kind is not DbKind.STREAM:
+        raise WrongKind("not a stream", hint="`quire ls` shows the kinds", kind=record.kind.name.lower())
+    if record.status is DbStatus.TOMBSTONED:
+        raise DatabaseTombstoned("the stream was dropped", hint="create another one", db_id=db_id, name=record.name)
+    return db_id, record
+
+
+def _remove_tree(disk: Disk, folder: str) -> None:
+    """Remove a directory and what is in it; one that is gone is fine."""
+    try:
+        names = disk.names(folder)
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            _remove_tree(disk, path)
+        else:
+            disk.remove(path)
+    disk.remove_dir(folder)

@@ -1,0 +1,140 @@
+"""Old chunks of a manifest log become bundles: one object instead of thousands, nothing of the history lost.
+
+Terms
+  bundle   the records of the chunks `first` to `last`, as they were, in one object of the chunk format. It starts with a
+           `SnapshotMarker` that names its first chunk and the newest snapshot taken before it, 0 for none; the marker
+           has no ordinal, so `base_record` is that of the record behind it
+  period   a week (`bundle_seconds`) by the object store's clock
+
+Rules
+  1. plan → run → publish (K1). `plan` looks at names and times only; `run` reads objects and writes one, needs neither disk
+     nor manifest, and may be killed or repeated; `publish` retires what the bundle supersedes, by records.
+  2. Only chunks of periods that are over, and before the newest snapshot in tier 2: nobody who starts now reads them.
+  3. The same chunks give the same bundle, byte for byte: a repeated run adopts what is there.
+  4. Chunks are queued for deletion only after the bundle has been read back whole.
+
+Threads: functions without state; `run` is importable on executors.
+Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.core.errors import StalePlan
+from quire.durable.checksums import crc64
+from quire.objects.api import ObjectStore
+from quire.stream.mlog_format import CHUNK_BYTES, NO_SEGMENT, SEALED, ChunkFacts, damaged, encode_record, new_header
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_reader import Chunk, check_sequence
+from quire.stream.mlog_records import SnapshotMarker
+from quire.stream.mlog_tier2 import Listing, LogObjects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleTask:
+    """What `run` is to do: small, and picklable."""
+
+    stream_id: int
+    first: int
+    last: int
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleResult:
+    """What `run` did."""
+
+    task: BundleTask
+    key: str
+    record_count: int
+    size_bytes: int
+
+
+def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min: int = 2) -> list[BundleTask]:
+    """The bundles that are due: runs of consecutive chunks of one period that is over (rule 2)."""
+    listing = objects.listing()
+    before = _needed_from(objects, listing)
+    period_ms = max(int(period_seconds * 1000), 1)
+    runs: list[list[int]] = []
+    last_period = None
+    for index in sorted(each for each in listing.chunks if each < before):
+        period = listing.chunks[index].modified_ms // period_ms
+        if period >= now_ms // period_ms:
+            break
+        if runs and runs[-1][-1] == index - 1 and period == last_period:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        last_period = period
+    return [
+        BundleTask(stream_id=objects.stream_id, first=run[0], last=run[-1], prefix=objects.prefix)
+        for run in runs
+        if len(run) >= chunks_min
+    ]
+
+
+def run(task: BundleTask, store: ObjectStore) -> BundleResult:
+    """Read the chunks, write the bundle, read it back."""
+    objects = LogObjects(store, task.stream_id, task.prefix)
+    chunks: list[Chunk] = []
+    for index in range(task.first, task.last + 1):
+        chunk = objects.get_chunk(index)
+        if chunk is None:
+            raise StalePlan("a chunk of the bundle is gone", hint="plan again", stream=task.stream_id, chunk=index)
+        check_sequence(chunk.header, chunks[-1].facts.next_record if chunks else None, is_last=False)
+        chunks.append(chunk)
+    data = bundle_bytes(chunks, snapshot_id=_snapshot_before(objects, chunks[0]))
+    key = objects.bundle_key(task.first, task.last)
+    store.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
+    written = objects.get_bundle(task.first, task.last)
+    count = sum(len(chunk.offsets) for chunk in chunks)
+    if written is None or len(written.offsets) != count:
+        raise damaged("the bundle that was written is not what is read back", chunk=task.first, offset=0, key=key)
+    return BundleResult(task=task, key=key, record_count=count, size_bytes=len(data))
+
+
+def publish(log: ManifestLog, result: BundleResult) -> list[str]:
+    """Retire the chunks that a bundle holds; the keys, which are deleted by `tick`, `Tier2Deleted` after each."""
+    assert log.objects is not None
+    task = result.task
+    if log.objects.get_bundle(task.first, task.last) is None:
+        raise StalePlan("the bundle is not there", hint="run it again", key=result.key)
+    keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1)]
+    log.queue_own_deletes(keys)
+    return keys
+
+
+def bundle_bytes(chunks: list[Chunk], *, snapshot_id: int) -> bytes:
+    """The object that holds the records of these chunks."""
+    first, last = chunks[0], chunks[-1]
+    marker = encode_record(
+        SnapshotMarker.TYPE,
+        NO_SEGMENT,
+        SnapshotMarker(first.index, CHUNK_BYTES, snapshot_id).encode(),
+        timestamp_ms=next(first.records()).timestamp_ms,
+    )
+    body = marker + b"".join(chunk.data[CHUNK_BYTES : chunk.header.committed_len] for chunk in chunks)
+    header = new_header(
+        chunk_index=first.index,
+        base_record=first.header.base_record,
+        committed_len=CHUNK_BYTES + len(body),
+        chunk_crc64=crc64(body),
+        flags=SEALED,
+    )
+    count = 1 + sum(len(chunk.offsets) for chunk in chunks)
+    return header.encode() + body + ChunkFacts(header, count, last.snapshot_id).encode()
+
+
+def _needed_from(objects: LogObjects, listing: Listing) -> int:
+    """The first chunk that somebody who starts from the newest snapshot in tier 2 reads; 0 if there is none."""
+    newest = max(listing.snapshots, default=None)
+    return 0 if newest is None else objects.get_snapshot(newest).position.chunk_index
+
+
+def _snapshot_before(objects: LogObjects, first: Chunk) -> int:
+    """The newest marker before a chunk: what the chunk before it, alone or in a bundle, says of itself."""
+    if first.index == 0:
+        return 0
+    before = objects.fetch(first.index - 1)
+    return 0 if before is None else before.snapshot_id

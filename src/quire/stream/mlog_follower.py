@@ -1,0 +1,164 @@
+"""A follower: the state of a stream from its objects in tier 2 alone, kept up with by polling.
+
+Terms
+  mirror      chunks and snapshots as files of the follower's own, so that a restart need not begin again
+  hydration   a segment whose object is in tier 2 and that the follower should fetch; each is scheduled once
+  gap         a chunk that is not there although later ones are
+
+Rules
+  1. A poll folds what has come, in order: chunks, or bundles that hold them. A gap is crossed by the newest snapshot
+     behind it, if there is one; else the follower waits there and says so. A new follower begins with a snapshot.
+  2. The state equals the owner's as of the last record seen: both are folds of the same records.
+  3. A segment is scheduled once, when its upload is seen; one whose deletion is seen too is not scheduled any more. What a
+     follower has already, from an earlier life, its caller says (`scheduled`).
+  4. The mirror has one snapshot, numbered by itself, and the chunks since: its size does not depend on the history's.
+  5. An object that is damaged is `ManifestIntegrityError`; the state stays where it was.
+
+Threads: one polls. Raises `ManifestIntegrityError`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import ManifestIntegrityError
+from quire.core.events import emit
+from quire.durable.files import write_atomic
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_reader import Chunk, Position
+from quire.stream.mlog_recovery import recover
+from quire.stream.mlog_snapshot import Snapshot, write_snapshot
+from quire.stream.mlog_states import STATES, Remote
+from quire.stream.mlog_tier2 import Listing, LogObjects, object_bytes
+
+MIRROR_CHUNKS = 64
+"""Chunks of a mirror before they become a snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToHydrate:
+    """A segment to fetch."""
+
+    segment_id: int
+    key: str
+
+
+@dataclass(slots=True)
+class Polled:
+    """What a poll found."""
+
+    chunks: int = 0
+    records: int = 0
+    jumped_to: int | None = None
+    """The snapshot that a gap was crossed with."""
+    waiting_for: int | None = None
+    """The chunk that is missing although later ones are there."""
+    hydrations: list[ToHydrate] = field(default_factory=list)
+
+
+class Follower:
+    """Follows one stream."""
+
+    def __init__(
+        self, objects: LogObjects, mirror: LogFiles, *, clock: Clock | None = None, scheduled: Iterable[int] = ()
+    ) -> None:
+        self._objects = objects
+        self._mirror = mirror
+        self._scheduled = set(scheduled)
+        mirror.disk.make_dirs(mirror.directory)
+        mirror.sweep()
+        recovered = recover(mirror, clock or SystemClock(), objects.fetch)
+        self.index: ManifestIndex = recovered.index
+        self.next_chunk = recovered.end.chunk_index
+        """The chunk whose records come next."""
+
+    def poll(self) -> Polled:
+        """Fold what is new."""
+        found = Polled()
+        listing = self._objects.listing()
+        if not self.index.records:
+            self._cross(listing, found)
+        before = self.index.records
+        while (chunk := self._next(listing, found)) is not None:
+            self._keep(chunk)
+            self.index.fold_chunk(chunk)
+            self.next_chunk = chunk.last_index + 1
+            found.chunks += 1
+        found.records = self.index.records - before
+        if len(self._mirror.chunks()) > MIRROR_CHUNKS:
+            self._condense(Position(self.next_chunk, CHUNK_BYTES))
+        found.hydrations = self._schedule()
+        return found
+
+    def _next(self, listing: Listing, found: Polled) -> Chunk | None:
+        """The next chunk or bundle; crosses a gap if it can (rule 1)."""
+        while True:
+            if self.next_chunk in listing.chunks:
+                return self._objects.get_chunk(self.next_chunk)
+            if (span := listing.bundle_of(self.next_chunk)) is not None:
+                return self._objects.get_bundle(*span)
+            if not any(each > self.next_chunk for each in listing.chunks):
+                return None
+            if not self._cross(listing, found):
+                found.waiting_for = self.next_chunk
+                return None
+
+    def _cross(self, listing: Listing, found: Polled) -> bool:
+        snapshot = self._snapshot_behind(listing)
+        if snapshot is None:
+            return False
+        emit(
+            "info",
+            "stream.mlog.follower_jumped",
+            stream=self._objects.stream_id,
+            chunk_index=snapshot.position.chunk_index,
+            chunk_offset=snapshot.position.offset,
+        )
+        self.index = snapshot.index
+        self.next_chunk = snapshot.position.chunk_index
+        self._condense(snapshot.position)
+        found.jumped_to = snapshot.snapshot_id
+        return True
+
+    def _snapshot_behind(self, listing: Listing) -> Snapshot | None:
+        for snapshot_id in sorted(listing.snapshots, reverse=True):
+            try:
+                snapshot = self._objects.get_snapshot(snapshot_id)
+            except ManifestIntegrityError as error:
+                emit("warning", "stream.mlog.snapshot_damaged", stream=self._objects.stream_id, **error.where)
+                continue
+            if snapshot.index.records > self.index.records:
+                return snapshot
+        return None
+
+    def _condense(self, position: Position) -> None:
+        """Keep the state as a snapshot, and nothing that was before it (rule 4)."""
+        older = self._mirror.snapshots()
+        write_snapshot(self._mirror, max(older, default=0) + 1, position, self.index)
+        for path in [*map(self._mirror.snapshot, older), *map(self._mirror.chunk, self._mirror.chunks())]:
+            self._mirror.disk.remove(path)
+        self._mirror.disk.sync_dir(self._mirror.directory)
+
+    def _keep(self, chunk: Chunk) -> None:
+        if chunk.index == chunk.last_index:
+            write_atomic(self._mirror.disk, self._mirror.chunk(chunk.index), object_bytes(chunk))
+            return
+        # A bundle has no place among the chunks: what it amounts to has, a snapshot of the state behind it.
+        self.index.fold_chunk(chunk)
+        self._condense(Position(chunk.last_index + 1, CHUNK_BYTES))
+
+    def _schedule(self) -> list[ToHydrate]:
+        """Segments that are in tier 2 and were not scheduled yet (rule 3)."""
+        new = []
+        for segment_id in sorted(self.index.entries.keys() - self._scheduled):
+            if STATES[self.index.entries[segment_id][0]].remote is Remote.DONE:
+                info = self.index.get(segment_id)
+                assert info is not None
+                assert info.key is not None
+                new.append(ToHydrate(segment_id=segment_id, key=info.key))
+        self._scheduled.update(each.segment_id for each in new)
+        return new

@@ -1,0 +1,186 @@
+"""The bytes of a stream's manifest log: record header, chunk header, and the commit copy behind a chunk.
+
+Terms
+  record       a header of 40 bytes and a payload, whose length is a multiple of 8 and never 0
+  chunk        a header of 64 bytes and records, from `header_len` on without gaps
+  committed    the bytes [0, committed_len) of a chunk: what was synced when its header was last written
+  commit copy  the chunk's header once more, with a count of the records and a checksum of its own: the last 128 bytes
+               of a chunk's file or object. The chunk header itself has no checksum and is overwritten in place
+
+Rules
+  1. Little-endian, natural alignment; every record starts at a multiple of 8. Reserved flags are 0.
+  2. `chunk_crc64` covers [header_len, committed_len): record headers too, which `payload_crc64` does not.
+  3. The copy is synced with the payload, before the header is overwritten, and the header is synced before the copy is
+     overwritten: at any moment one of the two is whole. So a torn header costs nothing that was committed.
+  4. Which of the two counts: the copy, if it is sound and the header is not, or if both speak of the same bytes (then
+     it is the one with a checksum); else the header. Sound: all fields make sense and `chunk_crc64` fits.
+  5. Sizes are literal and checked at import; the page and the code are compared by a test.
+
+Pure functions, any thread, no input or output; importable on executors. Format page: `docs/formats/manifest-log.md`.
+Raises `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from quire.core.errors import FormatTooNew, ManifestIntegrityError
+from quire.durable.checksums import Bytes, crc64
+
+MAGIC = 0x414F46324D4C4F47
+"""AOF2MLOG, as a number; on disk its bytes read backwards."""
+VERSION = 1
+SEALED, UPLOADED = 1, 2
+KNOWN_FLAGS = SEALED | UPLOADED
+
+RECORD = struct.Struct("<HHIQQQQ")
+"""record_type, flags, payload_len, segment_id, logical_offset, timestamp_ms, payload_crc64"""
+CHUNK = struct.Struct("<QIIQQQQQQ")
+"""magic, version, header_len, chunk_index, base_record, tail_offset, committed_len, chunk_crc64, flags"""
+COPY = struct.Struct("<64sQQ40sQ")
+"""chunk header, record_count, snapshot_id, reserved (0), crc64 of the 120 bytes before it"""
+
+RECORD_BYTES = 40
+CHUNK_BYTES = 64
+COPY_BYTES = 128
+COPY_CHECKED_BYTES = 120
+ALIGNMENT = 8
+GROWTH_BYTES = 64 << 10
+CHUNK_FILE_BYTES_MIN = 16 << 10
+CHUNK_FILE_BYTES_MAX = 1 << 20
+NO_SEGMENT = 0
+"""The segment id of records that are about the log itself."""
+
+if RECORD.size != RECORD_BYTES or CHUNK.size != CHUNK_BYTES or COPY.size != COPY_BYTES:
+    raise AssertionError("the manifest log's structs disagree with its literal sizes")
+if COPY_BYTES != COPY_CHECKED_BYTES + 8 or CHUNK_BYTES % ALIGNMENT or RECORD_BYTES % ALIGNMENT:
+    raise AssertionError("the manifest log's sizes contradict each other")
+
+HINT = "the stream is quarantined: `quire manifest verify` shows the damage; restore the file from tier 2 or a copy"
+
+
+class ChunkHeader(NamedTuple):
+    """The first 64 bytes of a chunk."""
+
+    magic: int
+    version: int
+    header_len: int
+    chunk_index: int
+    base_record: int
+    tail_offset: int
+    committed_len: int
+    chunk_crc64: int
+    flags: int
+
+    @property
+    def sealed(self) -> bool:
+        return bool(self.flags & SEALED)
+
+    @property
+    def uploaded(self) -> bool:
+        return bool(self.flags & UPLOADED)
+
+    def encode(self) -> bytes:
+        return CHUNK.pack(*self)
+
+
+def new_header(
+    *, chunk_index: int, base_record: int, committed_len: int = CHUNK_BYTES, chunk_crc64: int = 0, flags: int = 0
+) -> ChunkHeader:
+    """A header as this version writes it; what is written is committed, so the tail is there too."""
+    return ChunkHeader(
+        MAGIC, VERSION, CHUNK_BYTES, chunk_index, base_record, committed_len, committed_len, chunk_crc64, flags
+    )
+
+
+class ChunkFacts(NamedTuple):
+    """What is known of a chunk once it is checked; with `encode`, its commit copy."""
+
+    header: ChunkHeader
+    record_count: int
+    snapshot_id: int
+    """The newest `SnapshotMarker` in the log up to here, 0 if there was none."""
+
+    @property
+    def next_record(self) -> int:
+        """The ordinal of the first record behind this chunk."""
+        return self.header.base_record + self.record_count
+
+    def encode(self) -> bytes:
+        body = COPY.pack(self.header.encode(), self.record_count, self.snapshot_id, bytes(40), 0)[:COPY_CHECKED_BYTES]
+        return body + crc64(body).to_bytes(8, "little")
+
+
+def decode_chunk_header(data: Bytes) -> ChunkHeader:
+    """The fields, unchecked."""
+    return ChunkHeader._make(CHUNK.unpack_from(data))
+
+
+def decode_copy(data: Bytes) -> ChunkFacts | None:
+    """The commit copy in the last 128 bytes of `data`; `None` if there is none."""
+    if len(data) < CHUNK_BYTES + COPY_BYTES:
+        return None
+    tail = memoryview(data)[-COPY_BYTES:]
+    header, count, snapshot_id, _, checksum = COPY.unpack(tail)
+    if crc64(tail[:COPY_CHECKED_BYTES]) != checksum:
+        return None
+    return ChunkFacts(decode_chunk_header(header), count, snapshot_id)
+
+
+def settle(data: Bytes, *, chunk_index: int, path: str) -> tuple[ChunkHeader, ChunkFacts | None]:
+    """The header that counts (rule 4), and the commit copy if it speaks of the same bytes.
+
+    `data` is the whole file or object. The committed bytes have been compared with `chunk_crc64` when this returns.
+    """
+    if len(data) < CHUNK_BYTES:
+        raise damaged("the file is too short for a chunk", chunk=chunk_index, offset=0, path=path, size=len(data))
+    header = decode_chunk_header(data)
+    what = unsound(header, data, chunk_index)
+    copy = decode_copy(data)
+    if copy is not None and unsound(copy.header, data, chunk_index) is None:
+        if what is not None or copy.header.committed_len == header.committed_len:
+            return copy.header, copy
+        # An interrupted commit, or one that is under way: nobody was told of it yet.
+        return header, None
+    if what is None:
+        return header, None
+    if header.magic == MAGIC and header.version > VERSION:
+        raise FormatTooNew(
+            "the manifest log was written by a newer quire", hint="upgrade quire", path=path, version=header.version
+        )
+    raise damaged(what, chunk=chunk_index, offset=0, path=path)
+
+
+def unsound(header: ChunkHeader, data: Bytes, chunk_index: int) -> str | None:
+    """What is wrong with a chunk header, given the bytes it speaks of; `None` if nothing is."""
+    if header.magic != MAGIC:
+        return "the file does not start as a manifest-log chunk"
+    if header.version != VERSION or header.header_len != CHUNK_BYTES:
+        return "the chunk's header has a version or length that does not exist"
+    if header.chunk_index != chunk_index:
+        return "the chunk's header has another index than its name"
+    if header.flags & ~KNOWN_FLAGS or header.flags == UPLOADED:
+        return "the chunk's header has flags that do not exist"
+    if not CHUNK_BYTES < header.committed_len <= len(data) or header.committed_len % ALIGNMENT:
+        return "the chunk's committed length is impossible"
+    if header.tail_offset < header.committed_len or (header.sealed and header.tail_offset != header.committed_len):
+        return "the chunk's tail is not behind what was committed"
+    if crc64(memoryview(data)[CHUNK_BYTES : header.committed_len]) != header.chunk_crc64:
+        return "the chunk fails its checksum"
+    return None
+
+
+def encode_record(
+    record_type: int, segment_id: int, payload: bytes, *, logical_offset: int = 0, timestamp_ms: int = 0
+) -> bytes:
+    """A whole record. The caller has checked the payload (`mlog_records.check_payload`)."""
+    head = RECORD.pack(record_type, 0, len(payload), segment_id, logical_offset, timestamp_ms, crc64(payload))
+    return head + payload
+
+
+def damaged(
+    what: str, *, chunk: int, offset: int, segment: int | None = None, hint: str = HINT, **where: object
+) -> ManifestIntegrityError:
+    """The error of a damaged log: which chunk, which segment its record is about if that is known, and where."""
+    return ManifestIntegrityError(what, hint=hint, chunk=chunk, segment=segment, offset=offset, **where)

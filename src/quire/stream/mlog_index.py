@@ -1,0 +1,374 @@
+"""The state of every segment of a stream, as a fold of the records of its manifest log and of nothing else.
+
+Terms
+  entry            one segment: the code of its state, and the newest record of each type about it, as bytes
+  forward          a record about a segment that is not opened yet: kept, and folded when it is; until then it is
+                   reconciliation work
+  rejected         a record that the transition table does not allow, or whose key is not the one it must answer: it
+                   changes nothing and is counted
+  own deletes      objects of the log itself (old chunks, old snapshots) that are to be deleted
+
+Rules
+  1. Equal records give equal indexes, byte for byte (`mlog_snapshot` encodes them), however they are cut into chunks,
+     and whether they were folded live or replayed.
+  2. Segments are opened in the order of their ids: an id at or below the highest one opened and without an entry was
+     retired, and nothing about it is allowed any more.
+  3. An upload that ends, and a deletion, name the key that was begun with.
+  4. Live writers ask `check` before they append, so that a log written by quire has no rejected records.
+  5. A record of an unknown type changes nothing and is counted.
+
+Threads: belongs to one, or to whoever holds the log's lock. Importable on executors.
+Raises `IllegalTransition` (from `check` only), `ManifestIntegrityError` for a payload that has not the form of its type.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.errors import IllegalTransition
+from quire.stream.mlog_format import NO_SEGMENT, RECORD, RECORD_BYTES, damaged
+from quire.stream.mlog_reader import Chunk
+from quire.stream.mlog_records import (
+    CustomEvent,
+    Payload,
+    RecordType,
+    Schema,
+    Tier2Deleted,
+    Tier2DeleteQueued,
+    decode,
+    encode,
+    key_of,
+)
+from quire.stream.mlog_states import STATES, TABLE, Event, Hydration, Remote, State, Warm, tiers_of
+
+SLOTS = 14
+"""Record types that an entry keeps the newest record of."""
+REJECTIONS_KEPT = 64
+_CUSTOM: dict[int, Event] = {Schema.WARM_EVICTED: Event.WARM_EVICTED, Schema.SEGMENT_RETIRED: Event.RETIRED}
+_ANSWERS: dict[int, tuple[int, int]] = {
+    Event.UPLOAD_DONE: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 4),
+    Event.UPLOAD_FAILED: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 8),
+    Event.DELETE_QUEUED: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 2),
+    Event.DELETED: (Event.DELETE_QUEUED + 1, RECORD_BYTES + 2),
+}
+"""Where an entry keeps the record whose key an event must name (rule 3), and where the event has its own."""
+_KEYED = bytes(kind in _ANSWERS for kind in range(SLOTS))
+_SIZE_AT, _KEY_AT = RECORD_BYTES, RECORD_BYTES + 2
+"""Where the records that are answered have the length of their key, and the key."""
+
+_OPENED = TABLE[Event.OPENED][0]
+_NO_RECORDS = (None,) * (SLOTS - 1)
+
+Entry = list[Any]
+"""[code, record of type 0, …, record of type 13]: a list, because folding makes and changes millions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentInfo:
+    """What the log knows about one segment."""
+
+    segment_id: int
+    state: State
+    records: dict[RecordType, Payload]
+    """The newest record of each type."""
+
+    @property
+    def tiers(self) -> frozenset[int]:
+        """Where whole copies are."""
+        return tiers_of(self.state)
+
+    def field(self, record_type: RecordType, name: str) -> Any:
+        """A field of the newest record of a type, `None` if there is none."""
+        return getattr(self.records.get(record_type), name, None)
+
+    @property
+    def key(self) -> str | None:
+        """The key of its object, if it has one or is being uploaded."""
+        if self.state.remote in (Remote.NONE, Remote.DELETED):
+            return None
+        key: str | None = self.field(RecordType.UPLOAD_STARTED, "key")
+        return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outstanding:
+    """Work that was begun and not ended: what a coordinator goes on with after a restart, without issuing it again."""
+
+    compressions: dict[int, int]
+    """segment → job"""
+    uploads: dict[int, str]
+    """segment → key, failed ones included: they are to be retried"""
+    deletes: dict[str, int]
+    """key → segment, 0 for objects of the log itself"""
+    hydrations: dict[int, int]
+    """segment → source tier, failed ones included"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A record that was not allowed: its ordinal, what it was about, and the state it met."""
+
+    ordinal: int
+    record_type: int
+    segment_id: int
+    state: State
+
+
+@dataclass(slots=True, eq=False)
+class ManifestIndex:
+    """The fold. Fields are the whole of its state; see `mlog_snapshot` for their bytes."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    waiting: dict[int, list[bytes]] = field(default_factory=dict)
+    """Forward records by segment."""
+    own_deletes: dict[str, bytes] = field(default_factory=dict)
+    unknown: Counter[int] = field(default_factory=Counter)
+    customs: Counter[int] = field(default_factory=Counter)
+    """Users' custom events by schema."""
+    records: int = 0
+    """How many were folded: the ordinal of the next one."""
+    opened_max: int = 0
+    last_ms: int = 0
+    snapshot_id: int = 0
+    rejected: int = 0
+    rejections: list[Rejection] = field(default_factory=list)
+    """The first ones since this index was made; not part of the state."""
+
+    # ── folding ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def fold_chunk(self, chunk: Chunk) -> int:
+        """Fold those records of a chunk that were not folded yet, which its ordinals tell; how many."""
+        skip = self.records - chunk.header.base_record
+        if not 0 <= skip <= len(chunk.offsets):
+            raise damaged(
+                "the records of the log do not go on where the state ends",
+                chunk=chunk.index,
+                offset=0,
+                base_record=chunk.header.base_record,
+                expected=self.records,
+            )
+        offsets = chunk.offsets[skip:]
+        if not offsets:
+            return 0
+        data, entries, table, keyed = chunk.data, self.entries, TABLE, _KEYED
+        get = entries.get
+        types, segments = _columns(chunk, skip)
+        ends = [*offsets[1:], chunk.header.committed_len]
+        first = self.records
+        for kind, segment, begin, end in zip(types, segments, offsets, ends, strict=True):
+            raw = data[begin:end]
+            entry = get(segment)
+            if entry is not None:
+                code = table[kind][entry[0]] if kind < SLOTS else -1
+                if code >= 0 and (not keyed[kind] or _answers(entry, kind, raw)):
+                    entry[0] = code
+                    entry[kind + 1] = raw
+                    continue
+            elif not kind and segment > self.opened_max and not self.waiting:
+                self.opened_max = segment
+                entries[segment] = [_OPENED, raw, *_NO_RECORDS]
+                continue
+            self.records = first + bisect_left(offsets, begin)
+            self._fold(kind, segment, raw)
+        self.records = first + len(offsets)
+        self.last_ms = max(self.last_ms, RECORD.unpack_from(data, offsets[-1])[5])
+        return len(offsets)
+
+    def fold_raw(self, raw: bytes) -> None:
+        """Fold one record, header and payload."""
+        kind, _, _, segment, _, timestamp_ms, _ = RECORD.unpack_from(raw)
+        self._fold(kind, segment, raw)
+        self.records += 1
+        self.last_ms = max(self.last_ms, timestamp_ms)
+
+    def check(self, value: Payload, segment_id: int) -> None:
+        """Refuse a record that the fold would reject (rule 4). Forward references are fine."""
+        event = _event_of(value)
+        if segment_id == NO_SEGMENT:
+            self._check_own(value, event)
+        if event is None or segment_id == NO_SEGMENT:
+            return
+        entry = self.entries.get(segment_id)
+        if entry is None and segment_id > self.opened_max:
+            return
+        code = entry[0] if entry is not None else 0
+        if segment_id <= self.opened_max and entry is None:
+            what = "the segment was retired, or never opened"
+        elif TABLE[event][code] < 0:
+            what = "a segment in this state has no such step"
+        elif entry is not None and not _answers(entry, event, bytes(RECORD_BYTES) + encode(value)):
+            what = "the record names another key than the one it must answer"
+        else:
+            return
+        raise IllegalTransition(what, segment=segment_id, record=type(value).__name__, state=_words(STATES[code]))
+
+    def _check_own(self, value: Payload, event: Event | None) -> None:
+        if event is None or isinstance(value, Tier2DeleteQueued):
+            return
+        if not isinstance(value, Tier2Deleted) or value.key not in self.own_deletes:
+            raise IllegalTransition(
+                "the log has no object in a state for this step", segment=NO_SEGMENT, record=type(value).__name__
+            )
+
+    def _fold(self, kind: int, segment: int, raw: bytes) -> None:
+        if kind > RecordType.CUSTOM_EVENT:
+            self.unknown[kind] += 1
+        elif kind == RecordType.SNAPSHOT_MARKER:
+            self.snapshot_id = int.from_bytes(raw[RECORD_BYTES + 16 : RECORD_BYTES + 24], "little")
+        elif kind == RecordType.CUSTOM_EVENT:
+            schema = int.from_bytes(raw[RECORD_BYTES : RECORD_BYTES + 4], "little")
+            event = _CUSTOM.get(schema)
+            if event is None:
+                self.customs[schema] += 1
+            else:
+                self._fold_event(event, segment, raw)
+        elif segment == NO_SEGMENT:
+            self._fold_own(kind, raw)
+        else:
+            self._fold_event(Event(kind), segment, raw)
+
+    def _fold_event(self, event: Event, segment: int, raw: bytes) -> None:
+        entry = self.entries.get(segment)
+        if entry is None:
+            if segment <= self.opened_max:
+                self._reject(event, segment, 0)
+            elif event is Event.OPENED:
+                self.opened_max = segment
+                self.entries[segment] = [_OPENED, raw, *_NO_RECORDS]
+                if self.waiting:
+                    self._fold_waiting(segment)
+            else:
+                self.waiting.setdefault(segment, []).append(raw)
+            return
+        code = TABLE[event][entry[0]]
+        if code < 0 or not _answers(entry, event, raw):
+            self._reject(event, segment, entry[0])
+        elif event is Event.RETIRED:
+            del self.entries[segment]
+        else:
+            entry[0] = code
+            if event < SLOTS:
+                entry[event + 1] = raw
+
+    def _fold_waiting(self, segment: int) -> None:
+        """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it (rule 2)."""
+        for each in [segment, *sorted(each for each in self.waiting if each < segment)]:
+            for raw in self.waiting.pop(each, ()):
+                self._fold(RECORD.unpack_from(raw)[0], each, raw)
+
+    def _fold_own(self, kind: int, raw: bytes) -> None:
+        key = key_of(kind, raw[RECORD_BYTES:]).decode(errors="replace")
+        if kind == RecordType.TIER2_DELETE_QUEUED:
+            self.own_deletes[key] = raw
+        elif kind == RecordType.TIER2_DELETED and key in self.own_deletes:
+            del self.own_deletes[key]
+        else:
+            self._reject(kind, NO_SEGMENT, 0)
+
+    def _reject(self, kind: int, segment: int, code: int) -> None:
+        self.rejected += 1
+        if len(self.rejections) < REJECTIONS_KEPT:
+            self.rejections.append(Rejection(self.records, kind, segment, STATES[code]))
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def get(self, segment_id: int) -> SegmentInfo | None:
+        """One segment; `None` if it is not opened, or retired."""
+        entry = self.entries.get(segment_id)
+        return None if entry is None else _info(segment_id, entry)
+
+    def segments(self) -> Iterator[SegmentInfo]:
+        """All segments, in the order of their ids."""
+        for segment_id in sorted(self.entries):
+            yield _info(segment_id, self.entries[segment_id])
+
+    def reconciliation(self) -> dict[int, int]:
+        """Segments that records speak of and that are not opened yet, with how many records wait for each."""
+        return {segment: len(self.waiting[segment]) for segment in sorted(self.waiting)}
+
+    def outstanding(self) -> Outstanding:
+        """What was begun and not ended."""
+        found = Outstanding(
+            compressions={}, uploads={}, deletes=dict.fromkeys(sorted(self.own_deletes), 0), hydrations={}
+        )
+        for segment in sorted(self.entries):
+            entry = self.entries[segment]
+            state = STATES[entry[0]]
+            if state.warm is Warm.COMPRESSING:
+                found.compressions[segment] = _field(entry, RecordType.COMPRESSION_STARTED, "job_id")
+            if state.remote in (Remote.UPLOADING, Remote.FAILED):
+                found.uploads[segment] = _field(entry, RecordType.UPLOAD_STARTED, "key")
+            if state.remote is Remote.DELETING:
+                found.deletes[_field(entry, RecordType.TIER2_DELETE_QUEUED, "key")] = segment
+            if state.hydration is not Hydration.IDLE:
+                found.hydrations[segment] = _field(entry, RecordType.HYDRATION_STARTED, "source_tier")
+        return found
+
+    def minimal(self) -> Iterator[bytes]:
+        """The records that the state is made of, by segment and type: what is left of a history when it is folded."""
+        for segment in sorted(self.entries):
+            yield from (raw for raw in self.entries[segment][1:] if raw is not None)
+        for segment in sorted(self.waiting):
+            yield from self.waiting[segment]
+        for key in sorted(self.own_deletes):
+            yield self.own_deletes[key]
+
+
+def replay(index: ManifestIndex, chunks: Iterable[Chunk]) -> ManifestIndex:
+    """Fold chunks in a row, the first of them from where the index ends."""
+    for chunk in chunks:
+        index.fold_chunk(chunk)
+    return index
+
+
+def _columns(chunk: Chunk, skip: int) -> tuple[list[int], list[int]]:
+    """Types and segments of the records behind the first `skip` ones."""
+    if chunk.places is None:
+        heads = [RECORD.unpack_from(chunk.data, offset) for offset in chunk.offsets[skip:]]
+        return [head[0] for head in heads], [head[3] for head in heads]
+    import numpy as np
+
+    words = np.frombuffer(chunk.data, "<u8", count=len(chunk.data) // 8)
+    at = chunk.places[skip:]
+    return (words[at] & np.uint64(0xFFFF)).tolist(), words[at + 1].tolist()
+
+
+def _event_of(value: Payload) -> Event | None:
+    if isinstance(value, CustomEvent):
+        return _CUSTOM.get(value.schema_id)
+    return Event(value.TYPE) if value.TYPE < SLOTS else None
+
+
+def _answers(entry: Entry, event: int, raw: bytes) -> bool:
+    """Whether a record names the key it must (rule 3)."""
+    if event not in _ANSWERS:
+        return True
+    slot, at = _ANSWERS[event]
+    begun = entry[slot]
+    size = raw[_SIZE_AT:_KEY_AT]
+    if begun is None or begun[_SIZE_AT:_KEY_AT] != size:
+        return False
+    length = size[0] | size[1] << 8
+    return bool(raw[at : at + length] == begun[_KEY_AT : _KEY_AT + length])
+
+
+def _info(segment_id: int, entry: Entry) -> SegmentInfo:
+    records = {RecordType(kind): _decoded(kind, raw) for kind, raw in enumerate(entry[1:]) if raw is not None}
+    return SegmentInfo(segment_id=segment_id, state=STATES[entry[0]], records=records)
+
+
+def _field(entry: Entry, kind: RecordType, name: str) -> Any:
+    return getattr(_decoded(kind, entry[kind + 1]), name)
+
+
+def _decoded(kind: int, raw: bytes) -> Payload:
+    return decode(kind, raw[RECORD_BYTES:], segment=RECORD.unpack_from(raw)[3])
+
+
+def _words(state: State) -> str:
+    return " ".join(f"{name}={value.name.lower()}" for name, value in zip(State._fields, state, strict=True))

@@ -1,0 +1,327 @@
+"""One stream's manifest log, put together: state and writer that move as one, snapshots, upload, local retention.
+
+Terms
+  tick   one round of upkeep: rotate what is due, upload what is sealed, take a snapshot, let old files go
+
+Rules
+  1. A record is checked against the transition table, appended and folded in one critical section: the live index is
+     always the fold of what the writer holds, and what `recover` finds is the fold of what was committed.
+  2. A snapshot is of committed records only, and is followed by its marker.
+  3. Chunks and snapshots are uploaded by `tick`, in order; while the object store fails, the next try waits longer and
+     longer, and nothing is forgotten: header bit 1 says what is done (S3). No record is written about it.
+  4. Local files that stay: the active chunk, the newest sealed ones (two), every chunk from the newest snapshot's position
+     on, every chunk that is not uploaded; and the two newest snapshots.
+  5. Objects of the log that are superseded are deleted in three steps: `Tier2DeleteQueued`, the deletion, `Tier2Deleted`.
+
+Threads: any; one lock. `tick` talks to the object store without it, and only one thread ticks at a time.
+Raises `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on opening `StoreLocked`, `ManifestIntegrityError`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Self
+
+from quire.core.clock import Clock
+from quire.core.errors import ManifestIntegrityError, StorageFault, Unavailable
+from quire.core.events import emit
+from quire.core.settings import ManifestLogSettings
+from quire.durable.failpoints import hit
+from quire.durable.files import read_all
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import NO_SEGMENT
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_metrics import LogFigures, count_crc_error, crc_errors
+from quire.stream.mlog_reader import ManifestLogReader, Position
+from quire.stream.mlog_records import Payload, SnapshotMarker, Tier2Deleted, Tier2DeleteQueued
+from quire.stream.mlog_recovery import Reconciled, Recovered, local_facts, mark_uploaded, reconcile, recover
+from quire.stream.mlog_snapshot import write_snapshot
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.mlog_writer import ManifestLogWriter, lock_log
+
+RETRY_SECONDS = 0.25
+RETRY_SECONDS_MAX = 30.0
+
+
+@dataclass(slots=True)
+class Ticked:
+    """What a round of upkeep did."""
+
+    rotated: int | None = None
+    uploaded: list[int] = field(default_factory=list)
+    snapshot_id: int | None = None
+    removed: list[int] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    failed: str = ""
+    """Why the object store could not be used, if it could not."""
+
+
+class ManifestLog:
+    """The manifest log of one stream, open for writing; made by `open`."""
+
+    def __init__(
+        self,
+        files: LogFiles,
+        writer: ManifestLogWriter,
+        recovered: Recovered,
+        clock: Clock,
+        settings: ManifestLogSettings,
+        objects: LogObjects | None,
+    ) -> None:
+        # Constant after construction.
+        self.files = files
+        self.objects = objects
+        self._clock = clock
+        self._settings = settings
+        self._writer = writer
+        self._replay_seconds = recovered.seconds
+        # Under the lock.
+        self._lock = threading.RLock()
+        self.index: ManifestIndex = recovered.index
+        self._snapshot_position = recovered.snapshot_position
+        self._snapshot_at = clock.monotonic()
+        # Under the ticking lock.
+        self._ticking = threading.Lock()
+        self._retries = 0
+        self._failures = 0
+        self._retry_at = clock.monotonic()
+        self._remote_snapshots: set[int] | None = None
+        """Snapshots in tier 2: listed once, then kept up; a listing per tick would cost more than the uploads."""
+
+    @classmethod
+    def open(
+        cls, files: LogFiles, *, clock: Clock, settings: ManifestLogSettings, objects: LogObjects | None = None
+    ) -> ManifestLog:
+        """Rebuild the state and go on behind it."""
+        fetch = objects.fetch if objects is not None else None
+        lock = lock_log(files, clock)  # before anything is read: another writer may be at its last commit
+        try:
+            recovered = recover(files, clock, fetch)
+            start = (recovered.end.chunk_index, recovered.index.records)
+            writer = ManifestLogWriter.open(files, clock=clock, settings=settings, start=start, lock=lock)
+        except BaseException as error:
+            lock.close()
+            if isinstance(error, ManifestIntegrityError):
+                count_crc_error(files.stream_id)
+                emit("error", "stream.mlog.quarantined", stream=files.stream_id, what=error.what, **error.where)
+            raise
+        return cls(files, writer, recovered, clock, settings, objects)
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position:
+        """Add a record to log and state; durable after `commit`."""
+        with self._lock:
+            self.index.check(value, segment_id)
+            if self._writer.is_full:
+                self._writer.rotate()
+            offset = self._writer.append(value, segment_id, logical_offset=logical_offset)
+            self.index.fold_raw(self._writer.records_from(offset))
+            return Position(self._writer.position.chunk_index, offset)
+
+    def append_all(self, records: Iterable[tuple[Payload, int]]) -> Position:
+        """Add several records and commit them together."""
+        with self._lock:
+            for value, segment_id in records:
+                self.append(value, segment_id)
+            return self.commit()
+
+    def commit(self) -> Position:
+        """Make what was appended durable."""
+        return self._writer.commit()
+
+    def rotate(self) -> int | None:
+        """Seal the active chunk, whatever its age; its index."""
+        with self._lock:
+            return self._writer.rotate()
+
+    @property
+    def committed(self) -> Position:
+        return self._writer.committed
+
+    def snapshot(self) -> int:
+        """Write a snapshot of the state and its marker; its id (rule 2)."""
+        with self._lock:
+            position = self._writer.commit()
+            snapshot_id = max([self.index.snapshot_id, *self.files.snapshots()]) + 1
+            write_snapshot(self.files, snapshot_id, position, self.index, self._uploaded_upto())
+            self.append(SnapshotMarker(*position, snapshot_id))
+            self._writer.commit()
+            hit("stream.mlog.snapshot.marked")
+            self._snapshot_position = position
+            self._snapshot_at = self._clock.monotonic()
+            return snapshot_id
+
+    # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def tick(self) -> Ticked:
+        """One round of upkeep; faults of the object store are counted and told, not raised."""
+        done = Ticked()
+        with self._ticking:
+            with self._lock:
+                if self._writer.needs_rotation():
+                    done.rotated = self._writer.rotate()
+                if self._sealed_since_snapshot() >= self._settings.snapshot_chunks:
+                    done.snapshot_id = self.snapshot()
+            if self.objects is not None and self._clock.monotonic() >= self._retry_at:
+                self._talk(self.objects, done)
+            with self._lock:
+                done.removed = self._retain()
+        return done
+
+    def upload(self) -> list[int]:
+        """Upload every sealed chunk and snapshot that is not yet; raises what the object store raises."""
+        assert self.objects is not None
+        done = Ticked()
+        with self._ticking:
+            self._upload_all(self.objects, done)
+        return done.uploaded
+
+    def reconcile(self, *, object_exists: Callable[[str], bool] | None = None, deep: bool = False) -> Reconciled:
+        """Compare tier 2 with this disk, upload what is missing there, say what needs repair; a stream does it when it
+        opens. With `object_exists` the objects of its segments are looked for too."""
+        assert self.objects is not None
+        with self._ticking:
+            return reconcile(self.files, self.objects, self.index, object_exists=object_exists, deep=deep)
+
+    def queue_own_deletes(self, keys: Iterable[str]) -> None:
+        """Say that objects of the log are superseded; durable when this returns (rule 5)."""
+        with self._lock:
+            for key in keys:
+                if key not in self.index.own_deletes:
+                    self.append(Tier2DeleteQueued(key))
+            self._writer.commit()
+
+    def drain_own_deletes(self) -> list[str]:
+        """Delete the queued objects of the log, and say so."""
+        assert self.objects is not None
+        with self._lock:
+            keys = sorted(self.index.own_deletes)
+        for key in keys:
+            self.objects.store.delete(key)
+            hit("stream.mlog.own_deleted")
+        with self._lock:
+            for key in keys:
+                self.append(Tier2Deleted(key))
+            self._writer.commit()
+        return keys
+
+    def figures(self) -> LogFigures:
+        """What is measured, by the seed's names."""
+        with self._lock:
+            return LogFigures(
+                stream_id=self.files.stream_id,
+                manifest_chunks_active=len(self.files.chunks()),
+                manifest_replay_seconds=self._replay_seconds,
+                manifest_crc_error_count=crc_errors(self.files.stream_id),
+                manifest_upload_retries=self._retries,
+                manifest_snapshot_age_seconds=self._clock.monotonic() - self._snapshot_at,
+            )
+
+    def close(self) -> None:
+        """Commit and close."""
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Close without committing."""
+        self._writer.abandon()
+
+    def _talk(self, objects: LogObjects, done: Ticked) -> None:
+        try:
+            self._upload_all(objects, done)
+            self._retire_snapshots(objects)
+            if self.index.own_deletes:
+                done.deleted = self.drain_own_deletes()
+        except (Unavailable, StorageFault) as error:
+            self._retries += 1
+            wait = min(RETRY_SECONDS * 2**self._failures, RETRY_SECONDS_MAX)
+            self._failures = min(self._failures + 1, 16)
+            self._retry_at = self._clock.monotonic() + wait
+            done.failed = str(error)
+            emit(
+                "warning",
+                "stream.mlog.upload_failed",
+                stream=self.files.stream_id,
+                tier_action="upload",
+                retry_seconds=wait,
+                cause=str(error),
+            )
+        else:
+            self._failures = 0
+
+    def _upload_all(self, objects: LogObjects, done: Ticked) -> None:
+        reader = ManifestLogReader(self.files)
+        for index in self._to_upload():
+            chunk = reader.chunk(index)
+            objects.put_chunk(chunk)
+            hit("stream.mlog.uploaded")
+            mark_uploaded(self.files, index)
+            done.uploaded.append(index)
+            emit(
+                "info",
+                "stream.mlog.chunk_uploaded",
+                stream=self.files.stream_id,
+                tier_action="upload",
+                chunk_index=index,
+                chunk_offset=chunk.header.committed_len,
+            )
+        newest = self.files.snapshots()[:1]
+        if newest and self._remote_snapshots is None:
+            self._remote_snapshots = set(objects.listing().snapshots)
+        for snapshot_id in newest:
+            assert self._remote_snapshots is not None
+            if snapshot_id not in self._remote_snapshots:
+                objects.put_snapshot(snapshot_id, read_all(self.files.disk, self.files.snapshot(snapshot_id)))
+                self._remote_snapshots.add(snapshot_id)
+
+    def _retire_snapshots(self, objects: LogObjects) -> None:
+        """Queue snapshots in tier 2 beyond the newest ones for deletion."""
+        old = sorted(self._remote_snapshots or (), reverse=True)[self._settings.snapshots_kept :]
+        if self._remote_snapshots is not None and old:
+            self.queue_own_deletes([objects.snapshot_key(snapshot_id) for snapshot_id in old])
+            self._remote_snapshots.difference_update(old)
+
+    def _sealed(self) -> list[int]:
+        return [index for index in self.files.chunks() if index < self._writer.position.chunk_index]
+
+    def _to_upload(self) -> list[int]:
+        with self._lock:
+            sealed = self._sealed()
+        return [index for index in sealed if not local_facts(self.files.disk, self.files, index).header.uploaded]
+
+    def _uploaded_upto(self) -> int:
+        return min(self._to_upload(), default=self._writer.position.chunk_index)
+
+    def _sealed_since_snapshot(self) -> int:
+        return self._writer.position.chunk_index - self._snapshot_position.chunk_index
+
+    def _retain(self) -> list[int]:
+        """Remove files that nobody needs (rule 4), oldest first: what stays has no gaps."""
+        sealed = self._sealed()
+        kept = max(self._settings.sealed_kept, 0)
+        removed = []
+        for index in sealed[: len(sealed) - kept] if kept else sealed:
+            if index >= self._snapshot_position.chunk_index:
+                break
+            if not local_facts(self.files.disk, self.files, index).header.uploaded:
+                break
+            self.files.disk.remove(self.files.chunk(index))
+            hit("stream.mlog.evicted")
+            removed.append(index)
+        old = self.files.snapshots()[self._settings.snapshots_kept :]
+        for snapshot_id in old:
+            with suppress(FileNotFoundError):
+                self.files.disk.remove(self.files.snapshot(snapshot_id))
+        if removed or old:
+            self.files.disk.sync_dir(self.files.directory)
+        return removed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()

@@ -1,0 +1,271 @@
+"""How much a stream's manifest log is believed: off, shadow or on, switched while the store runs.
+
+Terms
+  projection   what LMDB holds about a stream's segments, folded from the log by idempotent ops (S1)
+  facts        the comparable part of a segment's state: which facets, which key
+  divergence   segments of which log and projection say different things
+
+  mode     appends              believed at opening
+  off      go nowhere           the projection
+  shadow   go to the log        the projection; `compare` says where the two differ
+  on       go to the log        the log
+
+Rules
+  1. A switch takes effect with the next append; nothing is lost by it: when the log is switched on again after it was off
+     it is first brought up to the projection, by records (`catch_up`), because it has missed what happened meanwhile.
+  2. Listeners hear of every switch, in order, after it has happened.
+  3. `manifest_shadow_divergence` is the number of segments that differ at the last comparison.
+
+Threads: any; one lock. Raises what the log raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+
+from quire.core.events import emit
+from quire.stream.mlog_format import NO_SEGMENT
+from quire.stream.mlog_index import ManifestIndex, SegmentInfo
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_metrics import LogFigures
+from quire.stream.mlog_reader import Position
+from quire.stream.mlog_records import (
+    CompressionDone,
+    CompressionFailed,
+    CompressionStarted,
+    CustomEvent,
+    HydrationDone,
+    HydrationFailed,
+    HydrationStarted,
+    LocalEvicted,
+    Payload,
+    RecordType,
+    Schema,
+    SealSegment,
+    SegmentOpened,
+    Tier2Deleted,
+    Tier2DeleteQueued,
+    UploadDone,
+    UploadFailed,
+    UploadStarted,
+)
+from quire.stream.mlog_states import NOTHING, Event, Hot, Life, Remote, State, Warm, after, is_valid
+
+
+class Mode(StrEnum):
+    OFF = "off"
+    SHADOW = "shadow"
+    ON = "on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentFacts:
+    """What log and projection are compared by. A default is what a segment begins with."""
+
+    base_offset: int
+    epoch: int = 0
+    sealed: bool = False
+    durable_bytes: int = 0
+    segment_crc64: int = 0
+    hot: bool = True
+    warm_bytes: int | None = None
+    """Size of the tier 1 copy, `None` if there is none."""
+    dictionary_id: int = 0
+    key: str | None = None
+    """Key of the tier 2 copy, `None` if there is none."""
+    etag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One segment of which the two say different things; `None` where one does not know it."""
+
+    segment_id: int
+    log: SegmentFacts | None
+    projection: SegmentFacts | None
+
+
+def facts_of(info: SegmentInfo) -> SegmentFacts:
+    """The comparable part of what the log knows."""
+    state = info.state
+    sealed = state.life is Life.SEALED
+    warm = state.warm is Warm.DONE
+    remote = state.remote is Remote.DONE
+    return SegmentFacts(
+        base_offset=info.field(RecordType.SEGMENT_OPENED, "base_offset"),
+        epoch=info.field(RecordType.SEGMENT_OPENED, "epoch"),
+        sealed=sealed,
+        durable_bytes=info.field(RecordType.SEAL_SEGMENT, "durable_bytes") if sealed else 0,
+        segment_crc64=info.field(RecordType.SEAL_SEGMENT, "segment_crc64") if sealed else 0,
+        hot=state.hot is Hot.RESIDENT,
+        warm_bytes=info.field(RecordType.COMPRESSION_DONE, "compressed_bytes") if warm else None,
+        dictionary_id=info.field(RecordType.COMPRESSION_DONE, "dictionary_id") if warm else 0,
+        key=info.key if remote else None,
+        etag=info.field(RecordType.UPLOAD_DONE, "etag") if remote else "",
+    )
+
+
+def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
+    """Where log and projection differ, by segment."""
+    log = {info.segment_id: facts_of(info) for info in index.segments()}
+    return [
+        Divergence(segment_id, log.get(segment_id), projection.get(segment_id))
+        for segment_id in sorted(log.keys() | projection.keys())
+        if log.get(segment_id) != projection.get(segment_id)
+    ]
+
+
+def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
+    """The records that bring a log up to a projection (rule 1).
+
+    They are the shortest way the transition table has to the projection's state, so they may tell a step that nobody took.
+    Where both know a copy and differ only in its size, key or etag nothing is told: that is for `compare` to show.
+    """
+    told: list[tuple[Payload, int]] = []
+    for segment_id in sorted(projection.keys() | index.entries.keys()):
+        info = index.get(segment_id)
+        wanted = projection.get(segment_id)
+        if info is None and segment_id <= index.opened_max:
+            continue  # retired in the log: ids do not come back
+        if info is None or wanted is None or facts_of(info) != wanted:
+            told += [(value, segment_id) for value in _becoming(info, wanted)]
+    return told
+
+
+class GatedLog:
+    """A manifest log behind its mode."""
+
+    def __init__(self, log: ManifestLog, mode: Mode = Mode.ON) -> None:
+        self.log = log
+        self._lock = threading.RLock()
+        self._mode = mode
+        self._listeners: list[Callable[[Mode], None]] = []
+        self._divergence = 0
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position | None:
+        """Append to the log, or nowhere if it is off."""
+        with self._lock:
+            if self._mode is Mode.OFF:
+                return None
+            return self.log.append(value, segment_id, logical_offset=logical_offset)
+
+    def commit(self) -> Position | None:
+        """Make what was appended durable."""
+        return None if self._mode is Mode.OFF else self.log.commit()
+
+    def switch(self, mode: Mode, projection: Mapping[int, SegmentFacts] | None = None) -> None:
+        """Change the mode; from `off`, `projection` is what the log must be brought up to."""
+        with self._lock:
+            if mode is self._mode:
+                return
+            if self._mode is Mode.OFF and projection is not None:
+                self.log.append_all(catch_up(self.log.index, projection))
+            former, self._mode = self._mode, mode
+            listeners = list(self._listeners)
+        emit("info", "stream.mlog.mode", stream=self.log.files.stream_id, former=former.value, mode=mode.value)
+        for listener in listeners:
+            listener(mode)
+
+    def listen(self, listener: Callable[[Mode], None]) -> None:
+        """Call `listener` after every switch."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def compare(self, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
+        """Compare the log with the projection, and count (rule 3)."""
+        found = compare(self.log.index, projection)
+        self._divergence = len(found)
+        for each in found[:16]:
+            emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
+        return found
+
+    def figures(self) -> LogFigures:
+        """The log's figures with the divergence."""
+        return replace(self.log.figures(), manifest_shadow_divergence=self._divergence)
+
+
+def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:
+    """Payloads of the events on the shortest way from a segment's state to the one that is wanted, `None`: retired."""
+    start = info.state if info is not None else NOTHING
+    goal = (
+        None if wanted is None else (wanted.sealed, wanted.hot, wanted.warm_bytes is not None, wanted.key is not None)
+    )
+    facts = wanted or SegmentFacts(base_offset=0)
+    key: str = (info.field(RecordType.UPLOAD_STARTED, "key") if info is not None else None) or ""
+    for event in _way(start, goal):
+        if event is Event.UPLOAD_STARTED:
+            key = facts.key or key
+        yield _payload(event, facts, key)
+
+
+def _payload(event: Event, facts: SegmentFacts, key: str) -> Payload:
+    match event:
+        case Event.OPENED:
+            return SegmentOpened(facts.base_offset, facts.epoch)
+        case Event.SEALED:
+            return SealSegment(facts.durable_bytes, facts.segment_crc64)
+        case Event.COMPRESSION_STARTED:
+            return CompressionStarted(0)
+        case Event.COMPRESSION_DONE:
+            return CompressionDone(facts.warm_bytes or 0, facts.dictionary_id)
+        case Event.COMPRESSION_FAILED:
+            return CompressionFailed(0)
+        case Event.UPLOAD_STARTED:
+            return UploadStarted(key)
+        case Event.UPLOAD_DONE:
+            return UploadDone(key, facts.etag)
+        case Event.UPLOAD_FAILED:
+            return UploadFailed(key, 0)
+        case Event.DELETE_QUEUED:
+            return Tier2DeleteQueued(key)
+        case Event.DELETED:
+            return Tier2Deleted(key)
+        case Event.HYDRATION_STARTED:
+            return HydrationStarted(1)
+        case Event.HYDRATION_DONE:
+            return HydrationDone(facts.durable_bytes)
+        case Event.HYDRATION_FAILED:
+            return HydrationFailed(0)
+        case Event.LOCAL_EVICTED:
+            return LocalEvicted(facts.durable_bytes)
+        case Event.WARM_EVICTED:
+            return CustomEvent(Schema.WARM_EVICTED)
+        case Event.RETIRED:
+            return CustomEvent(Schema.SEGMENT_RETIRED)
+
+
+@cache
+def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Event, ...]:
+    """The shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote); breadth first."""
+
+    def reached(state: State) -> bool:
+        if goal is None or state.life is Life.ABSENT:
+            return goal is None and state.life is Life.ABSENT
+        found = (
+            state.life is Life.SEALED,
+            state.hot is Hot.RESIDENT,
+            state.warm is Warm.DONE,
+            state.remote is Remote.DONE,
+        )
+        return found == goal
+
+    ways: dict[State, tuple[Event, ...]] = {start: ()}
+    edge = deque([start])
+    while edge:
+        state = edge.popleft()
+        if reached(state):
+            return ways[state]
+        for event in Event:
+            if is_valid(state, event) and (new := after(state, event)) not in ways:
+                ways[new] = (*ways[state], event)
+                edge.append(new)
+    return ()

@@ -1,0 +1,323 @@
+"""Reads a manifest log: chunks that are checked before a record of them is seen, and records without copies.
+
+Terms
+  position   (chunk_index, offset): where a record starts, or the next one will
+  view       a record in place: its header's fields, and its payload as a slice of the chunk's bytes
+  gap        a chunk that is neither here nor where `fetch` looks
+
+Rules
+  1. Before a chunk yields anything: its header is settled (see `mlog_format`), `chunk_crc64` fits, records follow each other
+     without gaps up to exactly `committed_len`, reserved flags are 0, every `payload_crc64` fits.
+  2. Between chunks: indexes are consecutive, `base_record` is what the chunk before ends with, and every chunk but the
+     last is sealed (S2).
+  3. What lies behind `committed_len` is a torn tail: not read, not an error. Anything else is `ManifestIntegrityError`,
+     and nothing behind it is read.
+  4. Memory is bounded: one chunk at a time, and a cursor gives at most as many records as it was asked for.
+
+Threads: chunks and views are immutable; a reader or cursor belongs to one thread. Importable on executors.
+Format page: `docs/formats/manifest-log.md`. Raises `ManifestIntegrityError`, `FormatTooNew`, and what the disk raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.durable.checksums import crc64, crc64_rows
+from quire.durable.files import read_all
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, ChunkHeader, damaged, settle
+from quire.stream.mlog_records import Payload, RecordType, SnapshotMarker, decode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TOGETHER_RECORDS = 512
+"""From so many records on a chunk is checked with numpy: below, loading it costs more than it saves."""
+TOGETHER_PAYLOAD_BYTES = 96
+"""Payloads longer than this are checked one by one."""
+
+Fetch = Callable[[int], "Chunk | None"]
+"""Gives a chunk that is not on the disk, or a bundle with its records, from tier 2; `None` if it is not there either."""
+
+
+class Position(NamedTuple):
+    """Where a record starts; orders as the log does."""
+
+    chunk_index: int
+    offset: int
+
+
+START = Position(0, CHUNK_BYTES)
+
+
+class RecordView:
+    """One record, in place."""
+
+    __slots__ = ("chunk", "logical_offset", "offset", "payload_len", "record_type", "segment_id", "timestamp_ms")
+
+    def __init__(self, chunk: Chunk, offset: int) -> None:
+        self.chunk = chunk
+        self.offset = offset
+        self.payload_len: int
+        self.segment_id: int
+        self.record_type: int
+        self.logical_offset: int
+        self.timestamp_ms: int
+        (self.record_type, _, self.payload_len, self.segment_id, self.logical_offset, self.timestamp_ms, _) = (
+            RECORD.unpack_from(chunk.data, offset)
+        )
+
+    @property
+    def position(self) -> Position:
+        return Position(self.chunk.index, self.offset)
+
+    @property
+    def end(self) -> int:
+        """Where the next record starts."""
+        return self.offset + RECORD_BYTES + self.payload_len
+
+    @property
+    def payload(self) -> memoryview:
+        """The payload's bytes, not copied."""
+        return memoryview(self.chunk.data)[self.offset + RECORD_BYTES : self.end]
+
+    @property
+    def raw(self) -> bytes:
+        """Header and payload, copied: what a bundle or a snapshot keeps."""
+        return self.chunk.data[self.offset : self.end]
+
+    def value(self) -> Payload:
+        """The payload, decoded."""
+        return decode(
+            self.record_type, bytes(self.payload), chunk=self.chunk.index, segment=self.segment_id, offset=self.offset
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """A chunk whose every byte in use has been checked."""
+
+    data: bytes
+    header: ChunkHeader
+    offsets: Sequence[int]
+    snapshot_id: int
+    """The newest snapshot marker up to the end of this chunk, as far as the chunk knows; 0 for none."""
+    last_index: int
+    """The chunk's own index; of a bundle, the index of the last chunk in it."""
+    places: NDArray[np.int64] | None = None
+    """The offsets by eight, for numpy; only of chunks with many records."""
+
+    @property
+    def index(self) -> int:
+        return self.header.chunk_index
+
+    @property
+    def facts(self) -> ChunkFacts:
+        return ChunkFacts(self.header, len(self.offsets), self.snapshot_id)
+
+    @property
+    def end(self) -> Position:
+        """Behind the last committed record."""
+        return Position(self.index, self.header.committed_len)
+
+    def records(self, skip: int = 0) -> Iterator[RecordView]:
+        """The records behind the first `skip` ones."""
+        for offset in self.offsets[skip:]:
+            yield RecordView(self, offset)
+
+    def place(self, offset: int) -> int:
+        """How many records start before `offset`, which must be the beginning of one or the end."""
+        if offset == CHUNK_BYTES:
+            return 0
+        if offset == self.header.committed_len:
+            return len(self.offsets)
+        place = bisect_left(self.offsets, offset)
+        if place == len(self.offsets) or self.offsets[place] != offset:
+            raise damaged("no record starts where one was looked for", chunk=self.index, offset=offset)
+        return place
+
+
+def load_chunk(data: bytes, *, chunk_index: int, last_index: int | None = None, path: str = "") -> Chunk:
+    """Check the bytes of a chunk's file or object (rule 1). `last_index` is for bundles, which begin with a marker."""
+    header, copy = settle(data, chunk_index=chunk_index, path=path)
+    offsets = walk(data, CHUNK_BYTES, header.committed_len, chunk=chunk_index, path=path)
+    places = _places(offsets)
+    check_payloads(data, offsets, places, chunk=chunk_index, path=path)
+    if copy is not None and copy.record_count != len(offsets):
+        raise damaged("the chunk has another number of records than were committed", chunk=chunk_index, offset=0)
+    snapshot_id = copy.snapshot_id if copy is not None else _newest_marker(data, offsets, chunk_index)
+    last = chunk_index
+    if last_index is not None:
+        last = last_index
+        del offsets[0]
+        places = places[1:] if places is not None else None
+    return Chunk(data=data, header=header, offsets=offsets, snapshot_id=snapshot_id, last_index=last, places=places)
+
+
+def walk(data: bytes, start: int, end: int, *, chunk: int, path: str = "") -> list[int]:
+    """Where the records between two offsets start."""
+    words = memoryview(data)[: end & ~3].cast("I") if sys.byteorder == "little" else _swapped(data[: end & ~3])
+    offsets: list[int] = []
+    add = offsets.append
+    at, last = start >> 2, end >> 2
+    head = RECORD_BYTES >> 2
+    while at < last - head:
+        length = words[at + 1]
+        if not length or length & 7 or words[at] > 0xFFFF:
+            break
+        add(at << 2)
+        at += head + (length >> 2)
+    if at != last:
+        raise damaged(
+            "the records of a chunk do not follow each other", chunk=chunk, offset=min(at, last) << 2, path=path
+        )
+    return offsets
+
+
+def check_payloads(
+    data: bytes, offsets: Sequence[int], places: NDArray[np.int64] | None, *, chunk: int, path: str = ""
+) -> None:
+    """Compare every payload with its `payload_crc64`."""
+    if places is not None:
+        bad = _bad_payload(data, places)
+    else:
+        bad = next((offset for offset in offsets if not _fits(data, offset)), None)
+    if bad is not None:
+        segment = RECORD.unpack_from(data, bad)[3]
+        raise damaged("a record's payload fails its checksum", chunk=chunk, segment=segment, offset=bad, path=path)
+
+
+class ManifestLogReader:
+    """The chunks of one log, in order."""
+
+    def __init__(self, files: LogFiles, fetch: Fetch | None = None) -> None:
+        self._files = files
+        self._fetch = fetch
+
+    def chunk(self, index: int) -> Chunk:
+        """One chunk, from the disk or else from tier 2."""
+        path = self._files.chunk(index)
+        try:
+            data = read_all(self._files.disk, path)
+        except FileNotFoundError:
+            fetched = self._fetch(index) if self._fetch is not None else None
+            if fetched is None:
+                hint = "give the object store if it is uploaded; else restore the file from a copy"
+                raise damaged(
+                    "a chunk of the manifest log is missing", chunk=index, offset=0, path=path, hint=hint
+                ) from None
+            return fetched
+        return load_chunk(data, chunk_index=index, path=path)
+
+    def chunks(self, start: int | None = None) -> Iterator[Chunk]:
+        """The chunks from index `start` on (or the first that is here), each checked against the one before (rule 2)."""
+        here = self._files.chunks()
+        if not here:
+            return
+        index = here[0] if start is None else start
+        expected = 0 if index == 0 else None
+        while index <= here[-1]:
+            chunk = self.chunk(index)
+            check_sequence(chunk.header, expected, is_last=chunk.last_index >= here[-1])
+            yield chunk
+            expected = chunk.facts.next_record
+            index = chunk.last_index + 1
+
+    def cursor(self, start: Position = START) -> Cursor:
+        """Reads from a position in bounded steps."""
+        return Cursor(self, self._files, start)
+
+
+def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) -> None:
+    """Hold a chunk against its neighbours (rule 2)."""
+    if expected is not None and header.base_record != expected:
+        raise damaged(
+            "the chunk does not go on where the one before it ended",
+            chunk=header.chunk_index,
+            offset=0,
+            base_record=header.base_record,
+            expected=expected,
+        )
+    if not is_last and not header.sealed:
+        raise damaged("a chunk was not sealed, and yet there is a later one", chunk=header.chunk_index, offset=0)
+
+
+class Cursor:
+    """A place in the log that moves forward as records are read."""
+
+    def __init__(self, reader: ManifestLogReader, files: LogFiles, start: Position) -> None:
+        self.position = start
+        self._reader = reader
+        self._files = files
+
+    def read(self, records_max: int) -> list[RecordView]:
+        """Up to so many records; none if the log ends here for now. Sees what was committed meanwhile."""
+        found: list[RecordView] = []
+        here = self._files.chunks()
+        while here and self.position.chunk_index <= here[-1] and len(found) < records_max:
+            chunk = self._reader.chunk(self.position.chunk_index)
+            place = chunk.place(self.position.offset)
+            taken = chunk.offsets[place : place + records_max - len(found)]
+            found.extend(RecordView(chunk, offset) for offset in taken)
+            if taken:
+                self.position = Position(chunk.index, found[-1].end)
+            if place + len(taken) < len(chunk.offsets) or not chunk.header.sealed:
+                break
+            self.position = Position(chunk.index + 1, CHUNK_BYTES)
+        return found
+
+
+def _newest_marker(data: bytes, offsets: Sequence[int], chunk: int) -> int:
+    for offset in reversed(offsets):
+        record_type, _, length, *_ = RECORD.unpack_from(data, offset)
+        if record_type == RecordType.SNAPSHOT_MARKER:
+            start = offset + RECORD_BYTES
+            value = decode(record_type, data[start : start + length], chunk=chunk, offset=offset)
+            assert isinstance(value, SnapshotMarker)
+            return value.snapshot_id
+    return 0
+
+
+def _fits(data: bytes, offset: int) -> bool:
+    _, _, length, _, _, _, checksum = RECORD.unpack_from(data, offset)
+    start = offset + RECORD_BYTES
+    return bool(crc64(data[start : start + length]) == checksum)
+
+
+def _places(offsets: Sequence[int]) -> NDArray[np.int64] | None:
+    if len(offsets) < TOGETHER_RECORDS:
+        return None
+    import numpy as np
+
+    return np.array(offsets, np.int64) >> 3
+
+
+def _bad_payload(data: bytes, at: NDArray[np.int64]) -> int | None:
+    """The first record whose payload does not fit its checksum, found length by length."""
+    import numpy as np
+
+    words = np.frombuffer(data, "<u8", count=len(data) // 8)
+    lengths = (words[at] >> np.uint64(32)).astype(np.int64)
+    wrong: list[int] = []
+    for length in (np.flatnonzero(np.bincount(lengths >> 3)) << 3).tolist():
+        chosen = at[lengths == length]
+        if length > TOGETHER_PAYLOAD_BYTES:
+            wrong += [start << 3 for start in chosen.tolist() if not _fits(data, start << 3)]
+            continue
+        columns = np.arange(RECORD_BYTES // 8, (RECORD_BYTES + length) // 8)
+        rows = words[chosen[:, None] + columns].view(np.uint8)
+        differs = crc64_rows(rows, np.zeros(len(chosen), np.uint64)) != words[chosen + RECORD_BYTES // 8 - 1]
+        wrong += (chosen[differs] << 3).tolist()
+    return min(wrong, default=None)
+
+
+def _swapped(data: bytes) -> array[int]:
+    words = array("I", data)
+    words.byteswap()
+    return words

@@ -1,0 +1,235 @@
+"""From files to state: the newest sound snapshot and what the log says after it; and what of it is in tier 2.
+
+Terms
+  replay         folding the records behind a snapshot, or all of them
+  reconciliation comparing the log's objects in tier 2 with what is on disk: what is missing there is uploaded again from
+                 here, what is missing in both places needs repair
+
+Rules
+  1. Recovery reads one snapshot and the chunks from its position on: how long the history is does not matter.
+  2. A damaged snapshot is told and passed over; a damaged chunk ends recovery with `ManifestIntegrityError`: the stream is
+     quarantined, nothing was changed, and nothing behind the damage was believed.
+  3. A log that ends before its newest snapshot has lost committed records: that is damage too.
+  4. A chunk that is not on disk any more is taken from tier 2 if an object store is given.
+
+Threads: functions without state. Raises `ManifestIntegrityError`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.core.clock import Clock
+from quire.core.errors import AlreadyExists, ManifestIntegrityError, ObjectNotFound
+from quire.core.events import emit
+from quire.durable.files import Disk, write_atomic
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, UPLOADED, ChunkFacts, damaged, decode_copy
+from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
+from quire.stream.mlog_metrics import count_crc_error
+from quire.stream.mlog_reader import START, Chunk, Fetch, ManifestLogReader, Position, load_chunk
+from quire.stream.mlog_snapshot import Snapshot, newest_snapshots
+from quire.stream.mlog_states import Remote
+from quire.stream.mlog_tier2 import LogObjects, is_same, object_bytes
+from quire.stream.mlog_writer import write_header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recovered:
+    """What a log holds."""
+
+    index: ManifestIndex
+    snapshot_id: int
+    """The snapshot it was rebuilt from, 0 for none."""
+    snapshot_position: Position
+    end: Position
+    """Behind the last committed record, or where the first one will be."""
+    replayed: int
+    """Records folded after the snapshot."""
+    seconds: float
+    damaged_snapshots: int
+    uploaded_upto: int
+
+
+def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recovered:
+    """The state of a log (rule 1). Reads only."""
+    began = clock.monotonic()
+    bad = 0
+    base: Snapshot | None = None
+    for found in newest_snapshots(files):
+        if not isinstance(found, ManifestIntegrityError):
+            base = found
+            break
+        bad += 1
+        count_crc_error(files.stream_id)
+        emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **found.where)
+    index = base.index if base is not None else ManifestIndex()
+    before = index.records
+    position = base.position if base is not None else START
+    end = _replay_from(files, fetch, index, base)
+    return Recovered(
+        index=index,
+        snapshot_id=base.snapshot_id if base is not None else 0,
+        snapshot_position=position,
+        end=end,
+        replayed=index.records - before,
+        seconds=clock.monotonic() - began,
+        damaged_snapshots=bad,
+        uploaded_upto=base.uploaded_upto if base is not None else 0,
+    )
+
+
+def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, base: Snapshot | None) -> Position:
+    start = base.position if base is not None else START
+    last: Chunk | None = None
+    for chunk in ManifestLogReader(files, fetch).chunks(start.chunk_index):
+        if base is not None and last is None and chunk.index == chunk.last_index == start.chunk_index:
+            ordinal = chunk.header.base_record + chunk.place(start.offset)
+            if ordinal != index.records:
+                raise damaged(
+                    "the snapshot's position is not that of its last record",
+                    chunk=chunk.index,
+                    offset=start.offset,
+                    snapshot=base.snapshot_id,
+                )
+        replay(index, [chunk])
+        last = chunk
+    if last is not None:
+        return Position(last.index + 1, CHUNK_BYTES) if last.header.sealed else last.end
+    if start.offset != CHUNK_BYTES:
+        raise damaged("the log ends before its newest snapshot", chunk=start.chunk_index, offset=start.offset)
+    return start
+
+
+# ── which chunks are in tier 2 ────────────────────────────────────────────────────────────────────────────────────────
+def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
+    """What a chunk on the disk says about itself, by one small read if its commit copy is sound."""
+    path = files.chunk(index)
+    file = disk.open(path, write=False)
+    try:
+        size = file.size()
+        tail = file.read_at(CHUNK_BYTES + COPY_BYTES, max(size - CHUNK_BYTES - COPY_BYTES, 0))
+        copy = decode_copy(tail)
+        if copy is not None and file.read_at(CHUNK_BYTES, 0) == copy.header.encode():
+            return copy
+        return load_chunk(file.read_at(size, 0), chunk_index=index, path=path).facts
+    finally:
+        file.close()
+
+
+def mark_uploaded(files: LogFiles, index: int) -> None:
+    """Set the header's bit 1: the chunk's object is durable (S3)."""
+    file = files.disk.open(files.chunk(index))
+    try:
+        size = file.size()
+        chunk = load_chunk(file.read_at(size, 0), chunk_index=index, path=file.path)
+        if not chunk.header.uploaded:
+            header = chunk.header._replace(flags=chunk.header.flags | UPLOADED)
+            write_header(file, size, chunk.facts._replace(header=header))
+    finally:
+        file.close()
+
+
+def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:
+    """Put a sealed chunk's object in the place of its file, which is damaged or missing; `ObjectNotFound` if it has none."""
+    chunk = objects.get_chunk(index)
+    if chunk is None:
+        raise ObjectNotFound(
+            "the chunk has no object in tier 2", hint="restore the file from a copy", key=objects.chunk_key(index)
+        )
+    write_atomic(files.disk, files.chunk(index), object_bytes(chunk))
+    mark_uploaded(files, index)
+
+
+@dataclass(slots=True)
+class Reconciled:
+    """What a comparison with tier 2 found."""
+
+    present: list[int] = field(default_factory=list)
+    """Sealed chunks on disk whose objects are there and the same."""
+    rebuilt: list[int] = field(default_factory=list)
+    """Chunks whose objects were missing and have been uploaded again."""
+    chunks_needing_repair: dict[int, str] = field(default_factory=dict)
+    """Chunks that are in neither place, or whose object is another one."""
+    segments_to_upload: list[int] = field(default_factory=list)
+    """Segments whose object is gone but which have a copy here."""
+    segments_needing_repair: list[int] = field(default_factory=list)
+    """Segments whose only copy was an object that is gone."""
+
+
+def reconcile(
+    files: LogFiles,
+    objects: LogObjects,
+    index: ManifestIndex,
+    *,
+    object_exists: Callable[[str], bool] | None = None,
+    repair: bool = True,
+    deep: bool = False,
+) -> Reconciled:
+    """Compare the log's objects with the disk, and with `object_exists` the segments' too; upload what is missing.
+
+    `deep` reads objects whole and checks them; else their commit copies are compared. `repair=False` changes nothing.
+    """
+    found = Reconciled()
+    listing = objects.listing()
+    sealed = {each: facts for each in files.chunks() if (facts := local_facts(files.disk, files, each)).header.sealed}
+    known = [*sealed, *listing.chunks, *(last for _, last in listing.bundles)]
+    for number in range(max(known, default=-1) + 1):
+        local = sealed.get(number)
+        if number in listing.chunks:
+            what = _differs(objects, number, local, deep=deep)
+            if what is None and local is not None:
+                found.present.append(number)
+                if repair and not local.header.uploaded:
+                    mark_uploaded(files, number)
+            elif what is not None:
+                found.chunks_needing_repair[number] = what
+        elif listing.bundle_of(number) is None:
+            if local is None:
+                found.chunks_needing_repair[number] = "it is neither on disk nor in tier 2"
+            elif repair:
+                _rebuild(files, objects, number, found)
+            else:
+                found.chunks_needing_repair[number] = "its object is missing; it can be uploaded again from here"
+    if object_exists is not None:
+        _reconcile_segments(index, object_exists, found)
+    for number, what in found.chunks_needing_repair.items() if repair else ():
+        emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk=number, what=what)
+    return found
+
+
+def _differs(objects: LogObjects, number: int, local: ChunkFacts | None, *, deep: bool) -> str | None:
+    try:
+        facts = objects.facts(number)
+        if deep:
+            chunk = objects.get_chunk(number)
+            if chunk is None or not is_same(chunk.facts, facts):
+                return "its object is not what its commit copy says"
+    except ManifestIntegrityError as error:
+        return f"its object is damaged: {error.what}"
+    if local is not None and not is_same(facts, local):
+        return "its object is of another chunk than the file"
+    return None
+
+
+def _rebuild(files: LogFiles, objects: LogObjects, number: int, found: Reconciled) -> None:
+    chunk = ManifestLogReader(files).chunk(number)
+    try:
+        objects.put_chunk(chunk)
+    except AlreadyExists as error:  # it came into being since the listing, and is not ours
+        found.chunks_needing_repair[number] = error.what
+        return
+    mark_uploaded(files, number)
+    found.rebuilt.append(number)
+
+
+def _reconcile_segments(index: ManifestIndex, object_exists: Callable[[str], bool], found: Reconciled) -> None:
+    for segment in index.segments():
+        if segment.state.remote is Remote.DONE and not _is_there(segment, object_exists):
+            others = segment.tiers - {2}
+            (found.segments_to_upload if others else found.segments_needing_repair).append(segment.segment_id)
+
+
+def _is_there(segment: SegmentInfo, object_exists: Callable[[str], bool]) -> bool:
+    return segment.key is not None and object_exists(segment.key)

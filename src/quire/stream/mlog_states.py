@@ -1,0 +1,215 @@
+"""What a segment can be, and which record may change it into what: the declared transition table.
+
+Terms
+  facet   one side of a segment's state: its life, its tier 1 copy, its tier 2 copy, its tier 0 copy, its hydration
+  state   all five facets; there are 432, each has a small number, its code
+  event   what a record says: one of the first fourteen record types, or one of quire's own custom events
+
+Rules
+  1. `RULES` is the table: what must hold before an event, and what it changes. Nothing else decides.
+  2. The last copy is never given up silently: eviction from tier 0 or 1 needs another copy, and only `SEGMENT_RETIRED` ends
+     a segment, when its object is gone too.
+  3. An event that `RULES` does not allow changes nothing.
+
+              ┌─────────── hydration ───────────┐
+  tier 0   resident ──LocalEvicted──▶ evicted ──┘
+  tier 1   none ──▶ compressing ──▶ done ──▶ none          (failed ──▶ compressing)
+  tier 2   none ──▶ uploading ──▶ done ──▶ deleting ──▶ deleted ──▶ uploading    (failed ──▶ uploading, done)
+
+Pure functions and tables, any thread; importable on executors.
+
+    >>> state = after(after(NOTHING, Event.OPENED), Event.SEALED)
+    >>> is_valid(state, Event.COMPRESSION_STARTED), is_valid(state, Event.LOCAL_EVICTED)
+    (True, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import product
+from typing import NamedTuple
+
+
+class Life(IntEnum):
+    ABSENT = 0
+    OPEN = 1
+    SEALED = 2
+
+
+class Warm(IntEnum):
+    NONE = 0
+    COMPRESSING = 1
+    DONE = 2
+    FAILED = 3
+
+
+class Remote(IntEnum):
+    NONE = 0
+    UPLOADING = 1
+    DONE = 2
+    FAILED = 3
+    DELETING = 4
+    DELETED = 5
+
+
+class Hot(IntEnum):
+    ABSENT = 0
+    RESIDENT = 1
+
+
+class Hydration(IntEnum):
+    IDLE = 0
+    RUNNING = 1
+    FAILED = 2
+
+
+class State(NamedTuple):
+    """All facets of a segment."""
+
+    life: Life
+    warm: Warm
+    remote: Remote
+    hot: Hot
+    hydration: Hydration
+
+
+class Event(IntEnum):
+    """What records say about a segment; below 14 the numbers are those of the record types."""
+
+    OPENED = 0
+    SEALED = 1
+    COMPRESSION_STARTED = 2
+    COMPRESSION_DONE = 3
+    COMPRESSION_FAILED = 4
+    UPLOAD_STARTED = 5
+    UPLOAD_DONE = 6
+    UPLOAD_FAILED = 7
+    DELETE_QUEUED = 8
+    DELETED = 9
+    HYDRATION_STARTED = 10
+    HYDRATION_DONE = 11
+    HYDRATION_FAILED = 12
+    LOCAL_EVICTED = 13
+    WARM_EVICTED = 14
+    RETIRED = 15
+
+
+STATES = [State(*each) for each in product(Life, Warm, Remote, Hot, Hydration)]
+NOTHING = STATES[0]
+_CODES = {state: code for code, state in enumerate(STATES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of the table: what each facet must be, that one of `copies` is there, and what the facets become."""
+
+    when: Mapping[str, frozenset[int]]
+    copies: frozenset[int] = frozenset()
+    """Tiers of which at least one must hold a whole copy; none named: it does not matter."""
+    then: Mapping[str, int] = field(default_factory=dict)
+
+    def allows(self, state: State) -> bool:
+        if any(getattr(state, facet) not in allowed for facet, allowed in self.when.items()):
+            return False
+        return not self.copies or bool(self.copies & tiers_of(state))
+
+
+def _one(*values: int) -> frozenset[int]:
+    return frozenset(values)
+
+
+_SEALED = _one(Life.SEALED)
+RULES: dict[Event, Rule] = {
+    Event.OPENED: Rule(when={"life": _one(Life.ABSENT)}, then={"life": Life.OPEN, "hot": Hot.RESIDENT}),
+    Event.SEALED: Rule(when={"life": _one(Life.OPEN)}, then={"life": Life.SEALED}),
+    Event.COMPRESSION_STARTED: Rule(
+        when={"life": _SEALED, "warm": _one(Warm.NONE, Warm.FAILED), "hot": _one(Hot.RESIDENT)},
+        then={"warm": Warm.COMPRESSING},
+    ),
+    Event.COMPRESSION_DONE: Rule(when={"warm": _one(Warm.COMPRESSING)}, then={"warm": Warm.DONE}),
+    Event.COMPRESSION_FAILED: Rule(when={"warm": _one(Warm.COMPRESSING)}, then={"warm": Warm.FAILED}),
+    Event.UPLOAD_STARTED: Rule(
+        when={"life": _SEALED, "remote": _one(Remote.NONE, Remote.FAILED, Remote.DELETED)},
+        copies=_one(0, 1),
+        then={"remote": Remote.UPLOADING},
+    ),
+    Event.UPLOAD_DONE: Rule(
+        when={"remote": _one(Remote.UPLOADING, Remote.FAILED)},  # the retry of an upload need not begin it again
+        then={"remote": Remote.DONE},
+    ),
+    Event.UPLOAD_FAILED: Rule(when={"remote": _one(Remote.UPLOADING, Remote.FAILED)}, then={"remote": Remote.FAILED}),
+    Event.DELETE_QUEUED: Rule(
+        when={"remote": _one(Remote.DONE, Remote.FAILED)},  # a failed upload may have left an object
+        then={"remote": Remote.DELETING},
+    ),
+    Event.DELETED: Rule(when={"remote": _one(Remote.DELETING)}, then={"remote": Remote.DELETED}),
+    Event.HYDRATION_STARTED: Rule(
+        when={
+            "life": _SEALED,
+            "hot": _one(Hot.ABSENT),
+            "hydration": _one(Hydration.IDLE, Hydration.FAILED),
+        },
+        copies=_one(1, 2),
+        then={"hydration": Hydration.RUNNING},
+    ),
+    Event.HYDRATION_DONE: Rule(
+        when={"hydration": _one(Hydration.RUNNING)}, then={"hydration": Hydration.IDLE, "hot": Hot.RESIDENT}
+    ),
+    Event.HYDRATION_FAILED: Rule(when={"hydration": _one(Hydration.RUNNING)}, then={"hydration": Hydration.FAILED}),
+    Event.LOCAL_EVICTED: Rule(
+        when={"life": _SEALED, "hot": _one(Hot.RESIDENT), "warm": _one(Warm.NONE, Warm.DONE, Warm.FAILED)},
+        copies=_one(1, 2),
+        then={"hot": Hot.ABSENT},
+    ),
+    Event.WARM_EVICTED: Rule(when={"warm": _one(Warm.DONE)}, copies=_one(0, 2), then={"warm": Warm.NONE}),
+    Event.RETIRED: Rule(
+        when={
+            "life": _SEALED,
+            "warm": _one(Warm.NONE, Warm.DONE, Warm.FAILED),
+            "remote": _one(Remote.NONE, Remote.DELETED),
+            "hydration": _one(Hydration.IDLE, Hydration.FAILED),
+        },
+        then={"life": Life.ABSENT, "warm": 0, "remote": 0, "hot": 0, "hydration": 0},
+    ),
+}
+
+
+def tiers_of(state: State) -> frozenset[int]:
+    """Which tiers hold a whole copy; an object that is being deleted no longer counts."""
+    tiers = (state.hot is Hot.RESIDENT, state.warm is Warm.DONE, state.remote is Remote.DONE)
+    return frozenset(tier for tier, there in enumerate(tiers) if there)
+
+
+def is_valid(state: State, event: Event) -> bool:
+    """Whether a segment in this state may have this event."""
+    return RULES[event].allows(state)
+
+
+def after(state: State, event: Event) -> State:
+    """The state an allowed event leads to."""
+    assert is_valid(state, event), (state, event)
+    return state_of({**state._asdict(), **RULES[event].then})
+
+
+def state_of(facets: Mapping[str, int]) -> State:
+    """A state from the numbers of its facets; `ValueError` for numbers that none has."""
+    return State(
+        Life(facets["life"]),
+        Warm(facets["warm"]),
+        Remote(facets["remote"]),
+        Hot(facets["hot"]),
+        Hydration(facets["hydration"]),
+    )
+
+
+def code_of(state: State) -> int:
+    """A state's number."""
+    return _CODES[state]
+
+
+TABLE: list[list[int]] = [
+    [_CODES[after(state, event)] if RULES[event].allows(state) else -1 for state in STATES] for event in Event
+]
+"""`TABLE[event][code]`: the code after the event, -1 if it is not allowed."""

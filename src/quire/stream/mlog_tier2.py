@@ -1,0 +1,153 @@
+"""The objects of one manifest log in tier 2: sealed chunks, snapshots, bundles.
+
+Terms
+  facts     what an object says about itself in its commit copy: chunk_crc64, base_record, record_count, latest snapshot
+  listing   what is there, by kind, without reading it
+
+Rules
+  1. Objects are written once: a second put of the same chunk adopts what is there, another chunk under its name is
+     `AlreadyExists` and nothing is overwritten.
+  2. What is read is checked as a file would be; an object that is not sound is `ManifestIntegrityError`.
+  3. A chunk is looked for under its own name first, then in a bundle.
+
+Threads: any. Importable on executors. Format page: `docs/formats/manifest-log.md`.
+Raises `ManifestIntegrityError`, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.core.errors import ObjectNotFound
+from quire.durable import mlog_names
+from quire.durable.names import manifest_log_key, parse_manifest_log_key
+from quire.objects.api import ExistingObject, ObjectInfo, ObjectStore, PutResult, list_objects
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, ChunkFacts, damaged, decode_copy
+from quire.stream.mlog_reader import Chunk, load_chunk
+from quire.stream.mlog_snapshot import Snapshot, decode_snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The objects of a log by kind."""
+
+    chunks: dict[int, ObjectInfo] = field(default_factory=dict)
+    bundles: dict[tuple[int, int], ObjectInfo] = field(default_factory=dict)
+    snapshots: dict[int, ObjectInfo] = field(default_factory=dict)
+
+    def covers(self, index: int) -> bool:
+        """Whether a chunk is there, alone or in a bundle."""
+        return index in self.chunks or self.bundle_of(index) is not None
+
+    def bundle_of(self, index: int) -> tuple[int, int] | None:
+        """The bundle that holds a chunk."""
+        return next((span for span in sorted(self.bundles) if span[0] <= index <= span[1]), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LogObjects:
+    """Reads and writes the objects of one stream's manifest log, below `prefix` in a store."""
+
+    store: ObjectStore
+    stream_id: int
+    prefix: str = ""
+
+    def chunk_key(self, index: int) -> str:
+        return self._key(manifest_log_key(self.stream_id, index))
+
+    def bundle_key(self, first: int, last: int) -> str:
+        return self._key(mlog_names.bundle_key(self.stream_id, first, last))
+
+    def snapshot_key(self, snapshot_id: int) -> str:
+        return self._key(mlog_names.snapshot_key(self.stream_id, snapshot_id))
+
+    def listing(self) -> Listing:
+        """What is there."""
+        found = Listing()
+        cut = len(self.prefix) + 1 if self.prefix else 0
+        for info in list_objects(self.store, self._key(mlog_names.log_prefix(self.stream_id))):
+            key = info.key[cut:]
+            if chunk := parse_manifest_log_key(key):
+                found.chunks[chunk[1]] = info
+            elif bundle := mlog_names.parse_bundle_key(key):
+                found.bundles[bundle[1:]] = info
+            elif snapshot := mlog_names.parse_snapshot_key(key):
+                found.snapshots[snapshot[1]] = info
+        return found
+
+    # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def put_chunk(self, chunk: Chunk) -> PutResult:
+        """Upload a sealed chunk: the bytes in use, and the commit copy as its metadata."""
+        data = object_bytes(chunk)
+
+        def same(existing: ExistingObject) -> bool:
+            found = decode_copy(existing.read_tail(CHUNK_BYTES + COPY_BYTES))
+            return found is not None and is_same(found, chunk.facts) and existing.info.size_bytes == len(data)
+
+        return self.store.put(self.chunk_key(chunk.index), data, create_only=True, identity=same)
+
+    def get_chunk(self, index: int) -> Chunk | None:
+        """A chunk under its own name, checked."""
+        try:
+            data = self.store.get(self.chunk_key(index))
+        except ObjectNotFound:
+            return None
+        return load_chunk(data, chunk_index=index, path=self.chunk_key(index))
+
+    def facts(self, index: int) -> ChunkFacts:
+        """What the object of a chunk says about itself, by one small read."""
+        key = self.chunk_key(index)
+        size = self.store.head(key).size_bytes
+        length = min(size, CHUNK_BYTES + COPY_BYTES)
+        facts = decode_copy(self.store.get_range(key, size - length, length))
+        if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:
+            raise damaged("the object's commit copy is not sound", chunk=index, offset=size - COPY_BYTES, key=key)
+        return facts
+
+    def get_bundle(self, first: int, last: int) -> Chunk | None:
+        """A bundle, checked; its first record, the marker, is not among its records."""
+        key = self.bundle_key(first, last)
+        try:
+            data = self.store.get(key)
+        except ObjectNotFound:
+            return None
+        return load_chunk(data, chunk_index=first, last_index=last, path=key)
+
+    def fetch(self, index: int) -> Chunk | None:
+        """A chunk, or else the bundle it is in (rule 3)."""
+        chunk = self.get_chunk(index)
+        if chunk is not None:
+            return chunk
+        span = self.listing().bundle_of(index)
+        return None if span is None else self.get_bundle(*span)
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def put_snapshot(self, snapshot_id: int, data: bytes) -> PutResult:
+        """Upload a snapshot."""
+        key = self.snapshot_key(snapshot_id)
+        return self.store.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
+
+    def get_snapshot(self, snapshot_id: int) -> Snapshot:
+        """A snapshot, checked."""
+        key = self.snapshot_key(snapshot_id)
+        return decode_snapshot(self.store.get(key), snapshot_id=snapshot_id, path=key)
+
+    def _key(self, suffix: str) -> str:
+        return f"{self.prefix}/{suffix}" if self.prefix else suffix
+
+
+def object_bytes(chunk: Chunk) -> bytes:
+    """What is uploaded of a chunk. The object does not say that it is uploaded: it is what is being uploaded."""
+    header = chunk.header._replace(flags=chunk.header.flags & 1)
+    facts = chunk.facts._replace(header=header)
+    return header.encode() + chunk.data[CHUNK_BYTES : header.committed_len] + facts.encode()
+
+
+def is_same(one: ChunkFacts, other: ChunkFacts) -> bool:
+    """Whether two facts are of one chunk, whatever its flags."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(facts: ChunkFacts) -> tuple[int, ...]:
+    header = facts.header
+    return header.chunk_index, header.base_record, header.committed_len, header.chunk_crc64, facts.record_count

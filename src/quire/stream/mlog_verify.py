@@ -1,0 +1,228 @@
+"""Looks into a manifest log: every record in words, every rule it must keep.
+
+Terms
+  row       one record for people and programs: where it stands, what it says
+  problem   a rule that is broken, and where
+
+Rules that are checked
+  L1  every chunk on disk is sound: header, checksums, records
+  L2  chunks follow each other: indexes, ordinals, sealed before the next
+  L3  every snapshot is sound, and the newest one and the log agree
+  L4  no record was rejected by the transition table
+  L5  tier 2 has every sealed chunk that is not on disk, and what it has is the same
+  L6  local retention: the newest snapshot's chunks and everything not uploaded are on disk; nothing is kept beyond need
+      (told as a leak: harmless)
+  L7  every segment is in at least one tier; its object is there
+
+Reads only; works beside a live writer, whose uncommitted tail is not looked at. Threads: functions without state.
+Raises what disk and object store raise; damage is a problem, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from quire.core.clock import SystemClock
+from quire.core.errors import ManifestIntegrityError, QuireError
+from quire.core.settings import ManifestLogSettings
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_reader import Chunk, ManifestLogReader, RecordView, check_sequence
+from quire.stream.mlog_records import RecordType, UnknownRecord
+from quire.stream.mlog_recovery import Recovered, local_facts, reconcile, recover
+from quire.stream.mlog_snapshot import newest_snapshots
+from quire.stream.mlog_tier2 import LogObjects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A broken rule."""
+
+    rule: str
+    what: str
+    where: dict[str, Any] = field(default_factory=dict)
+    leak: bool = False
+    """Only space is wasted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRow:
+    """One record, decoded."""
+
+    chunk_index: int
+    chunk_offset: int
+    ordinal: int
+    record: str
+    segment_id: int
+    logical_offset: int
+    timestamp_ms: int
+    fields: dict[str, Any]
+    tier2: str
+    """Of the chunk: `here` while only on disk, `same`, or what is wrong with its object."""
+
+
+def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: int | None = None) -> Iterator[LogRow]:
+    """The records of the chunks on disk, one after the other; stops with an error at damage."""
+    bad = objects_apart(files, objects) if objects is not None else {}
+    for chunk in ManifestLogReader(files).chunks(start_chunk):
+        tier2 = bad.get(chunk.index) or ("same" if chunk.header.uploaded else "here")
+        for place, view in enumerate(chunk.records()):
+            yield _row(view, chunk.header.base_record + place, tier2)
+
+
+def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
+    """Chunks whose objects are missing or different, with what is wrong; not-yet-uploaded ones are neither."""
+    found = reconcile(files, objects, ManifestIndex(), repair=False)
+    not_yet = {
+        each for each in files.chunks() if not local_facts(files.disk, files, each).header.uploaded
+    } - objects.listing().chunks.keys()
+    return {chunk: what for chunk, what in found.chunks_needing_repair.items() if chunk not in not_yet}
+
+
+def verify(
+    files: LogFiles,
+    objects: LogObjects | None = None,
+    *,
+    settings: ManifestLogSettings | None = None,
+    object_exists: Callable[[str], bool] | None = None,
+    deep: bool = True,
+) -> Iterator[Problem]:
+    """Every rule that is broken."""
+    broken = list(_chunks(files))
+    yield from broken
+    yield from _snapshots(files)
+    recovered: Recovered | None = None
+    if not broken:
+        try:
+            recovered = recover(files, SystemClock(), objects.fetch if objects is not None else None)
+        except ManifestIntegrityError as error:
+            yield Problem(rule="L3", what=error.what, where=error.where)
+    if recovered is not None:
+        yield from _state(recovered, object_exists)
+        yield from _retention(files, recovered, settings or ManifestLogSettings(), with_tier2=objects is not None)
+    if objects is not None and not broken:
+        for chunk, what in objects_apart(files, objects).items():
+            yield Problem(rule="L5", what=what, where={"chunk": chunk})
+        if deep:
+            yield from _bodies(objects)
+
+
+def _row(view: RecordView, ordinal: int, tier2: str) -> LogRow:
+    value = view.value()
+    if isinstance(value, UnknownRecord):
+        name, fields = f"unknown {value.record_type}", {"payload": value.payload.hex()}
+    else:
+        name = type(value).__name__
+        fields = {
+            key: each.hex() if isinstance(each, bytes) else each for key, each in msgspec.structs.asdict(value).items()
+        }
+    return LogRow(
+        chunk_index=view.chunk.index,
+        chunk_offset=view.offset,
+        ordinal=ordinal,
+        record=name,
+        segment_id=view.segment_id,
+        logical_offset=view.logical_offset,
+        timestamp_ms=view.timestamp_ms,
+        fields=fields,
+        tier2=tier2,
+    )
+
+
+def _chunks(files: LogFiles) -> Iterator[Problem]:
+    """L1 and L2: each chunk by itself, so that one that is damaged does not hide the next."""
+    reader = ManifestLogReader(files)
+    here = files.chunks()
+    before: Chunk | None = None
+    for index in here:
+        try:
+            chunk = reader.chunk(index)
+        except QuireError as error:
+            yield Problem(rule="L1", what=error.what, where=error.where)
+            before = None
+            continue
+        expected = before.facts.next_record if before is not None else (0 if index == 0 else None)
+        if before is not None and index != before.index + 1:
+            yield Problem(
+                rule="L2", what="chunks are missing between two", where={"chunk": index, "before": before.index}
+            )
+            expected = None
+        try:
+            check_sequence(chunk.header, expected, is_last=index == here[-1])
+        except ManifestIntegrityError as error:
+            yield Problem(rule="L2", what=error.what, where=error.where)
+        before = chunk
+
+
+def _snapshots(files: LogFiles) -> Iterator[Problem]:
+    for found in newest_snapshots(files):
+        if isinstance(found, ManifestIntegrityError):
+            yield Problem(rule="L3", what=found.what, where=found.where)
+
+
+def _state(recovered: Recovered, object_exists: Callable[[str], bool] | None) -> Iterator[Problem]:
+    index = recovered.index
+    for each in index.rejections:
+        yield Problem(
+            rule="L4",
+            what="a record was not allowed in the state it met",
+            where={"ordinal": each.ordinal, "segment": each.segment_id, "record_type": each.record_type},
+        )
+    if index.rejected > len(index.rejections):
+        count = index.rejected - len(index.rejections)
+        yield Problem(rule="L4", what="records were not allowed in the states they met", where={"count": count})
+    for segment, count in index.reconciliation().items():
+        yield Problem(
+            rule="L4", what="records are about a segment that is not opened", where={"segment": segment, "count": count}
+        )
+    for info in index.segments():
+        key = info.key if 2 in info.tiers else None
+        if key is not None and object_exists is not None and not object_exists(key):
+            yield Problem(
+                rule="L7", what="a segment's object is missing", where={"segment": info.segment_id, "key": key}
+            )
+        if not info.tiers and RecordType.TIER2_DELETE_QUEUED not in info.records:
+            yield Problem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})
+
+
+def _retention(
+    files: LogFiles, recovered: Recovered, settings: ManifestLogSettings, *, with_tier2: bool
+) -> Iterator[Problem]:
+    here = files.chunks()
+    if not here:
+        return
+    first = recovered.snapshot_position.chunk_index
+    if here[0] > first and not with_tier2:
+        yield Problem(rule="L6", what="chunks since the newest snapshot are not on disk", where={"chunk": first})
+    spare = [index for index in here[: -settings.sealed_kept - 1] if index < first]
+    done = [index for index in spare if local_facts(files.disk, files, index).header.uploaded]
+    if len(done) > settings.snapshot_chunks:
+        yield Problem(
+            rule="L6", what="uploaded chunks from before the newest snapshot are still here", where={"count": len(done)},
+            leak=True,
+        )  # fmt: skip
+
+
+def _bodies(objects: LogObjects) -> Iterator[Problem]:
+    listing = objects.listing()
+    for index in sorted(listing.chunks):
+        yield from _body(partial(objects.get_chunk, index), index)
+    for first, last in sorted(listing.bundles):
+        yield from _body(partial(objects.get_bundle, first, last), first)
+    for snapshot_id in sorted(listing.snapshots):
+        try:
+            objects.get_snapshot(snapshot_id)
+        except ManifestIntegrityError as error:
+            yield Problem(rule="L5", what=error.what, where=error.where)
+
+
+def _body(read: Callable[[], Chunk | None], index: int) -> Iterator[Problem]:
+    try:
+        read()
+    except QuireError as error:
+        yield Problem(rule="L5", what=f"its object is damaged: {error.what}", where={"chunk": index, **error.where})

@@ -1,0 +1,401 @@
+"""Appends to a manifest log: one active chunk, a mapped file, that is committed, sealed and followed by the next.
+
+Terms
+  tail        where the next record goes, in memory; on disk it moves with a commit
+  committed   what a returned `commit` covers
+  room        the bytes of the chunk's file before the commit copy at its end
+
+States of a chunk
+  absent ──append──▶ `.mlog.tmp` ──first commit──▶ `.mlog` ──rotate──▶ sealed ──upload──▶ uploaded
+
+Rules
+  1. A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` here, not a SIGBUS in the mapping.
+  2. A record's payload is copied before its header, and the tail moves last.
+  3. Commit: commit copy written, *sync*, header written by pwrite, *sync*; and at the first commit of a chunk rename and
+     sync of the directory. The checksum goes on from the last commit's: a commit costs what is new, not what is there.
+  4. A restart goes on behind the last committed record of the last chunk. What is behind it was promised to nobody.
+  5. Only what is about a data segment makes the timer rotate (S3): a log that speaks of itself comes to rest.
+  6. Timestamps never fall: a clock that goes backwards gives the last one again.
+  7. After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the log is opened again. A full disk
+     while a chunk is made or grown breaks nothing.
+  8. One writer per log: a lock file (`StoreLocked`).
+
+Threads: any; one lock around everything. Format page: `docs/formats/manifest-log.md`.
+Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from quire.core.clock import Clock
+from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusable
+from quire.core.settings import ManifestLogSettings
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.files import File, preallocate
+from quire.durable.locks import FileLock
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    CHUNK_FILE_BYTES_MAX,
+    COPY_BYTES,
+    GROWTH_BYTES,
+    NO_SEGMENT,
+    RECORD,
+    RECORD_BYTES,
+    SEALED,
+    ChunkFacts,
+    new_header,
+)
+from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
+from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
+
+_pack = RECORD.pack
+_LAST_KNOWN = int(RecordType.CUSTOM_EVENT)
+
+
+class ManifestLogWriter:
+    """The one writer of a log; made by `open`."""
+
+    def __init__(
+        self, files: LogFiles, lock: FileLock, clock: Clock, settings: ManifestLogSettings, start: tuple[int, int]
+    ) -> None:
+        # Constant after construction.
+        self._files = files
+        self._file_lock = lock
+        self._clock = clock
+        self._now_ms = clock.now_ms
+        self._settings = settings
+        # Under the lock.
+        self._lock = threading.RLock()
+        self._trouble: StoreUnusable | StoreClosed | None = None
+        self._file: File | None = None
+        self._map: mmap.mmap | None = None
+        self._size = self._room = 0
+        self._index, self._base_record = start
+        self._snapshot_id = 0
+        self._last_ms = 0
+        self._last_commit = clock.monotonic()
+        self._tail = self._committed = CHUNK_BYTES
+        self._crc = 0
+        self._count = 0
+        self._about_data = False
+        self._named = False
+
+    @classmethod
+    def open(
+        cls,
+        files: LogFiles,
+        *,
+        clock: Clock,
+        settings: ManifestLogSettings,
+        start: tuple[int, int] = (0, 0),
+        lock: FileLock | None = None,
+    ) -> ManifestLogWriter:
+        """Go on with a log (rule 4). `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
+
+        `lock` is the log's lock if the caller has taken it already (`lock_log`); it is the writer's from here on.
+        """
+        lock = lock or lock_log(files, clock)
+        try:
+            files.sweep()
+            writer = cls(files, lock, clock, settings, start)
+            if here := files.chunks():
+                writer._resume(here[-1])
+        except BaseException:
+            lock.close()
+            raise
+        return writer
+
+    # ── what is where ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def position(self) -> Position:
+        """Where the next record goes."""
+        return Position(self._index, self._tail)
+
+    @property
+    def committed(self) -> Position:
+        """Everything before this is durable."""
+        return Position(self._index, self._committed)
+
+    @property
+    def next_record(self) -> int:
+        """The ordinal of the next record."""
+        return self._base_record + self._count
+
+    @property
+    def snapshot_id(self) -> int:
+        """The newest snapshot marker."""
+        return self._snapshot_id
+
+    def records_from(self, offset: int) -> bytes:
+        """The bytes of the records of the active chunk from an offset on, committed or not."""
+        with self._lock:
+            if self._map is None:
+                raise StoreClosed("the manifest log is closed", hint="open the stream again")
+            return self._map[offset : self._tail]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the chunk has no room for another record of the usual size."""
+        full = self._settings.chunk_bytes - COPY_BYTES
+        return self._map is not None and self._tail + self._settings.record_bytes_max > full
+
+    @property
+    def file_bytes(self) -> int:
+        """What the active chunk's file takes; 0 while there is none."""
+        return self._size
+
+    # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> int:
+        """Add a record; at which offset. Durable after `commit`. Raises `OutOfRange` if the chunk can grow no more."""
+        kind = value.TYPE
+        try:
+            payload = value.encode()
+            size = len(payload)
+            if not size or size & 7 or size > PAYLOAD_BYTES_MAX or kind > _LAST_KNOWN:
+                check_payload(kind, payload)
+            with self._lock:
+                tail = self._tail
+                start = tail + RECORD_BYTES
+                end = start + size
+                if end > self._room or self._trouble is not None:
+                    self._make_room(end)
+                now = self._now_ms()
+                if now > self._last_ms:
+                    self._last_ms = now
+                else:
+                    now = self._last_ms
+                head = _pack(kind, 0, size, segment_id, logical_offset, now, crc64(payload))
+                mapped = self._map
+                assert mapped is not None
+                mapped[start:end] = payload
+                mapped[tail:start] = head
+                self._count += 1
+                if segment_id != NO_SEGMENT:
+                    self._about_data = True
+                if type(value) is SnapshotMarker:
+                    self._snapshot_id = value.snapshot_id
+                self._tail = end
+                return tail
+        except struct.error as error:
+            raise OutOfRange(f"a field of the record does not fit: {error}", record=value, segment=segment_id) from None
+
+    def commit(self) -> Position:
+        """Make everything appended durable (rule 3); up to where."""
+        with self._lock:
+            self._check()
+            if self._tail > self._committed:
+                self._guard("a commit", lambda: self._write_commit(0))
+            return self.committed
+
+    def needs_rotation(self) -> bool:
+        """Whether the chunk is nearly full, or has had news about data for long enough (rule 5)."""
+        with self._lock:
+            if self._map is None or self._tail == CHUNK_BYTES:
+                return False
+            if self.is_full:
+                return True
+            quiet = self._clock.monotonic() - self._last_commit
+            return self._about_data and quiet >= self._settings.rotation_seconds
+
+    def rotate(self) -> int | None:
+        """Commit and seal the chunk; its index, or `None` if there is none. The next append begins another."""
+        with self._lock:
+            self._check()
+            if self._map is None or self._tail == CHUNK_BYTES:
+                return None
+            self._guard("sealing a chunk", lambda: self._write_commit(SEALED))
+            hit("stream.mlog.sealed")
+            sealed = self._index
+            self._release()
+            self._index, self._base_record = sealed + 1, self._base_record + self._count
+            self._begin_chunk()
+            return sealed
+
+    def close(self) -> None:
+        """Commit and close. Closing twice, or after trouble, is fine."""
+        try:
+            if self._trouble is None:
+                self.commit()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close and nothing else: what was not committed is lost."""
+        with self._lock:
+            if not isinstance(self._trouble, StoreClosed):
+                self._trouble = StoreClosed(
+                    "the manifest log is closed", hint="open it again", path=self._files.directory
+                )
+                self._release()
+                self._file_lock.close()
+
+    # ── the active chunk ──────────────────────────────────────────────────────────────────────────────────────────────
+    def _begin_chunk(self) -> None:
+        self._tail = self._committed = CHUNK_BYTES
+        self._crc = 0
+        self._count = 0
+        self._about_data = False
+        self._named = False
+
+    def _make_room(self, end: int) -> None:
+        self._check()
+        if self._map is None:
+            size = self._settings.chunk_bytes
+            path = self._files.chunk(self._index, temporary=True)
+            with suppress(FileNotFoundError):
+                self._files.disk.remove(path)
+            self._file = preallocate(self._files.disk, path, size)
+            self._remap(size)
+            hit("stream.mlog.created")
+        if end > self._room:
+            steps = -(-(end - self._room) // GROWTH_BYTES)
+            size = self._size + steps * GROWTH_BYTES
+            if size > CHUNK_FILE_BYTES_MAX:
+                raise OutOfRange(
+                    "the active chunk of the manifest log is full",
+                    hint="commit and rotate",
+                    chunk=self._index,
+                    size=size,
+                )
+            assert self._file is not None
+            self._file.allocate(size)
+            self._remap(size)
+            hit("stream.mlog.grown")
+
+    def _remap(self, size: int) -> None:
+        assert self._file is not None
+        if self._map is not None:
+            self._map.close()
+        self._map = mmap.mmap(self._file.fileno(), size)
+        self._size, self._room = size, size - COPY_BYTES
+
+    def _write_commit(self, flags: int) -> None:
+        assert self._file is not None
+        assert self._map is not None
+        if self._tail > self._committed:
+            with memoryview(self._map) as whole, whole[self._committed : self._tail] as new:
+                crc = crc64(new, self._crc)
+        else:
+            crc = self._crc
+        write_header(self._file, self._size, self._facts(crc, flags))
+        if not self._named:
+            path = self._files.chunk(self._index)
+            self._files.disk.rename(self._file.path, path)
+            hit("stream.mlog.renamed")
+            self._files.disk.sync_dir(self._files.directory)
+            self._named = True
+        self._committed, self._crc = self._tail, crc
+        self._last_commit = self._clock.monotonic()
+        hit("stream.mlog.committed")
+
+    def _facts(self, crc: int, flags: int) -> ChunkFacts:
+        header = new_header(
+            chunk_index=self._index,
+            base_record=self._base_record,
+            committed_len=self._tail,
+            chunk_crc64=crc,
+            flags=flags,
+        )
+        return ChunkFacts(header, self._count, self._snapshot_id)
+
+    def _resume(self, index: int) -> None:
+        """Go on behind the last chunk, or in it if it is not sealed (rule 4)."""
+        file = self._files.disk.open(self._files.chunk(index))
+        try:
+            file.sync()  # nothing is concluded from bytes that could still be lost
+            chunk = load_chunk(file.read_at(file.size(), 0), chunk_index=index, path=file.path)
+        except BaseException:
+            file.close()
+            raise
+        facts = chunk.facts
+        self._snapshot_id = facts.snapshot_id
+        views = [RecordView(chunk, offset) for offset in chunk.offsets]
+        self._last_ms = max(view.timestamp_ms for view in views)
+        if facts.header.sealed:
+            file.close()
+            self._index, self._base_record = index + 1, facts.next_record
+            self._begin_chunk()
+            return
+        self._file = file
+        self._index, self._base_record = index, facts.header.base_record
+        self._tail = self._committed = facts.header.committed_len
+        self._crc, self._count, self._named = facts.header.chunk_crc64, facts.record_count, True
+        self._about_data = any(view.segment_id != NO_SEGMENT for view in views)
+        self._resize(chunk)
+
+    def _resize(self, chunk: Chunk) -> None:
+        """A chunk that came back from tier 2 or a copy has no more room than it needs: give it its reservation again."""
+        assert self._file is not None
+        size = max(self._file.size(), self._settings.chunk_bytes)
+        if size > self._file.size():
+            self._file.allocate(size)
+        self._remap(size)
+        if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
+            # One of the two was torn, or an interrupted commit is to be forgotten: from here on they agree again.
+            write_header(self._file, size, chunk.facts)
+
+    def _release(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._file is not None:
+            file, self._file = self._file, None
+            with suppress(StorageFault):
+                file.close()
+        self._size = self._room = 0
+
+    def _check(self) -> None:
+        if self._trouble is not None:
+            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+
+    def _guard(self, doing: str, step: Callable[[], None]) -> None:
+        """Run a step whose failure leaves the disk in doubt (rule 7)."""
+        try:
+            step()
+        except BaseException as error:
+            self._trouble = StoreUnusable(
+                f"{doing} of the manifest log failed, and what reached the disk is unknown",
+                hint="repair the cause, then open the stream again",
+                path=self._files.directory,
+                chunk=self._index,
+                offset=self._committed,
+                cause=str(error),
+            )
+            if isinstance(error, Exception):
+                raise self._trouble from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An exception in the block is the news; a close that fails on top of it must not hide it.
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def lock_log(files: LogFiles, clock: Clock) -> FileLock:
+    """Take the lock of a log, making its directory if need be (rule 8)."""
+    files.disk.make_dirs(files.directory)
+    return FileLock.acquire(files.lock, clock)
+
+
+def write_header(file: File, size: int, facts: ChunkFacts) -> None:
+    """Write commit copy and header in the order that leaves one of them whole (rule 3). `size` is the file's."""
+    file.write_at(facts.encode(), size - COPY_BYTES)
+    hit("stream.mlog.copied")
+    file.sync()
+    hit("stream.mlog.synced")
+    file.write_at(facts.header.encode(), 0)
+    hit("stream.mlog.header")
+    file.sync()

@@ -1,0 +1,172 @@
+"""What LMDB knows of a stream's segments: folded from the manifest log by idempotent operations, and read back (S1).
+
+Terms
+  row     a segment's row in `wal_catalog`; its place in `wal_manifest` has the writer's epoch as generation
+  facts   see `mlog_modes.py`: what log and projection are compared by
+
+Rules
+  1. Log first, LMDB second. What LMDB missed is folded at the next move or opening: `ops` is the difference, and of what is
+     equal there is none.
+  2. A row is made when its segment is sealed: then it is in its final form (seed 001). Record ids are the row's lsns.
+  3. An object is announced (`suffix`) before its first byte is sent, so that whoever deletes the row looks for it.
+  4. LMDB has no word for a tier 1 copy or an etag: what is in the directories says the one, nothing says the other.
+  5. Bytes that something else holds, a snapshot or a fork, are pinned: their count is above the one of the stream itself.
+
+Threads: any. Raises what the manifest raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import Tier
+from quire.manifest import tables as t
+from quire.manifest.ops.artifacts import UpdateArtifact
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.wal import AppendWalChunk, MoveWalState
+from quire.manifest.records import Residency, WalFormat, WalRecord, WalState
+from quire.manifest.store import ManifestStore
+from quire.stream.catalogue import Segment, View
+from quire.stream.files import StreamFiles
+from quire.stream.mlog_modes import SegmentFacts
+from quire.stream.mlog_states import Remote
+from quire.stream.warm import WARM_HEADER_BYTES, dictionary_of
+
+_ORDER = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED, WalState.TRUNCATED)
+
+
+class Projection:
+    """The rows of one stream."""
+
+    def __init__(self, manifest: ManifestStore, files: StreamFiles) -> None:
+        self._manifest = manifest
+        self._files = files
+        self._stream_id = files.stream_id
+
+    def fold(self, view: View, segment_ids: Iterable[int] | None = None) -> int:
+        """Bring rows up to the view, of these segments or of all; how many operations that took."""
+        with self._manifest.read() as txn:
+            if segment_ids is None:
+                rows = {
+                    key[1]: row
+                    for key, row in txn.scan(t.WAL_CATALOG, self._stream_id)
+                    if row.origin_db_id == self._stream_id
+                }
+                wanted = {*rows, *(each.segment_id for each in view)}
+            else:
+                wanted = set(segment_ids)
+                rows = {each: row for each in wanted if (row := txn.get(t.WAL_CATALOG, self._stream_id, each))}
+        found = [op for each in sorted(wanted) for op in self._ops(each, view.get(each), rows.get(each))]
+        if found:
+            self._manifest.submit(found).result()
+        return len(found)
+
+    def _ops(self, segment_id: int, segment: Segment | None, row: WalRecord | None) -> list[Op]:
+        """The operations between a row and what it should be (rule 1)."""
+        if segment is None:
+            return [] if row is None else self._truncate(segment_id, row)
+        if not segment.is_sealed or not segment.records:
+            return []
+        ops: list[Op] = []
+        if row is None:
+            ops.append(
+                AppendWalChunk(
+                    self._stream_id,
+                    0,
+                    segment_id,
+                    segment.epoch,
+                    segment.base_record,
+                    segment.end_record - 1,
+                    segment.durable_bytes,
+                    segment.records,
+                    0,
+                    WalFormat.APPEND_ONLY,
+                    Residency.LOCAL,
+                    segment.crc64,
+                )
+            )
+        residency, suffix = _residency(segment), _suffix(segment)
+        before = (row.residency, row.suffix) if row is not None else (Residency.LOCAL, "")
+        if before != (residency, suffix):
+            now = self._manifest.clock.now_ms() if segment.is_remote else None
+            ops.append(
+                UpdateArtifact(
+                    self._stream_id, ArtifactKind.WAL, segment_id, 0, residency=residency, suffix=suffix,
+                    uploaded_at_ms=now,
+                )
+            )  # fmt: skip
+        return ops
+
+    def _truncate(self, segment_id: int, row: WalRecord) -> list[Op]:
+        if row.state not in _ORDER:
+            return []
+        steps = _ORDER[_ORDER.index(row.state) + 1 :]
+        return [MoveWalState(self._stream_id, segment_id, state) for state in steps]
+
+    def pinned(self, segment_id: int) -> bool:
+        """Whether something beside the stream holds a segment (rule 5)."""
+        with self._manifest.read() as txn:
+            counts = txn.refcount(ArtifactKey(self._stream_id, ArtifactKind.WAL, segment_id, 0))
+        return counts is not None and counts.in_use > 1
+
+    # ── read back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def rows(self) -> dict[int, WalRecord]:
+        """The rows of segments that are not gone."""
+        with self._manifest.read() as txn:
+            rows = {key[1]: row for key, row in txn.scan(t.WAL_CATALOG, self._stream_id)}
+        return {each: row for each, row in rows.items() if row.state in _ORDER[:-1]}
+
+    def last_segment(self) -> int:
+        """The highest segment id that ever had a row."""
+        with self._manifest.read() as txn:
+            state = txn.wal_state(self._stream_id)
+        return state.last_sealed_segment if state is not None else 0
+
+    def next_record(self) -> int:
+        """The id behind the highest record that ever had a row: ids are never used again (M5)."""
+        with self._manifest.read() as txn:
+            state = txn.wal_state(self._stream_id)
+        return (state.last_applied_lsn if state is not None else 0) + 1
+
+    def facts(self, etags: Mapping[int, str]) -> dict[int, SegmentFacts]:
+        """What LMDB and the directories say of every sealed segment; `etags` are believed (rule 4)."""
+        hot, warm = set(self._files.segments(Tier.HOT)), set(self._files.segments(Tier.WARM))
+        with self._manifest.read() as txn:
+            epochs = {key[2]: key[1] for key, _ in txn.scan(t.WAL_MANIFEST, self._stream_id)}
+        found = {}
+        for segment_id, row in sorted(self.rows().items()):
+            size, dictionary_id = self._warm(segment_id) if segment_id in warm else (None, 0)
+            has_object = row.residency is not Residency.LOCAL
+            found[segment_id] = SegmentFacts(
+                base_offset=row.first_lsn,
+                epoch=epochs.get(segment_id, 0),
+                sealed=True,
+                durable_bytes=row.used_bytes,
+                segment_crc64=row.crc64,
+                hot=segment_id in hot,
+                warm_bytes=size,
+                dictionary_id=dictionary_id,
+                key=row.suffix if has_object else None,
+                etag=etags.get(segment_id, "") if has_object else "",
+            )
+        return found
+
+    def _warm(self, segment_id: int) -> tuple[int, int]:
+        path = self._files.segment(Tier.WARM, segment_id)
+        file = self._files.disk.open(path, write=False)
+        try:
+            return file.size(), dictionary_of(file.read_at(WARM_HEADER_BYTES, 0), path=path)
+        finally:
+            file.close()
+
+
+def _residency(segment: Segment) -> Residency:
+    if not segment.is_remote:
+        return Residency.LOCAL
+    return Residency.LOCAL_AND_REMOTE if segment.is_hot or segment.is_warm else Residency.EVICTED
+
+
+def _suffix(segment: Segment) -> str:
+    """Rule 3: from the moment before the first byte, until the object is gone again."""
+    return segment.key if segment.state.remote not in (Remote.NONE, Remote.DELETED) else ""

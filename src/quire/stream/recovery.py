@@ -1,0 +1,216 @@
+"""Opens a stream: which state is believed, where the open segment is cut, what is left over and what is missing.
+
+Rules
+  1. The state is that of the manifest log, unless the stream was last open in a mode in which the log was not believed; then
+     it is what LMDB and the directories say, and the log is brought up to it.
+  2. A segment that was open is cut behind its last whole commit, sealed there, and never appended to again (P4). One without
+     records is given up.
+  3. Files that the state does not know are removed: what was not announced was promised to nobody.
+  4. A copy that the state knows and that is not there is told as evicted if another one is there; else that is damage, told
+     here and raised by whoever reads it. Opening goes on: the rest of the stream is sound.
+  5. LMDB is folded again (S1).
+
+Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from quire.core.errors import Corruption
+from quire.core.events import emit
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.names import Tier
+from quire.stream.catalogue import Segment
+from quire.stream.dictionary import Dictionaries
+from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_modes import Mode
+from quire.stream.mlog_records import (
+    CompressionFailed,
+    CustomEvent,
+    LocalEvicted,
+    RecordType,
+    Schema,
+    SealSegment,
+    SegmentOpened,
+)
+from quire.stream.mlog_states import Warm
+from quire.stream.projection import Projection
+from quire.stream.segment import HEADER_BYTES, SegmentHeader
+from quire.stream.segment_scan import scan
+from quire.stream.sources import VERIFY
+from quire.stream.state import StreamState
+from quire.stream.warm import NO_DICTIONARY, WarmReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """A stream's state, ready to go on."""
+
+    ledger: Ledger
+    dictionaries: Dictionaries
+    next_segment: int
+    next_record: int
+    epoch: int
+    torn_bytes: int
+
+
+def recover_stream(
+    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock, mode: Mode
+) -> Recovered:
+    """Open what is there, or nothing yet."""
+    clock.raise_to(log.index.last_ms)
+    ledger = _believe(files, log, projection, state, clock, mode)
+    torn = sum(_settle(files, ledger, clock, segment) for segment in ledger.view if not segment.is_sealed)
+    _sweep(files, ledger)
+    ledger.fold_all()
+    segments = ledger.view.segments
+    return Recovered(
+        ledger=ledger,
+        dictionaries=_dictionaries(files, segments),
+        next_segment=max(ledger.index.opened_max, log.index.opened_max, projection.last_segment()) + 1,
+        next_record=max([projection.next_record(), *(each.end_record for each in segments)]),
+        epoch=max((each.epoch for each in segments), default=0) + 1,
+        torn_bytes=torn,
+    )
+
+
+# ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _believe(
+    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock, mode: Mode
+) -> Ledger:
+    """The ledger in its mode, with the state of the last opening (rule 1)."""
+    former = Mode(state.mode)
+    own: ManifestIndex | None = None
+    if former is not Mode.ON:
+        own = _from_projection(files, log, projection, clock)
+        if mode is Mode.ON or former is Mode.OFF is not mode:
+            bring_up(log, own)
+        if mode is Mode.ON:
+            own = None
+    elif mode is not Mode.ON:
+        own = copy.deepcopy(log.index)
+    ledger = Ledger(log, projection, clock, mode=mode, own=own, remember=lambda new: state.remember_mode(new.value))
+    ledger.fold_all()  # before the mode is remembered: LMDB may be what the next opening believes
+    state.remember_mode(mode.value)
+    return ledger
+
+
+def _from_projection(files: StreamFiles, log: ManifestLog, projection: Projection, clock: StreamClock) -> ManifestIndex:
+    """The state that LMDB and the directories tell, files that were open included."""
+    rows = projection.rows()
+    etags = {each: facts.etag for each, facts in facts_of_index(log.index).items()}
+    ends = {each: (row.last_lsn + 1, row.sealed_at_ms) for each, row in rows.items()}
+    now = clock.now_ms()
+    index = rebuilt(projection.facts(etags), ends, now)
+    end = projection.next_record()
+    for segment_id in files.segments(Tier.HOT):
+        if segment_id <= projection.last_segment():
+            continue
+        header = _header(files, segment_id)
+        if header is None or header.base_record < end:
+            continue  # a file that never got its header, or whose records came elsewhere
+        known = log.index.get(segment_id)  # a shadow knows who opened it
+        epoch = known.field(RecordType.SEGMENT_OPENED, "epoch") if known is not None else 0
+        fold(index, SegmentOpened(header.base_record, epoch), segment_id, 0, now)
+    return index
+
+
+def _header(files: StreamFiles, segment_id: int) -> SegmentHeader | None:
+    file = files.disk.open(files.segment(Tier.HOT, segment_id), write=False)
+    try:
+        return SegmentHeader.decode(file.read_at(HEADER_BYTES, 0), path=file.path)
+    except Corruption:
+        return None
+    finally:
+        file.close()
+
+
+# ── the open segment ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Segment) -> int:
+    """Seal a segment that was open (rule 2); how many bytes behind the cut were given up."""
+    path, segment_id = files.segment(Tier.HOT, segment.segment_id), segment.segment_id
+    try:
+        file = files.disk.open(path)
+    except FileNotFoundError:
+        raise Corruption(
+            "the segment that was being written is missing", hint="restore it from a backup", path=path
+        ) from None
+    try:
+        file.sync()  # nothing is concluded from bytes that could still be lost
+        raw = file.read_at(file.size(), 0)
+    finally:
+        file.close()
+    found = scan(raw, durable_upto=segment.base_record, path=path)
+    header = found.header
+    if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
+        raise Corruption("the segment that was being written is another one's", hint=VERIFY, path=path)
+    clock.raise_to(max(found.last_ms, header.created_at_ms))
+    sealed = SealSegment(found.cut, crc64(memoryview(raw)[: found.cut]))
+    if found.end_record == segment.base_record:
+        gone = CustomEvent(Schema.SEGMENT_RETIRED)
+        ledger.tell((sealed, segment_id, found.end_record), (gone, segment_id))
+        files.remove(Tier.HOT, [segment_id])
+    else:
+        ledger.tell((sealed, segment_id, found.end_record))
+    hit("stream.recovery.sealed")
+    emit(
+        "info", "stream.recovered", stream=files.stream_id, segment_id=segment_id, cut=found.cut,
+        end_record=found.end_record, torn_bytes=found.torn_bytes,
+    )  # fmt: skip
+    return found.torn_bytes
+
+
+# ── what is left over, and what is missing ────────────────────────────────────────────────────────────────────────────
+def _sweep(files: StreamFiles, ledger: Ledger) -> None:
+    view = ledger.view
+    hot, warm = set(files.segments(Tier.HOT)), set(files.segments(Tier.WARM))
+    files.remove(Tier.HOT, sorted(hot - {each.segment_id for each in view if each.is_hot}))
+    files.remove(Tier.WARM, sorted(warm - {each.segment_id for each in view if each.is_warm}))
+    hit("stream.recovery.swept")
+    for segment in view:
+        if segment.is_hot and segment.segment_id not in hot:
+            _missing(files, ledger, segment, Tier.HOT)
+        if segment.is_warm and segment.segment_id not in warm:
+            _missing(files, ledger, segment, Tier.WARM)
+
+
+def _missing(files: StreamFiles, ledger: Ledger, segment: Segment, tier: Tier) -> None:
+    """Rule 4."""
+    segment_id = segment.segment_id
+    others = (segment.is_warm if tier is Tier.HOT else segment.is_hot) or segment.is_remote
+    path = files.segment(tier, segment_id)
+    emit("error", "stream.copy_missing", stream=files.stream_id, segment_id=segment_id, path=path, others=others)
+    if not others:
+        return
+    if tier is Tier.WARM:
+        ledger.tell((CustomEvent(Schema.WARM_EVICTED), segment_id))
+        return
+    if segment.state.warm is Warm.COMPRESSING:
+        ledger.tell((CompressionFailed(0), segment_id))
+    ledger.tell((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
+
+
+def _dictionaries(files: StreamFiles, segments: tuple[Segment, ...]) -> Dictionaries:
+    """Go on with the newest dictionary that is on this disk."""
+    next_id = max((each.dictionary_id for each in segments), default=0) + 1
+    with_one = [each for each in segments if each.dictionary_id and each.is_warm]
+    if not with_one:
+        return Dictionaries(NO_DICTIONARY, next_id=next_id)
+    path = files.segment(Tier.WARM, with_one[-1].segment_id)
+    try:
+        file = files.disk.open(path, write=False)
+    except FileNotFoundError:
+        return Dictionaries(NO_DICTIONARY, next_id=next_id)
+    try:
+        reader = WarmReader(lambda offset, size: file.read_at(size, offset), file.size(), path=path)
+        return Dictionaries(reader.dictionary(), next_id=next_id)
+    except Corruption:  # whoever reads the segment is told; a new dictionary is trained
+        return Dictionaries(NO_DICTIONARY, next_id=next_id)
+    finally:
+        file.close()

@@ -1,0 +1,271 @@
+"""Blocks of one segment from one of its copies: the file as it was written, the compressed file, the object.
+
+Terms
+  piece   a block and its body, checked
+  lost    the copy is not there, or not that of this segment: it may have moved on while it was read
+
+Rules
+  1. What is yielded is what was written: head and body are checked against the segment's own header, whose salt is new in
+     each life of a file. A file that became another segment's cannot pass.
+  2. A compressed copy must say that it is of this segment: its ids, and the checksum that the segment was sealed with.
+  3. Bytes are read before they are checked and never again: nothing that happens to the file later changes them.
+
+Threads: a source belongs to one reader; what is cached is immutable or has its own lock. Importable on executors.
+Raises `Lost`, with the error that it is if nothing has moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
+from quire.core.limits import MIB
+from quire.durable.checksums import Bytes
+from quire.durable.files import File
+from quire.durable.names import Tier
+from quire.objects.api import ObjectStore
+from quire.stream.cache import ByteCache
+from quire.stream.catalogue import Segment
+from quire.stream.files import StreamFiles
+from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
+from quire.stream.warm import WarmReader
+
+WINDOW_BYTES = MIB
+"""What one read of a file fetches at most, unless a block is larger."""
+
+T = TypeVar("T")
+Piece = tuple[Block, Bytes]
+Retry = Callable[[Callable[[], T]], T]
+"""Calls again what fails for a while."""
+
+VERIFY = "`quire stream verify` tells what is lost"
+
+
+class Lost(Exception):
+    """A copy could not be read; `error` is what that is if the copy has not moved."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Marks(NamedTuple):
+    """Where the blocks of a segment are."""
+
+    firsts: array[int]
+    offsets: array[int]
+    stamps: array[int]
+
+    def with_record(self, record: int) -> int:
+        """The offset of the block that has a record."""
+        return self.offsets[max(bisect_right(self.firsts, record) - 1, 0)]
+
+    def first_at(self, timestamp_ms: int) -> int | None:
+        """The first record of the first block that is not before a moment."""
+        place = bisect_left(self.stamps, timestamp_ms)
+        return self.firsts[place] if place < len(self.stamps) else None
+
+
+# ── tier 0 ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class HotSource:
+    """The file of a segment as it was written. `end`: where its blocks end, `durable_bytes` if it is sealed."""
+
+    def __init__(self, files: StreamFiles, segment: Segment, file: File, end: int) -> None:
+        self._segment = segment
+        self._file = file
+        self._end = end
+        header = self._header(files)
+        self._seed = header.crc64
+        self.created_at_ms = header.created_at_ms
+
+    def _header(self, files: StreamFiles) -> SegmentHeader:
+        try:
+            header = SegmentHeader.decode(self._file.read_at(HEADER_BYTES, 0), path=self._file.path)
+        except QuireError as error:
+            raise Lost(error) from error
+        expected = (files.stream_id, self._segment.segment_id, self._segment.base_record)
+        if (header.stream_id, header.segment_id, header.base_record) != expected:
+            raise Lost(self._damaged("the file is another segment's", 0))
+        return header
+
+    def _damaged(self, what: str, offset: int) -> Corruption:
+        where = {"path": self._file.path, "segment": self._segment.segment_id, "offset": offset}
+        return Corruption(f"a stream's segment is damaged: {what}", hint=VERIFY, **where)
+
+    def marks(self) -> Marks:
+        """Where its blocks are: heads are checked, bodies are not looked at."""
+        found = Marks(array("Q"), array("Q"), array("Q"))
+        offset, raw, start = HEADER_BYTES, b"", 0
+        while offset < self._end:
+            if offset + BLOCK_HEAD_BYTES > start + len(raw):
+                start = offset
+                raw = self._file.read_at(min(WINDOW_BYTES, self._end - offset), offset)
+            block = decode_head(raw, offset, self._seed, at=offset - start)
+            if block is None:
+                raise Lost(self._damaged("a block is not what was written", offset))
+            found.firsts.append(block.first_record)
+            found.offsets.append(offset)
+            found.stamps.append(block.timestamp_ms)
+            offset = block.end
+        return found
+
+    def pieces(self, offset: int, stop: int) -> Iterator[Piece]:
+        """Blocks from an offset on, up to the one that has the record before `stop`."""
+        want = WINDOW_BYTES
+        while offset < self._end:
+            raw = memoryview(self._file.read_at(min(want, self._end - offset), offset))
+            at, want = 0, WINDOW_BYTES
+            while at + BLOCK_HEAD_BYTES <= len(raw):
+                block = decode_head(raw, offset + at, self._seed, at=at)
+                if block is None:
+                    raise Lost(self._damaged("a block is not what was written", offset + at))
+                start = at + BLOCK_HEAD_BYTES
+                if start + block.body_bytes > len(raw):
+                    if not at:
+                        want = BLOCK_HEAD_BYTES + block.body_bytes
+                    break
+                body = raw[start : start + block.body_bytes]
+                if not is_body_good(block, body):
+                    raise Lost(self._damaged("the records of a block are not what was written", offset + at))
+                yield block, body
+                if block.end_record >= stop:
+                    return
+                at = block.end - offset
+            if not at and want <= len(raw):
+                raise Lost(self._damaged("it ends within a block", offset))
+            offset += at
+
+
+@contextmanager
+def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
+    """The file of a segment, opened."""
+    path = files.segment(Tier.HOT, segment.segment_id)
+    try:
+        file = files.disk.open(path, write=False)
+    except FileNotFoundError as error:
+        where = {"path": path, "segment": segment.segment_id}
+        raise Lost(Corruption("a segment's file is missing", hint=VERIFY, **where)) from error
+    try:
+        yield HotSource(files, segment, file, end)
+    finally:
+        file.close()
+
+
+# ── tiers 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class WarmSource:
+    """A compressed copy; frames are kept in the cache."""
+
+    def __init__(
+        self,
+        stream_id: int,
+        segment: Segment,
+        reader: WarmReader,
+        cache: ByteCache,
+        *,
+        lock: threading.Lock | None = None,
+    ) -> None:
+        self._stream_id = stream_id
+        self._segment = segment
+        self._cache = cache
+        self._lock = lock or threading.Lock()
+        """A zstd context is for one thread at a time."""
+        self.reader = reader
+        if reader.raw_crc64 != segment.crc64 or reader.end_record != segment.end_record:
+            raise Lost(
+                Corruption(
+                    "a compressed segment is not the one that was sealed",
+                    hint=VERIFY,
+                    path=reader.path,
+                    segment=segment.segment_id,
+                )
+            )
+
+    def _frame(self, number: int) -> list[Piece]:
+        key = (self._stream_id, self._segment.segment_id, number)
+        found: list[Piece] | None = self._cache.get(key)
+        if found is None:
+            try:
+                with self._lock:
+                    raw, blocks = self.reader.blocks(number)
+            except (Corruption, ObjectNotFound, OutOfRange) as error:
+                raise Lost(error) from error
+            view, found = memoryview(raw), []
+            for block in blocks:
+                start = block.offset + BLOCK_HEAD_BYTES
+                body = view[start : start + block.body_bytes]
+                if not is_body_good(block, body):
+                    where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": number}
+                    raise Lost(Corruption("a compressed segment's block is damaged", hint=VERIFY, **where))
+                found.append((block, body))
+            self._cache.put(key, found, len(raw))
+        return found
+
+    def pieces(self, record: int, stop: int) -> Iterator[Piece]:
+        """Blocks from the one that has a record up to the one that has the record before `stop`."""
+        for number in range(self.reader.frame_with(record), self.reader.frames):
+            for block, body in self._frame(number):
+                if block.end_record > record:
+                    yield block, body
+                if block.end_record >= stop:
+                    return
+
+    def first_at(self, timestamp_ms: int) -> int | None:
+        """The first record of the first block that is not before a moment."""
+        for number in range(self.reader.frame_at(timestamp_ms), self.reader.frames):
+            for block, _ in self._frame(number):
+                if block.timestamp_ms >= timestamp_ms:
+                    return block.first_record
+        return None
+
+
+@contextmanager
+def warm_source(files: StreamFiles, segment: Segment, cache: ByteCache) -> Iterator[WarmSource]:
+    """The compressed file of a segment, opened."""
+    path = files.segment(Tier.WARM, segment.segment_id)
+    try:
+        file = files.disk.open(path, write=False)
+    except FileNotFoundError as error:
+        where = {"path": path, "segment": segment.segment_id}
+        raise Lost(Corruption("a compressed segment's file is missing", hint=VERIFY, **where)) from error
+    try:
+        try:
+            reader = WarmReader(lambda offset, size: file.read_at(size, offset), file.size(), path=path)
+        except Corruption as error:
+            raise Lost(error) from error
+        yield WarmSource(files.stream_id, segment, reader, cache)
+    finally:
+        file.close()
+
+
+def remote_source(
+    stream_id: int, segment: Segment, store: ObjectStore, cache: ByteCache, retry: Retry[bytes]
+) -> WarmSource:
+    """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
+    kept = (stream_id, segment.segment_id, segment.key)
+    found: tuple[WarmReader, threading.Lock] | None = cache.get(kept)
+    if found is None:
+
+        def read(offset: int, size: int) -> bytes:
+            return retry(lambda: store.get_range(segment.key, offset, size))
+
+        try:
+            reader = WarmReader(read, segment.warm_bytes, path=f"{store.url}/{segment.key}")
+        except (Corruption, ObjectNotFound, OutOfRange) as error:
+            raise Lost(_remote_error(error, segment)) from error
+        found = (reader, threading.Lock())
+        cache.put(kept, found, 1024 + reader.frames * 128)
+    return WarmSource(stream_id, segment, found[0], cache, lock=found[1])
+
+
+def _remote_error(error: QuireError, segment: Segment) -> QuireError:
+    if isinstance(error, OutOfRange):
+        return Corruption("a segment's object is too short", hint=VERIFY, segment=segment.segment_id, key=segment.key)
+    if isinstance(error, ObjectNotFound):
+        where = {"segment": segment.segment_id, "key": segment.key}
+        return ObjectNotFound("a segment's object is missing", hint=VERIFY, **where)
+    return error

@@ -1,0 +1,90 @@
+"""Files that are to become segments: made ahead, zero-filled, or taken over from segments that are gone.
+
+Rules
+  1. A spare is named `.tmp` until it is a segment: what a crash leaves is swept when the stream is opened.
+  2. One is kept ahead, not more. A full disk is `DiskFull` and changes nothing.
+  3. What a taken-over file holds means nothing in its new life: the header's salt is new, and every checksum depends on it.
+
+Threads: any; one lock around what is kept, none while a file is made. Raises what the disk raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from itertools import count
+
+from quire.core.errors import StorageFault
+from quire.durable.failpoints import hit
+from quire.durable.files import File, preallocate
+from quire.durable.names import Tier
+from quire.stream.files import StreamFiles
+
+
+class Spares:
+    """The files made ahead for one stream."""
+
+    def __init__(self, files: StreamFiles) -> None:
+        self._files = files
+        self._numbers = count(1)
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._kept: tuple[File, int] | None = None
+        self._closed = False
+        self.recycled = 0
+
+    @property
+    def has_one(self) -> bool:
+        return self._kept is not None
+
+    def prepare(self, size: int) -> bool:
+        """Make one, unless there is one; whether it is kept."""
+        if self.has_one or self._closed:
+            return False
+        file = preallocate(self._files.disk, self._files.spare(next(self._numbers)), size)
+        hit("stream.hot.prepared")
+        return self._keep(file, size)
+
+    def recycle(self, segment_id: int, size: int) -> bool:
+        """Take over the file of a segment that is gone, if it has this size and none is kept; else it is left alone."""
+        path, disk = self._files.segment(Tier.HOT, segment_id), self._files.disk
+        if self.has_one or self._closed or not disk.exists(path) or disk.size(path) != size:
+            return False
+        target = self._files.spare(next(self._numbers))
+        disk.rename(path, target)
+        disk.sync_dir(self._files.folder(Tier.HOT))
+        hit("stream.hot.recycled")
+        self.recycled += 1
+        self._keep(disk.open(target), size)
+        return True
+
+    def take(self, size: int) -> tuple[File, int]:
+        """A file of at least this size, and its size."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept[1] >= size:
+                return kept
+            self._drop(kept[0])
+        return preallocate(self._files.disk, self._files.spare(next(self._numbers)), size), size
+
+    def close(self) -> None:
+        """Give up what is kept."""
+        with self._lock:
+            self._closed = True
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            self._drop(kept[0])
+
+    def _keep(self, file: File, size: int) -> bool:
+        with self._lock:
+            if self._kept is None and not self._closed:
+                self._kept = (file, size)
+                return True
+        self._drop(file)
+        return False
+
+    def _drop(self, file: File) -> None:
+        with suppress(StorageFault, FileNotFoundError):  # what is left is swept at the next opening
+            file.close()
+            self._files.disk.remove(file.path)

@@ -1,0 +1,174 @@
+"""What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open.
+
+Terms
+  consumer   a name with a position: the id of the first record that it has not read
+  retention  what may go: by age, by bytes, because every consumer has read it
+
+Rules
+  1. The file is replaced whole; what `ack` returned from survives.
+  2. Positions only rise. A consumer is made where it is told to begin, and gone when it is dropped.
+  3. What some consumer has not read stays, whatever age and bytes say; one that has been silent for `hold_seconds` holds
+     nothing any more, so that a dead one does not fill the disk.
+  4. Only the oldest segments go, and never the open one.
+
+Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
+from quire.durable.files import read_all, write_atomic
+from quire.durable.names import check_name
+from quire.stream.catalogue import Segment
+from quire.stream.files import StreamFiles
+
+
+class Consumer(msgspec.Struct, frozen=True):
+    """Who has read how far."""
+
+    position: int
+    """The id of the first record that it has not read."""
+    acked_ms: int
+    """When it last said so."""
+
+
+class Retention(msgspec.Struct, frozen=True):
+    """What may go; 0 and False: nothing for this reason."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+    consumed: bool = False
+    """Whether records go as soon as every consumer has read them."""
+    hold_seconds: float = 0.0
+    """Consumers that were silent for longer hold nothing (rule 3); 0: they hold for ever."""
+
+    def __post_init__(self) -> None:
+        if min(self.seconds, self.bytes, self.hold_seconds) < 0:
+            raise InvalidInput("a retention has no negative limits", hint="0 is no limit")
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    version: Literal[1] = 1
+    mode: Literal["off", "shadow", "on"] = "on"
+    consumers: dict[str, Consumer] = {}
+    retention: Retention | None = None
+
+
+class StreamState:
+    """The memory of one stream."""
+
+    def __init__(self, files: StreamFiles, clock: Clock) -> None:
+        self._files = files
+        self._clock = clock
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._stored = self._load()
+
+    def _load(self) -> _Stored:
+        path = self._files.state
+        try:
+            return msgspec.json.decode(read_all(self._files.disk, path), type=_Stored)
+        except FileNotFoundError:
+            return _Stored()
+        except msgspec.MsgspecError as error:
+            hint = "restore it from a backup, or remove it: consumers and retention are then forgotten"
+            raise Corruption(f"the state of a stream cannot be read: {error}", hint=hint, path=path) from error
+
+    def _save(self, stored: _Stored) -> None:
+        """REQUIRES the lock."""
+        write_atomic(self._files.disk, self._files.state, msgspec.json.format(msgspec.json.encode(stored)))
+        self._stored = stored
+
+    # ── the mode ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def mode(self) -> Literal["off", "shadow", "on"]:
+        """The mode in which the stream was last open."""
+        return self._stored.mode
+
+    def remember_mode(self, mode: Literal["off", "shadow", "on"]) -> None:
+        """Have the next opening know it."""
+        with self._lock:
+            if mode != self._stored.mode:
+                self._save(msgspec.structs.replace(self._stored, mode=mode))
+
+    # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def consumers(self) -> dict[str, Consumer]:
+        """By name."""
+        return self._stored.consumers
+
+    def position(self, name: str) -> int:
+        """Where a consumer is."""
+        found = self._stored.consumers.get(name)
+        if found is None:
+            raise UnknownCursor("the stream has no such consumer", hint="`register` makes one", name=name)
+        return found.position
+
+    def register(self, name: str, position: int) -> int:
+        """Make a consumer that begins at a position, or leave the one that is there; where it is."""
+        check_name("consumer", name)
+        with self._lock:
+            if name not in self._stored.consumers:
+                self._put(name, position)
+            return self._stored.consumers[name].position
+
+    def ack(self, name: str, position: int, *, end: int) -> None:
+        """A consumer has read everything below a position; durable on return. One that is not ahead changes nothing."""
+        with self._lock:
+            known = self._stored.consumers.get(name)
+            if known is None:
+                raise UnknownCursor("the stream has no such consumer", hint="`register` makes one", name=name)
+            if position > end:
+                raise OutOfRange("a consumer cannot have read what is not there", position=position, end=end)
+            if position > known.position:
+                self._put(name, position)
+
+    def _put(self, name: str, position: int) -> None:
+        consumer = Consumer(position, self._clock.now_ms())
+        self._save(msgspec.structs.replace(self._stored, consumers={**self._stored.consumers, name: consumer}))
+
+    def drop(self, name: str) -> None:
+        """Forget a consumer; one that is not there is fine."""
+        with self._lock:
+            if name in self._stored.consumers:
+                left = {each: value for each, value in self._stored.consumers.items() if each != name}
+                self._save(msgspec.structs.replace(self._stored, consumers=left))
+
+    # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def retention(self) -> Retention | None:
+        """The stream's own, `None` if it has that of the store."""
+        return self._stored.retention
+
+    def retain(self, retention: Retention | None) -> None:
+        """Give the stream its own retention, or with `None` that of the store."""
+        with self._lock:
+            self._save(msgspec.structs.replace(self._stored, retention=retention))
+
+
+def due(
+    segments: Sequence[Segment], retention: Retention, consumers: Sequence[Consumer], *, now_ms: int
+) -> list[Segment]:
+    """The sealed segments that may go, oldest first (rules 3 and 4)."""
+    silent = now_ms - retention.hold_seconds * 1000 if retention.hold_seconds else None
+    holders = [each.position for each in consumers if silent is None or each.acked_ms >= silent]
+    held_from = min(holders, default=None)
+    total = sum(each.durable_bytes for each in segments if each.is_sealed)
+    gone: list[Segment] = []
+    for segment in segments:
+        if not segment.is_sealed or (held_from is not None and segment.end_record > held_from):
+            break
+        aged = bool(retention.seconds) and segment.sealed_ms <= now_ms - retention.seconds * 1000
+        heavy = bool(retention.bytes) and total > retention.bytes
+        if not (aged or heavy or (retention.consumed and consumers)):
+            break
+        total -= segment.durable_bytes
+        gone.append(segment)
+    return gone

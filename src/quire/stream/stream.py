@@ -1,0 +1,435 @@
+"""A stream: an append-only log of records whose segments move between disk, compressed files and an object store.
+
+Terms
+  record     opaque bytes with an id (from 1, rising by one, never used again) and a timestamp that never falls
+  segment    a file of records; sealed when it is full or old, and immutable from then on
+  tier       0 hot: as it was written · 1 warm: compressed · 2 the object store
+  keeper     the stream's own thread: syncs what nobody waits for, makes files ahead, seals by time
+
+    append ──▶ open segment ──seal──▶ tier 0 ──compress──▶ tier 1 ──upload──▶ tier 2
+                                        ▲                                       │
+                                        └───────────────hydrate─────────────────┘
+
+Rules
+  1. One writer: the manifest log's lock is the stream's (`StoreLocked`).
+  2. Records are durable when their guard's `result()` returns; readers and tails see durable records only.
+  3. Every move is a record in the manifest log first; see `ledger.py` and `tiers.py`.
+  4. Closing seals what is open, so that the next opening has nothing to cut.
+
+Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.core.clock import Clock
+from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.events import emit
+from quire.core.settings import ManifestLogSettings, StreamSettings
+from quire.durable.files import Disk
+from quire.manifest.store import ManifestStore
+from quire.objects.api import ObjectStore
+from quire.stream.cache import ByteCache
+from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.hot import Appended, HotLog
+from quire.stream.ledger import Ledger
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_metrics import LogFigures
+from quire.stream.mlog_modes import Divergence, Mode
+from quire.stream.mlog_records import SealSegment, SegmentOpened
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.open_segment import Opened, Sealed
+from quire.stream.pending import Records
+from quire.stream.projection import Projection
+from quire.stream.reading import Record, StreamReader
+from quire.stream.recovery import Recovered, recover_stream
+from quire.stream.state import Consumer, Retention, StreamState
+from quire.stream.tiers import Tiers
+from quire.stream.upkeep import Moved, Upkeep
+
+IDLE_SECONDS = 0.5
+"""How long the keeper sleeps if nobody calls it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamInfo:
+    """A stream in numbers."""
+
+    stream_id: int
+    first_record: int
+    end_record: int
+    segments: int
+    hot_segments: int
+    hot_bytes: int
+    warm_segments: int
+    warm_bytes: int
+    remote_segments: int
+    remote_bytes: int
+    mode: str
+    consumers: dict[str, Consumer]
+    retention: Retention
+    torn_bytes: int
+    """Bytes behind the cut of the last recovery."""
+
+    @property
+    def records(self) -> int:
+        return self.end_record - self.first_record
+
+
+class Stream:
+    """An open stream; made by `store.stream(name)`."""
+
+    def __init__(
+        self,
+        files: StreamFiles,
+        recovered: Recovered,
+        state: StreamState,
+        store: Callable[[], ObjectStore],
+        cache: ByteCache,
+        settings: StreamSettings,
+        clock: StreamClock,
+        *,
+        background: bool,
+    ) -> None:
+        # constant after construction
+        self.files = files
+        self.stream_id = files.stream_id
+        self._settings = settings
+        self._epoch = recovered.epoch
+        self._torn_bytes = recovered.torn_bytes
+        self._state = state
+        self._store = store
+        self._bell = threading.Event()
+        self._stopping = threading.Event()
+        self.ledger: Ledger = recovered.ledger
+        self.hot = HotLog(
+            files,
+            clock,
+            settings,
+            self._roll,
+            next_segment=recovered.next_segment,
+            next_record=recovered.next_record,
+            asked=self._ask,
+        )
+        self.tiers = Tiers(files, self.ledger, self.hot, store, settings, clock, recovered.dictionaries)
+        self.upkeep = Upkeep(self.tiers, self.ledger, state, settings, clock)
+        self._reader = StreamReader(
+            files,
+            self.hot,
+            lambda: self.ledger.view,
+            store,
+            cache,
+            settings,
+            touch=self.tiers.touch,
+            hydrate=self.tiers.hydrate_if_room,
+        )
+        self._keeper: threading.Thread | None = None
+        if background:
+            self._keeper = threading.Thread(target=self._keep, name=f"quire-stream-{self.stream_id}", daemon=True)
+            self._keeper.start()
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        stream_id: int,
+        root: str,
+        disk: Disk,
+        manifest: ManifestStore,
+        store: Callable[[], ObjectStore],
+        clock: Clock,
+        settings: StreamSettings,
+        log_settings: ManifestLogSettings,
+        cache: ByteCache | None = None,
+        background: bool = True,
+    ) -> Stream:
+        """The stream, recovered; an empty one if there is none yet. `background=False`: nothing happens by itself."""
+        files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
+        objects = LogObjects(_Later(store), stream_id)
+        log = ManifestLog.open(LogFiles(disk, root, stream_id), clock=ticking, settings=log_settings, objects=objects)
+        try:
+            files.make()
+            files.sweep()
+            state = StreamState(files, ticking)
+            projection = Projection(manifest, files)
+            recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
+            cache = cache if cache is not None else ByteCache(settings.cache_bytes)
+            return cls(files, recovered, state, store, cache, settings, ticking, background=background)
+        except BaseException:
+            log.abandon()
+            raise
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def append(self, records: Records) -> Appended:
+        """Add a record (`bytes`) or many (a sequence, an Arrow column), which are durable together or not at all.
+
+        `.record` of what is returned is the id of the first one, now; `.result()` (or `await`) returns when they are durable.
+        """
+        return self.hot.append(records)
+
+    def sync(self) -> int:
+        """Return when everything that was appended is durable: the id behind it."""
+        self.hot.require()
+        self.hot.sync()
+        return self.hot.durable
+
+    def seal(self) -> bool:
+        """End the open segment, so that it can move on; False if there is none."""
+        return self.hot.seal()
+
+    def _roll(self, sealed: Sealed | None, opened: Opened | None) -> None:
+        """The hot log ends a segment and begins another: one commit of the manifest log."""
+        steps: list[Any] = []
+        if sealed is not None:
+            steps.append((SealSegment(sealed.durable_bytes, sealed.crc64), sealed.segment_id, sealed.end_record))
+        if opened is not None:
+            steps.append((SegmentOpened(opened.base_record, self._epoch), opened.segment_id))
+        self.ledger.tell(*steps)
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def first_record(self) -> int:
+        """The id of the first record that is retained."""
+        return self._reader.first_record
+
+    @property
+    def end_record(self) -> int:
+        """The id behind the last durable record."""
+        return self._reader.end_record
+
+    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[Record]:
+        """Records from `start` (default: the first) to before `stop` (default: the end as it is now), from any tier."""
+        return self._reader.read(start, stop)
+
+    def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
+        """The same as Arrow record batches with the columns id, timestamp and payload."""
+        return self._reader.read_batches(start, stop)
+
+    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
+        """Records from `start` (default: what comes from now on), for ever; ends if none comes for `timeout` seconds.
+
+        In an event loop: `async for record in quire.core.aio.iterate(stream.tail())`.
+        """
+        return self._reader.tail(start, timeout=timeout)
+
+    def seek(self, timestamp_ms: int) -> int:
+        """The id of the first record that is not before a moment; the end if there is none."""
+        return self._reader.seek(timestamp_ms)
+
+    # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def consumers(self) -> dict[str, Consumer]:
+        """Who has read how far, by name."""
+        return self._state.consumers
+
+    def register(self, consumer: str, start: int | None = None) -> int:
+        """Make a consumer that begins at `start` (default: the first record), or leave it where it is; its position."""
+        return self._state.register(consumer, self.first_record if start is None else start)
+
+    def position(self, consumer: str) -> int:
+        """The id of the first record that a consumer has not read."""
+        return self._state.position(consumer)
+
+    def ack(self, consumer: str, position: int) -> None:
+        """A consumer has read everything below `position`; durable on return."""
+        self._state.ack(consumer, position, end=self.end_record)
+
+    def drop_consumer(self, consumer: str) -> None:
+        """Forget a consumer: it holds nothing any more."""
+        self._state.drop(consumer)
+
+    # ── tiers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def compress(self, *segment_ids: int) -> int:
+        """Compress sealed segments, all if none is named; how many were not yet."""
+        wanted = [each for each in self._chosen(segment_ids) if each.is_hot and not each.is_warm]
+        for segment in wanted:
+            self.tiers.compress(segment.segment_id)
+        return len(wanted)
+
+    def upload(self, *segment_ids: int) -> int:
+        """Upload sealed segments, all if none is named; how many were not yet. The log's own chunks follow."""
+        wanted = [each for each in self._chosen(segment_ids) if not each.is_remote]
+        for segment in wanted:
+            self.tiers.upload(segment.segment_id)
+        if self.ledger.mode is not Mode.OFF:
+            self.ledger.log.rotate()
+            self.ledger.log.upload()
+        return len(wanted)
+
+    def evict(self, *segment_ids: int, warm: bool = False) -> int:
+        """Give up hot copies (and `warm` ones) of sealed segments, where another copy is; how many copies."""
+        count = 0
+        for segment in self._chosen(segment_ids):
+            if segment.is_hot and (segment.is_warm or segment.is_remote):
+                count += self.tiers.evict(segment.segment_id)
+            if warm and segment.is_warm and segment.is_remote:
+                count += self.tiers.evict(segment.segment_id, warm=True)
+        return count
+
+    def hydrate(self, *segment_ids: int) -> int:
+        """Bring sealed segments back to disk, all if none is named; how many were not there."""
+        wanted = [each for each in self._chosen(segment_ids) if not each.is_hot]
+        for segment in wanted:
+            self.tiers.hydrate(segment.segment_id)
+        return len(wanted)
+
+    def pin(self, *segment_ids: int) -> AbstractContextManager[None]:
+        """Keep local copies of segments, all if none is named, for the length of a block."""
+        return self.tiers.pin(each.segment_id for each in self._chosen(segment_ids))
+
+    def _chosen(self, segment_ids: tuple[int, ...]) -> list[Any]:
+        view = self.ledger.view
+        self.hot.require()
+        return [each for each in view.sealed if not segment_ids or each.segment_id in segment_ids]
+
+    def tick(self) -> Moved:
+        """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""
+        return self.upkeep.tick()
+
+    # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def retention(self) -> Retention:
+        """What holds for this stream: its own, or the store's."""
+        return self.upkeep.retention
+
+    def retain(self, retention: Retention | None) -> None:
+        """Give the stream its own retention, or with `None` that of the store's settings."""
+        self._state.retain(retention)
+
+    def retire(self) -> int:
+        """Let go now what retention says; how many segments."""
+        return self.upkeep.retire()
+
+    # ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def mode(self) -> Mode:
+        """How much the manifest log is believed."""
+        return self.ledger.mode
+
+    def switch(self, mode: Mode | str) -> None:
+        """Change that, while the stream is open."""
+        with self.hot.paused():
+            self.ledger.switch(Mode(mode))
+
+    def compare(self) -> list[Divergence]:
+        """Where the manifest log and LMDB differ."""
+        return self.ledger.compare()
+
+    def figures(self) -> LogFigures:
+        """The manifest log's figures, by the seed's names."""
+        return self.ledger.gated.figures()
+
+    def info(self) -> StreamInfo:
+        """The stream in numbers."""
+        segments = self.ledger.view.segments
+        hot, warm = [each for each in segments if each.is_hot], [each for each in segments if each.is_warm]
+        remote = [each for each in segments if each.is_remote]
+        live = self.hot.segment
+        return StreamInfo(
+            stream_id=self.stream_id,
+            first_record=self.first_record,
+            end_record=self.end_record,
+            segments=len(segments),
+            hot_segments=len(hot),
+            hot_bytes=sum(each.durable_bytes for each in hot) + (live.offset if live is not None else 0),
+            warm_segments=len(warm),
+            warm_bytes=sum(each.warm_bytes for each in warm),
+            remote_segments=len(remote),
+            remote_bytes=sum(each.warm_bytes for each in remote),
+            mode=self.mode.value,
+            consumers=self.consumers,
+            retention=self.retention,
+            torn_bytes=self._torn_bytes,
+        )
+
+    @property
+    def store(self) -> ObjectStore:
+        """Where tier 2 is."""
+        return self._store()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def failure(self) -> QuireError | None:
+        """What has made the stream unusable, if something has."""
+        return self.hot.failure
+
+    def _ask(self) -> None:
+        if not self._bell.is_set():
+            self._bell.set()
+
+    def _keep(self) -> None:
+        """The keeper's loop."""
+        while not self._stopping.is_set():
+            rung = self._bell.wait(IDLE_SECONDS)
+            if rung and not self._stopping.wait(self._settings.sync_seconds):
+                self._bell.clear()
+            try:
+                self.keep(sync=rung)
+            except (StoreClosed, StoreUnusable):
+                return
+            except StorageFault as error:  # a full disk, say: what is pending stays, and is tried again
+                emit("warning", "stream.keeper_waits", stream=self.stream_id, error=str(error))
+                self._stopping.wait(IDLE_SECONDS)
+                self._bell.set()
+
+    def keep(self, *, sync: bool = True) -> None:
+        """What the keeper does each time: sync, seal by time, a file ahead, LMDB."""
+        self.hot.require()
+        if sync:
+            self.hot.sync()
+        if self.hot.is_due():
+            self.hot.seal()
+        self.hot.prepare()
+        self.ledger.project()
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        self._bell.set()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join()
+
+    def close(self) -> None:
+        """Sync, seal, and close. A second time: nothing."""
+        self._stop()
+        if isinstance(self.hot.failure, StoreClosed):
+            return
+        with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
+            closing.callback(self.ledger.log.close)
+            closing.callback(self.ledger.project)
+            closing.callback(self.hot.close)
+
+    def abandon(self) -> None:
+        """Let everything go and write nothing more, as a crash would."""
+        self._stopping.set()
+        self.upkeep.stop()
+        self.hot.abandon(StoreClosed("the stream is closed", hint="open it again", stream_id=self.stream_id))
+        self.ledger.log.abandon()
+        self._stop()
+
+    def forked(self) -> None:
+        """In the child of a fork()."""
+        self._stopping.set()
+        self._keeper = None
+        self.hot.forked()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Later:
+    """The object store, opened when something is asked of it: appending to a stream needs no cloud client."""
+
+    def __init__(self, store: Callable[[], ObjectStore]) -> None:
+        self._open = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._open(), name)

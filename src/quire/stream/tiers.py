@@ -1,0 +1,401 @@
+"""Moves the segments of a stream between its tiers: compress, upload, evict, hydrate, retire.
+
+Terms
+  move   a step begun in the log, done, and ended in the log; what was begun and not ended is gone on with, not begun again
+
+Rules
+  1. Log first: before a move touches a byte the log says that it began, and a copy is announced only when it is durable and
+     checked. A copy that goes is first given up in the log: what a crash leaves of it is swept at the next opening.
+  2. The object is the compressed copy. It is written once (`create_only`): an object of its name that is the same is
+     adopted, another one is an error and nothing is overwritten.
+  3. What the object store cannot do now is noted as failed and tried again, later each time.
+  4. Budgets: hot copies beyond `hot_bytes` go, those longest unused first, if another copy is there; compressed ones beyond
+     `warm_bytes`, if the object is there. Pinned segments stay.
+  5. A segment is retired when its object is gone; then its files go. What a snapshot or a fork holds is not retired.
+
+What is there after each durable step, and what a crash behind it leads to:
+  CompressionStarted   hot                     compressed again; the file is replaced whole
+  compressed file      hot, an unknown file    the same
+  UploadStarted        local, maybe an object  put again: adopted if it is there
+  LocalEvicted         a file too many         swept
+  Tier2DeleteQueued    maybe an object         deleted again, which is no error
+  SegmentRetired       files too many          swept
+
+Threads: any; one move at a time. Raises `Corruption`, `IllegalTransition`, and what disk and object store raise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+
+from quire.core.errors import (
+    AlreadyExists,
+    Corruption,
+    InvalidInput,
+    NotFound,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    StoreUnusable,
+    Unavailable,
+)
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.settings import StreamSettings
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.files import read_all
+from quire.durable.names import TEMPORARY, Tier, object_key
+from quire.objects.api import ExistingObject, ObjectStore
+from quire.stream.catalogue import Segment
+from quire.stream.dictionary import Dictionaries
+from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.hot import HotLog
+from quire.stream.ledger import Ledger
+from quire.stream.mlog_records import (
+    CompressionDone,
+    CompressionFailed,
+    CompressionStarted,
+    CustomEvent,
+    HydrationDone,
+    HydrationFailed,
+    HydrationStarted,
+    LocalEvicted,
+    Payload,
+    Schema,
+    Tier2Deleted,
+    Tier2DeleteQueued,
+    UploadDone,
+    UploadFailed,
+    UploadStarted,
+)
+from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.segment_scan import sealed_blocks
+from quire.stream.sources import VERIFY
+from quire.stream.warm import FOOTER_BYTES, WarmReader, compress
+
+
+class Reason(IntEnum):
+    """`reason_code` of failed moves."""
+
+    GIVEN_UP = 0
+    UNAVAILABLE = 1
+    STORAGE = 2
+    DAMAGED = 3
+    OTHER = 4
+
+
+class Tiers:
+    """Moves one stream's segments."""
+
+    def __init__(
+        self,
+        files: StreamFiles,
+        ledger: Ledger,
+        hot: HotLog,
+        store: Callable[[], ObjectStore],
+        settings: StreamSettings,
+        clock: StreamClock,
+        dictionaries: Dictionaries,
+    ) -> None:
+        # constant after construction
+        self._files = files
+        self._ledger = ledger
+        self._hot = hot
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        # guarded by _moving
+        self._moving = threading.RLock()
+        self._dictionaries = dictionaries
+        # single steps of dicts are atomic
+        self._used: dict[int, float] = {}
+        self._pins: Counter[int] = Counter()
+
+    def _need(self, segment_id: int) -> Segment:
+        segment = self._ledger.view.get(segment_id)
+        if segment is None:
+            hint = "`quire stream info` lists them"
+            raise InvalidInput("the stream has no such segment", hint=hint, segment=segment_id)
+        if not segment.is_sealed:
+            raise InvalidInput("a segment moves when it is sealed", hint="seal it first", segment=segment_id)
+        return segment
+
+    # ── use ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def touch(self, segment_id: int) -> None:
+        """A segment is being read."""
+        self._used[segment_id] = self._clock.monotonic()
+
+    @contextmanager
+    def pin(self, segment_ids: Iterable[int]) -> Iterator[None]:
+        """Keep local copies of segments for the length of a block."""
+        pinned = list(segment_ids)
+        with self._moving:
+            self._pins.update(pinned)
+        try:
+            yield
+        finally:
+            with self._moving:
+                self._pins.subtract(pinned)
+
+    def coldest(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Those that are not pinned, longest unused first; never used ones by age."""
+        free = [each for each in segments if self._pins[each.segment_id] <= 0]
+        return sorted(free, key=lambda each: (self._used.get(each.segment_id, 0.0), each.segment_id))
+
+    # ── tier 0 → tier 1 ───────────────────────────────────────────────────────────────────────────────────────────────
+    def compress(self, segment_id: int) -> Segment:
+        """Make a segment's compressed copy; one that has it is fine."""
+        with self._moving:
+            segment = self._need(segment_id)
+            if segment.is_warm:
+                return segment
+            if segment.state.warm is not Warm.COMPRESSING:
+                self._ledger.tell((CompressionStarted(segment_id & 0xFFFF_FFFF), segment_id))
+                hit("stream.compress.started")
+            try:
+                size, dictionary_id = self._compress(segment)
+            except QuireError as error:
+                self._give_up(error, (CompressionFailed(_reason(error)), segment_id))
+                raise
+            self._ledger.tell((CompressionDone(size, dictionary_id), segment_id))
+            hit("stream.compress.done")
+            return self._need(segment_id)
+
+    def _compress(self, segment: Segment) -> tuple[int, int]:
+        source = self._files.segment(Tier.HOT, segment.segment_id)
+        target = self._files.segment(Tier.WARM, segment.segment_id)
+        try:
+            raw = memoryview(read_all(self._files.disk, source))[: segment.durable_bytes]
+        except FileNotFoundError:
+            raise Corruption(
+                "a segment's file is missing", hint=VERIFY, path=source, segment=segment.segment_id
+            ) from None
+        found = sealed_blocks(raw, segment.durable_bytes, path=source)
+        if crc64(raw) != segment.crc64:
+            raise Corruption("a segment is not what was sealed", hint=VERIFY, path=source, segment=segment.segment_id)
+        dictionary = self._dictionaries.choose(raw, found)
+        data = b"".join(compress(raw, found, dictionary=dictionary))
+        if _check(data, target) != segment.crc64:  # what cannot be read back is not announced
+            raise Corruption("a segment does not survive compression", path=target, segment=segment.segment_id)
+        self._replace(target, Tier.WARM, [data])
+        hit("stream.compress.written")
+        return len(data), dictionary.id
+
+    def _replace(self, target: str, tier: Tier, parts: Iterable[bytes]) -> None:
+        """Write a file whole under its name, durably."""
+        disk, temporary = self._files.disk, target + TEMPORARY
+        file = disk.open(temporary, create=True)
+        try:
+            file.truncate(0)
+            at = 0
+            for part in parts:
+                file.write_at(part, at)
+                at += len(part)
+            file.sync()
+        except BaseException:
+            file.close()
+            with suppress(StorageFault, FileNotFoundError):
+                disk.remove(temporary)
+            raise
+        file.close()
+        disk.rename(temporary, target)
+        disk.sync_dir(self._files.folder(tier))
+
+    # ── tier 1 → tier 2 ───────────────────────────────────────────────────────────────────────────────────────────────
+    def upload(self, segment_id: int) -> Segment:
+        """Have a segment in the object store, compressed first if need be; one that is there is fine."""
+        with self._moving:
+            segment = self._need(segment_id)
+            if segment.is_remote:
+                return segment
+            if not segment.is_warm:
+                segment = self.compress(segment_id)
+            key = segment.key or object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment_id, 0))
+            if segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
+                self._ledger.tell((UploadStarted(key), segment_id))
+                self._ledger.project()  # announced, before a byte is sent
+                hit("stream.upload.started")
+            try:
+                etag = self._put(segment, key)
+            except QuireError as error:
+                self._give_up(error, (UploadFailed(key, _reason(error)), segment_id))
+                raise
+            self._ledger.tell((UploadDone(key, etag), segment_id))
+            hit("stream.upload.done")
+            self._ledger.project()
+            return self._need(segment_id)
+
+    def _put(self, segment: Segment, key: str) -> str:
+        path = self._files.segment(Tier.WARM, segment.segment_id)
+        file = self._files.disk.open(path, write=False)
+        try:
+            size = file.size()
+            footer = file.read_at(FOOTER_BYTES, size - FOOTER_BYTES)
+        finally:
+            file.close()
+
+        def same(existing: ExistingObject) -> bool:
+            # The footer has the checksums of the table and of the segment, the table has those of all frames.
+            return existing.info.size_bytes == size and existing.read_tail(FOOTER_BYTES) == footer
+
+        store = self._store()
+        try:
+            put = store.put_file(key, path, create_only=True, identity=same)
+        except AlreadyExists as error:
+            raise Corruption(
+                "another object has the segment's name",
+                hint="nothing was overwritten; see what it is, remove it, and upload again",
+                segment=segment.segment_id,
+                key=key,
+            ) from error
+        hit("stream.upload.sent")
+        if put.size_bytes != size or store.get_range(key, size - FOOTER_BYTES, FOOTER_BYTES) != footer:
+            raise Corruption("the object is not what was sent", hint="try again", segment=segment.segment_id, key=key)
+        return put.etag or ""
+
+    # ── away ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def evict(self, segment_id: int, *, warm: bool = False) -> bool:
+        """Give up the hot copy of a segment, or with `warm` the compressed one; False if there is none, or it is pinned.
+
+        The last copy is never given up: `IllegalTransition`.
+        """
+        with self._moving:
+            segment = self._need(segment_id)
+            if self._pins[segment_id] > 0 or not (segment.is_warm if warm else segment.is_hot):
+                return False
+            if warm:
+                self._ledger.tell((CustomEvent(Schema.WARM_EVICTED), segment_id))
+            else:
+                self._ledger.tell((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
+            hit("stream.evict.told")
+            self._remove(Tier.WARM if warm else Tier.HOT, segment_id)
+            hit("stream.evict.removed")
+            self._ledger.project()
+            return True
+
+    def _remove(self, tier: Tier, segment_id: int) -> None:
+        if tier is Tier.WARM or not self._hot.recycle(segment_id):
+            self._files.remove(tier, [segment_id])
+
+    # ── back ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def hydrate(self, segment_id: int) -> Segment:
+        """Have a segment as a file again, from its compressed copy or its object; one that is there is fine."""
+        with self._moving:
+            segment = self._need(segment_id)
+            if segment.is_hot:
+                return segment
+            if segment.state.hydration is not Hydration.RUNNING:
+                self._ledger.tell((HydrationStarted(1 if segment.is_warm else 2), segment_id))
+                hit("stream.hydrate.started")
+            try:
+                self._hydrate(segment)
+            except QuireError as error:
+                self._give_up(error, (HydrationFailed(_reason(error)), segment_id))
+                raise
+            self._ledger.tell((HydrationDone(segment.durable_bytes), segment_id))
+            hit("stream.hydrate.done")
+            self._ledger.project()
+            self.touch(segment_id)
+            return self._need(segment_id)
+
+    def _hydrate(self, segment: Segment) -> None:
+        path = self._files.segment(Tier.WARM, segment.segment_id)
+        if segment.is_warm:
+            data = read_all(self._files.disk, path)
+        else:
+            path = segment.key
+            data = self._store().get(segment.key)
+        reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path)
+        if _check(data, path) != segment.crc64:
+            raise Corruption(
+                "a compressed segment is not the one that was sealed",
+                hint=VERIFY,
+                path=path,
+                segment=segment.segment_id,
+            )
+        target = self._files.segment(Tier.HOT, segment.segment_id)
+        self._replace(target, Tier.HOT, (reader.raw(number) for number in range(reader.frames)))
+        hit("stream.hydrate.written")
+
+    def hydrate_if_room(self, segment_id: int) -> bool:
+        """Bring a segment back for a reader that wants most of it, if the budget has room; never an error."""
+        with self._moving:
+            view = self._ledger.view
+            segment = view.get(segment_id)
+            taken = sum(each.durable_bytes for each in view if each.is_hot)
+            if segment is None or taken + segment.durable_bytes > self._settings.hot_bytes:
+                return False
+            try:
+                self.hydrate(segment_id)
+            except (StoreClosed, StoreUnusable):
+                raise
+            except QuireError as error:  # the reader goes on with ranges, and meets the trouble itself
+                emit("warning", "stream.hydration_failed", stream=self._files.stream_id, error=str(error))
+                return False
+            return True
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def retire(self, segment_id: int) -> bool:
+        """Let a segment go on all tiers; False if somebody holds it (rule 5)."""
+        with self._moving:
+            segment = self._need(segment_id)
+            self._ledger.project_now()  # LMDB remembers the highest id, also when no segment is left
+            if self._pins[segment_id] > 0 or self._ledger.projection.pinned(segment_id):
+                return False
+            self._end_moves(segment)
+            segment = self._need(segment_id)
+            if segment.state.remote in (Remote.DONE, Remote.FAILED):
+                self._ledger.tell((Tier2DeleteQueued(segment.key), segment_id))
+                hit("stream.retire.queued")
+                segment = self._need(segment_id)
+            if segment.state.remote is Remote.DELETING:
+                self._store().delete(segment.key)
+                hit("stream.retire.deleted")
+                self._ledger.tell((Tier2Deleted(segment.key), segment_id))
+            self._ledger.tell((CustomEvent(Schema.SEGMENT_RETIRED), segment_id))
+            hit("stream.retire.told")
+            for tier in Tier:
+                self._remove(tier, segment_id)
+            self._ledger.project()
+            self._used.pop(segment_id, None)
+            return True
+
+    def _end_moves(self, segment: Segment) -> None:
+        """What was begun with a segment that goes is given up."""
+        if segment.state.warm is Warm.COMPRESSING:
+            self._ledger.tell((CompressionFailed(Reason.GIVEN_UP), segment.segment_id))
+        if segment.state.hydration is Hydration.RUNNING:
+            self._ledger.tell((HydrationFailed(Reason.GIVEN_UP), segment.segment_id))
+        if segment.state.remote is Remote.UPLOADING:
+            self._ledger.tell((UploadFailed(segment.key, Reason.GIVEN_UP), segment.segment_id))
+
+    def _give_up(self, error: QuireError, step: tuple[Payload, int]) -> None:
+        """A move failed: say so, unless it is the log itself that did."""
+        if not isinstance(error, (StoreClosed, StoreUnusable)):
+            self._ledger.tell(step)
+        emit(
+            "warning",
+            "stream.move_failed",
+            stream=self._files.stream_id,
+            segment_id=step[1],
+            tier_action=type(step[0]).__name__,
+            error=str(error),
+        )
+
+
+def _check(data: bytes, path: str) -> int:
+    """The checksum of the segment that a compressed copy holds, every byte of which is looked at."""
+    return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+
+
+def _reason(error: QuireError) -> Reason:
+    if isinstance(error, Unavailable):
+        return Reason.UNAVAILABLE
+    if isinstance(error, StorageFault):
+        return Reason.STORAGE
+    return Reason.DAMAGED if isinstance(error, (Corruption, NotFound)) else Reason.OTHER

@@ -1,0 +1,111 @@
+"""Looks at every copy of every segment of a stream, and says what is wrong.
+
+Rules that are checked
+  T1  a hot copy is the segment that was sealed: header, blocks, the checksum of the whole
+  T2  a compressed copy decompresses to the segment that was sealed
+  T3  an object is there and is what was sent; `deep`: it decompresses to the segment that was sealed
+  T4  segments have consecutive records, and only the last one is open
+  T5  every segment has a copy
+  T6  there are no files that the state does not know (told as a leak: harmless)
+
+Reads only; a copy that moves meanwhile is looked at again. Threads: functions without state.
+Raises what disk and object store raise, `ObjectStoreUnavailable` for one; damage is a problem, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
+from quire.durable.checksums import crc64
+from quire.durable.files import read_all
+from quire.durable.names import Tier
+from quire.objects.api import ObjectStore
+from quire.stream.catalogue import Segment
+from quire.stream.mlog_verify import Problem
+from quire.stream.reading import is_going
+from quire.stream.segment_scan import sealed_blocks
+from quire.stream.stream import Stream
+from quire.stream.warm import WarmReader
+
+
+def problems(stream: Stream, *, deep: bool = True) -> Iterator[Problem]:
+    """Every rule that is broken. `deep` reads objects whole."""
+    view = stream.ledger.view
+    for one, other in pairwise(view):
+        if not one.is_sealed or one.end_record != other.base_record:
+            where = {"segment": one.segment_id, "next": other.segment_id, "end": one.end_record}
+            yield Problem(rule="T4", what="segments do not follow each other", where=where)
+    for segment in view:
+        found = list(_of_segment(stream, segment, deep))
+        if found and stream.ledger.view.get(segment.segment_id) != segment:
+            again = stream.ledger.view.get(segment.segment_id)
+            found = list(_of_segment(stream, again, deep)) if again is not None else []
+        yield from found
+    yield from _leaks(stream)
+
+
+def _of_segment(stream: Stream, segment: Segment, deep: bool) -> Iterator[Problem]:
+    if not segment.is_sealed or is_going(segment):
+        return
+    if not (segment.is_hot or segment.is_warm or segment.is_remote):
+        yield Problem(rule="T5", what="a segment has no copy", where={"segment": segment.segment_id})
+    if segment.is_hot:
+        yield from _checked("T1", segment, lambda: _hot_crc(stream, segment))
+    if segment.is_warm:
+        yield from _checked("T2", segment, lambda: _warm_crc(stream, segment))
+    if segment.is_remote:
+        yield from _checked("T3", segment, lambda: _remote_crc(stream.store, segment, deep))
+
+
+def _checked(rule: str, segment: Segment, crc: Callable[[], int]) -> Iterator[Problem]:
+    try:
+        if crc() != segment.crc64:
+            yield Problem(
+                rule=rule, what="a copy is not the segment that was sealed", where={"segment": segment.segment_id}
+            )
+    except (Corruption, ObjectNotFound, OutOfRange) as error:
+        yield Problem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_told(error)})
+    except FileNotFoundError as error:
+        where = {"segment": segment.segment_id, "path": str(error.filename)}
+        yield Problem(rule=rule, what="a copy's file is missing", where=where)
+
+
+def _told(error: QuireError) -> dict[str, object]:
+    return {name: value for name, value in error.where.items() if name != "segment"}
+
+
+def _hot_crc(stream: Stream, segment: Segment) -> int:
+    path = stream.files.segment(Tier.HOT, segment.segment_id)
+    raw = memoryview(read_all(stream.files.disk, path))[: segment.durable_bytes]
+    found = sealed_blocks(raw, segment.durable_bytes, path=path)
+    if found.end_record != segment.end_record:
+        raise Corruption("a segment has another number of records", path=path, end=found.end_record)
+    return crc64(raw)
+
+
+def _warm_crc(stream: Stream, segment: Segment) -> int:
+    path = stream.files.segment(Tier.WARM, segment.segment_id)
+    data = read_all(stream.files.disk, path)
+    return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+
+
+def _remote_crc(store: ObjectStore, segment: Segment, deep: bool) -> int:
+    if deep:
+        data = store.get(segment.key)
+        reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=segment.key)
+        return reader.verify()
+    size = store.head(segment.key).size_bytes
+    reader = WarmReader(lambda offset, length: store.get_range(segment.key, offset, length), size, path=segment.key)
+    return reader.raw_crc64
+
+
+def _leaks(stream: Stream) -> Iterator[Problem]:
+    for tier in Tier:
+        here = set(stream.files.segments(tier))
+        view = stream.ledger.view  # after the listing: what was made since is known
+        known = {each.segment_id for each in view if (each.is_hot if tier is Tier.HOT else each.is_warm)}
+        for segment_id in sorted(here - known):
+            where = {"segment": segment_id, "path": stream.files.segment(tier, segment_id)}
+            yield Problem(rule="T6", what="a file belongs to no copy", where=where, leak=True)

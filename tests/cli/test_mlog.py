@@ -1,0 +1,85 @@
+"""manifest inspect and verify, of the manifest logs of streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.settings import ManifestLogSettings
+from quire.durable.files import OsDisk
+from quire.objects.open import open_store
+from quire.stream import mlog_records as r
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_tier2 import LogObjects
+from quire.testing.clock import ManualClock
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def log(path: Path) -> LogFiles:
+    """The log of `clicks`: a sealed and uploaded chunk, and one with a segment that has been uploaded."""
+    with quire.open(path) as store:
+        stream_id = store.database("clicks").db_id
+    files = LogFiles(OsDisk(), str(path), stream_id)
+    objects = open_store(str(path / "objects"))
+    objects.put("segments/1", b"data")
+    settings = ManifestLogSettings(chunk_bytes=16 << 10)
+    with ManifestLog.open(
+        files, clock=ManualClock(), settings=settings, objects=LogObjects(objects, stream_id)
+    ) as opened:
+        opened.append_all([(r.SegmentOpened(0, 1), 1), (r.SealSegment(4, 9), 1)])
+        opened.rotate()
+        opened.upload()
+        opened.append_all([(r.UploadStarted("segments/1"), 1), (r.UploadDone("segments/1", "e"), 1)])
+    objects.close()
+    return files
+
+
+def test_inspect_shows_every_record(run: Run, log: LogFiles) -> None:
+    rows = run("manifest", "inspect", "clicks", "--json").data
+    assert [row["record"] for row in rows] == ["SegmentOpened", "SealSegment", "UploadStarted", "UploadDone"]
+    assert [row["tier2"] for row in rows] == ["same", "same", "here", "here"]
+    assert rows[0]["fields"] == {"base_offset": 0, "epoch": 1}
+    assert [(row["chunk_index"], row["ordinal"]) for row in rows] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    text = run("manifest", "inspect", "clicks").out
+    assert "key=segments/1 etag=e" in text
+    assert len(run("manifest", "inspect", "clicks", "--from", "1", "--limit", "1", "--json").data) == 1
+
+
+def test_inspect_highlights_objects_that_differ(run: Run, log: LogFiles, path: Path) -> None:
+    (path / "objects" / "manifest" / str(log.stream_id) / "0.mlog").unlink()
+    rows = run("manifest", "inspect", "clicks", "--json").data
+    assert "missing" in rows[0]["tier2"]
+    assert rows[2]["tier2"] == "here"
+
+
+def test_a_sound_log_is_verified(run: Run, log: LogFiles) -> None:
+    for arguments in (["clicks"], [], ["--shallow"]):
+        ended = run("manifest", "verify", *arguments)
+        assert (ended.code, ended.out) == (0, "1 manifest log kept all rules\n")
+    assert run("manifest", "verify", "--json").data == []
+
+
+def test_damage_is_told_with_its_rule_and_place(run: Run, log: LogFiles, path: Path) -> None:
+    (path / "objects" / "segments" / "1").unlink()
+    ended = run("manifest", "verify", "clicks", "--json")
+    assert ended.code == 1
+    assert [(row["rule"], row["where"]["segment"]) for row in ended.data] == [("L7", 1)]
+    chunk = Path(log.chunk(1))
+    data = bytearray(chunk.read_bytes())
+    data[70] ^= 1
+    chunk.write_bytes(data)
+    ended = run("manifest", "verify")
+    assert ended.code == 1
+    assert "L1" in ended.out
+    assert run("manifest", "inspect", "clicks").code == 7
+
+
+def test_only_streams_have_a_manifest_log(run: Run) -> None:
+    assert run("manifest", "inspect", "shop").code == 2
+    assert run("manifest", "verify", "nobody").code == 3
+    ended = run("manifest", "inspect", "clicks")
+    assert (ended.code, ended.out) == (0, "clicks has no manifest log on this disk\n")

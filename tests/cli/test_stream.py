@@ -1,0 +1,68 @@
+"""Streams on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import quire
+from quire.durable.names import StreamSegmentFile, Tier
+from tests.cli.conftest import Run
+
+
+def test_append_and_read(run: Run) -> None:
+    assert (
+        run("stream", "append", "clicks", "ann bought", "bob left").out == "appended 2 records to clicks, from id 1\n"
+    )
+    assert run("stream", "append", "fresh", "x", "--create", "--json").data == {"first": 1, "count": 1}
+    rows = run("stream", "read", "clicks", "--json").data
+    assert [(row["id"], bytes.fromhex(row["payload"])) for row in rows] == [(1, b"ann bought"), (2, b"bob left")]
+    assert [row["id"] for row in run("stream", "read", "clicks", "--from", "2", "--to", "3", "--json").data] == [2]
+    assert [row["id"] for row in run("stream", "tail", "clicks", "-n", "1", "--json").data] == [2]
+    assert "bob left" in run("stream", "tail", "clicks").out
+    assert run("stream", "append", "shop", "x").code != 0, "shop is not a stream"
+
+
+def test_what_is_not_text_is_shown_in_hexadecimal(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.stream("clicks").append(b"\xff\x00").result()
+    assert "0xff00" in run("stream", "read", "clicks").out
+
+
+def test_segments_move(run: Run) -> None:
+    run("stream", "append", "clicks", "a", "b")
+    assert run("stream", "seal", "clicks", "--json").data["sealed"] == 1
+    assert run("stream", "tier", "clicks", "upload").out == "upload: 1 segments of clicks\n"
+    assert run("stream", "tier", "clicks", "evict", "--warm", "--segment", "1", "--json").data["count"] == 2
+    assert [row["tiers"] for row in run("stream", "ls", "clicks", "--json").data] == [["remote"]]
+    assert run("stream", "tier", "clicks", "hydrate", "--json").data["count"] == 1
+    assert "hot remote" in run("stream", "ls", "clicks").out
+    assert run("stream", "tier", "clicks", "fly").code == 2
+    found = run("stream", "info", "clicks", "--json").data
+    assert (found["first_record"], found["end_record"], found["remote_segments"]) == (1, 3, 1)
+    assert "2, from 1 to before 3" in run("stream", "info", "clicks").out
+
+
+def test_verify_says_what_is_wrong(run: Run, path: Path) -> None:
+    run("stream", "append", "clicks", "a", "b")
+    assert run("stream", "verify", "clicks").out == "clicks is sound: 1 segment read\n"
+    with quire.open(path) as store:
+        stream_id = store.database("clicks").db_id
+    file = path / StreamSegmentFile(stream_id=stream_id, tier=Tier.HOT, segment_id=1).path
+    raw = bytearray(file.read_bytes())
+    raw[140] ^= 1
+    file.write_bytes(raw)
+    ended = run("stream", "verify", "clicks", "--json")
+    assert (ended.code, [row["rule"] for row in ended.data]) == (1, ["T1"])
+    assert "damage" in run("stream", "verify", "clicks", "--shallow").out
+
+
+def test_retention(run: Run) -> None:
+    for _ in range(3):
+        run("stream", "append", "clicks", "a")
+    assert run("stream", "retention", "clicks").out == "clicks: keeps everything\n"
+    assert run("stream", "retention", "clicks", "--days", "3").out == "clicks: keeps 3 days\n"
+    assert run("stream", "retention", "clicks", "--bytes", "200", "--apply", "--json").data["retired"] == 2
+    assert [row["id"] for row in run("stream", "read", "clicks", "--json").data] == [3]
+    assert run("stream", "read", "clicks", "--from", "1").code == 4
+    assert run("stream", "retention", "clicks", "--consumed").out.endswith("until everybody has read it\n")
+    assert run("stream", "retention", "clicks", "--reset").out == "clicks: keeps everything\n"

@@ -1,0 +1,85 @@
+"""verify, restore and stats: for people, for programs, for cron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+
+import quire
+from tests.cli.conftest import Run
+
+
+def _checkpointed(run: Run, shop: Path) -> Path:
+    """A store with a chunk; where its object is."""
+    run("checkpoint", "shop")
+    with quire.open(shop, "r") as store:
+        return next(Path(store.objects_url).rglob("*:*"))
+
+
+def test_all_is_well(run: Run, shop: Path) -> None:
+    _checkpointed(run, shop)
+    assert run("verify", "--dry-run", "--json").data["left"] > 0
+    ended = run("verify", "--orphans")
+    assert ended.code == 0
+    assert "nothing is damaged" in ended.out
+    assert "orphaned objects" in ended.out
+    data = run("verify", "--max-age", "7d", "--json").data
+    assert (data["verified"], data["left"], data["complete"]) == (0, 0, True)
+    assert run("verify", "--max-age", "7d", "--dry-run", "--json").data["left"] == 0
+
+
+def test_damage_is_an_exit_code_and_a_report(run: Run, shop: Path, tmp_path: Path) -> None:
+    chunk = _checkpointed(run, shop)
+    body = chunk.read_bytes()
+    chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    report = tmp_path / "report.parquet"
+    ended = run("verify", "--report", str(report))
+    assert ended.code == 1
+    assert "altered" in ended.out
+    assert parquet.read_table(report).column("state").to_pylist() == ["ALTERED"]
+    assert run("verify", "--max-age", "7d").code == 1, "it was found out earlier, and is so still"
+    chunk.write_bytes(body)
+    assert run("verify").code == 0
+
+
+def test_orphans_are_swept(run: Run, shop: Path) -> None:
+    chunk = _checkpointed(run, shop)
+    with quire.open(shop) as store:
+        generation = store.manifest.reserve_generation(1)
+        store.objects.put(f"00000001/00000000/base:{generation:08x}", b"left by a driver that died")
+    stray = chunk.with_name(f"base:{generation:08x}")
+    stray_is_old(stray)
+    assert run("verify", "--orphans", "--json").data["orphaned"] == 1
+    assert stray.exists()
+    data = run("verify", "--sweep", "--json").data
+    assert (data["orphaned"], data["deleted"]) == (1, 1)
+    assert not stray.exists()
+
+
+def stray_is_old(path: Path) -> None:
+    import os
+    import time
+
+    os.utime(path, (time.time() - 7_200,) * 2)
+
+
+def test_a_snapshot_becomes_a_file(run: Run, shop: Path, tmp_path: Path) -> None:
+    assert run("snapshot", "create", "shop", "today").code == 0
+    target = tmp_path / "today.pages"
+    data = run("restore", "shop", "today", str(target), "--json").data
+    assert target.stat().st_size == data["bytes"] > 0
+    assert target.read_bytes()[:1] == b"b"
+    assert run("restore", "shop", "today", str(target)).code == 4
+    assert run("restore", "shop", "today", str(target), "--replace").out.startswith(str(target))
+    assert run("restore", "shop", "tomorrow", str(target)).code == 3
+
+
+def test_where_the_bytes_are(run: Run, shop: Path) -> None:
+    _checkpointed(run, shop)
+    run("snapshot", "create", "shop", "monday")
+    rows = run("stats", "--json").data
+    (row,) = [each for each in rows if each["database"] == "shop"]
+    assert row["size_bytes"] == row["exclusive_bytes"] + row["shared_bytes"] > 0
+    assert row["tiers"]["remote_archived"] == row["chunk_bytes"]
+    assert "monday" in run("stats", "--snapshots").out

@@ -1,0 +1,139 @@
+"""Sweeps: what no row speaks of is found and deleted, what somebody may be writing is spared, what is gone is told (O3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import armed
+from quire.durable.names import manifest_log_key, object_key
+from quire.jobs.sweep import plan
+from quire.jobs.sweep.handler import sweep_job
+from quire.jobs.worker import Worker
+from quire.manifest.records import JobKind, JobState
+from quire.objects.open import open_store
+from tests.jobs.checkpoint_child import Owner, images
+from tests.pages.world import Model, write
+
+HOUR = 3_600.0
+BURNED = 2
+"""A generation that nothing was published under: as a driver leaves it that died for good."""
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    made = Owner(tmp_path)
+    store, model = made.database(), Model()
+    write(store, model, images(*range(80)))
+    made.checkpoint(store)
+    made.settle()
+    assert made.manifest.reserve_generation(1) == BURNED
+    yield made
+    made.stop()
+
+
+def sweep(owner: Owner, **payload: Any) -> dict[str, Any]:
+    """Run a sweep now; its result. The test's clock stands still in 2025, files are of today: they count as old."""
+    given = {"grace_seconds": -10 * 365 * 86_400.0, **payload}
+    job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, given)
+    Worker(owner.context(), {JobKind.SWEEP: partial(sweep_job)}).drain()
+    job = owner.job(job_id)
+    assert job.state is JobState.SUCCEEDED, job.record.error
+    result: dict[str, Any] = job.result
+    return result
+
+
+def put(owner: Owner, key: str, body: bytes = b"stray") -> str:
+    open_store(owner.objects_url).put(key, body)
+    return key
+
+
+def orphan(slot: int, generation: int = BURNED, db_id: int = 1) -> str:
+    return object_key(ArtifactKey(db_id, ArtifactKind.BASE, slot, generation))
+
+
+def test_a_clean_store_has_no_differences(owner: Owner) -> None:
+    result = sweep(owner)
+    assert (result["objects"], result["orphaned"], result["missing"], result["more"]) == (10, 0, [], False)
+    assert result["bytes_listed"] > 0
+
+
+@pytest.mark.parametrize("names", [1, 3, 100])
+def test_orphans_anywhere_are_found_and_only_deleted_if_asked(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, names: int
+) -> None:
+    """Whatever the ranges: before the first name, between two, of a database that nobody knows, behind the last."""
+    monkeypatch.setattr(plan, "RANGE_NAMES", names)
+    put_there = {put(owner, orphan(slot)) for slot in (0, 4, 9, 5_000)} | {put(owner, orphan(3, db_id=77))}
+    before = owner.objects()
+    result = sweep(owner)
+    assert {each["object"] for each in result["orphans"]} == put_there
+    assert (result["orphaned"], result["deleted"], result["bytes"]) == (5, 0, 25)
+    assert owner.objects() == before
+    result = sweep(owner, delete=True)
+    assert result["deleted"] == 5
+    assert owner.objects().keys() == before.keys() - put_there
+    assert sweep(owner)["orphaned"] == 0
+
+
+def test_what_is_no_artifact_or_too_young_or_of_the_future_is_left_alone(owner: Owner) -> None:
+    foreign = [put(owner, "README"), put(owner, manifest_log_key(1, 0)), put(owner, "00000001/other/thing")]
+    with owner.manifest.read() as txn:
+        record = txn.database(1)
+    assert record is not None
+    future = put(owner, orphan(0, record.next_generation))
+    young = put(owner, orphan(0))
+    result = sweep(owner, delete=True, grace_seconds=HOUR)
+    assert result["orphaned"] == 0
+    result = sweep(owner, delete=True)
+    assert [each["object"] for each in result["orphans"]] == [young]
+    assert {*foreign, future} <= owner.objects().keys()
+
+
+def test_the_names_of_a_plan_that_runs_are_spared(owner: Owner) -> None:
+    """The objects are there, the rows are not: a sweep in the middle of a checkpoint must not take them."""
+    store, model = owner.database(), Model()
+    write(store, model, images(*range(80)))
+    owner.ask()
+    seen: list[dict[str, Any]] = []
+
+    def look(_: str) -> None:
+        if not seen:
+            seen.append({})  # the sweep hits points, too
+            seen[0] = sweep(owner, delete=True)
+
+    with armed("jobs.checkpoint.written", look):
+        owner.worker(JobKind.CHECKPOINT).drain()
+    assert seen[0]["objects"] == 20
+    assert seen[0]["orphaned"] == 0
+    with store.open_snapshot() as reader:
+        assert reader.read_pages(range(80)) == dict(model.newest.pages)
+    owner.settle()
+
+
+def test_rows_that_are_made_while_it_lists_are_read_after_the_listing(owner: Owner) -> None:
+    store, model = owner.database(), Model()
+
+    def checkpoint(_: str) -> None:
+        write(store, model, images(*range(8)))
+        owner.ask()
+        owner.worker(JobKind.CHECKPOINT).drain()
+
+    with armed("jobs.sweep.listed", checkpoint):
+        assert sweep(owner, delete=True)["orphaned"] == 0
+    owner.settle()
+
+
+def test_an_object_that_is_gone_is_told(owner: Owner) -> None:
+    name = sorted(owner.objects())[3]
+    os.rename(os.path.join(owner.objects_url, name), os.path.join(owner.objects_url, "kept"))
+    result = sweep(owner)
+    assert [each["object"] for each in result["missing"]] == [name]
+    os.rename(os.path.join(owner.objects_url, "kept"), os.path.join(owner.objects_url, name))
+    assert sweep(owner)["missing"] == []

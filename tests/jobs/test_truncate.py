@@ -1,0 +1,177 @@
+"""Truncation: absorbed rows leave the index in steps, segments are let go, and whoever still holds them reads on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.durable.failpoints import armed
+from quire.jobs.truncate import handler
+from quire.manifest import tables as t
+from quire.manifest.records import JobKind, JobState, WalState
+from quire.testing.manifest import assert_clean
+from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
+from tests.pages.world import Model, assert_reads, image, small_segments, write
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    small_segments(monkeypatch, frames=6)
+    made = Owner(tmp_path)
+    yield made
+    made.stop()
+
+
+def _fill(owner: Owner, model: Model, commits: int = 10) -> int:
+    """Commits in many segments, absorbed; the truncate job that waits."""
+    store = owner.database()
+    for number in range(commits):
+        write(store, model, {page: image() for page in (number % 4, 7, 20)})
+    owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1)
+    owner.worker(JobKind.CHECKPOINT).drain()
+    job_id = owner.manifest.jobs.outstanding(1, JobKind.TRUNCATE)
+    assert job_id
+    return job_id
+
+
+def _rows(owner: Owner) -> list[tuple[int, ...]]:
+    with owner.manifest.read() as txn:
+        return [key[1:] for key, _ in txn.scan(t.PAGE_VERSION_INDEX, 1)]
+
+
+def _heads(owner: Owner) -> int:
+    with owner.manifest.read() as txn:
+        return len(list(txn.scan(t.PAGE_VERSION_HEAD, 1)))
+
+
+def _states(owner: Owner) -> set[WalState]:
+    with owner.manifest.read() as txn:
+        return {row.state for _, row in txn.scan(t.WAL_CATALOG, 1)}
+
+
+def _reads(owner: Owner, model: Model) -> None:
+    owner.engine.cache.forget(1)
+    with owner.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("looked", [2, 1000])
+def test_absorbed_rows_go_in_steps_and_others_stay(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int, looked: int
+) -> None:
+    """Also if one transaction looks at fewer rows than a page has versions."""
+    monkeypatch.setattr(handler, "STEP_ROWS", rows)
+    monkeypatch.setattr(handler, "SCAN_ROWS_MAX", looked)
+    model = Model()
+    job_id = _fill(owner, model)
+    absorbed = len(_rows(owner))
+    later = write(owner.database(), model, {page: image() for page in (0, 7, 7, 21)})
+    owner.engine.flush(1)
+    owner.worker(JobKind.TRUNCATE).run(job_id)
+    assert owner.job(job_id).result["rows"] == absorbed
+    assert {page for page, _ in _rows(owner)} == {0, 7, 21}
+    assert min(lsn for _, lsn in _rows(owner)) > later.lsn - 3
+    assert _heads(owner) == 3
+    _reads(owner, model)
+
+
+def test_segments_go_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "STEP_SEGMENTS", 2)
+    model, moved = Model(), list[str]()
+    job_id = _fill(owner, model)
+    with armed("jobs.truncate.moved", moved.append):
+        owner.worker(JobKind.TRUNCATE).run(job_id)
+    assert len(moved) >= 2
+    result = owner.job(job_id).result
+    assert result["segments"] > 2 * len(moved)
+    assert _states(owner) == {WalState.TRUNCATED}
+    owner.settle()
+    _reads(owner, model)
+
+
+@pytest.mark.parametrize("point", ["jobs.truncate.dropped", "jobs.truncate.moved", "jobs.worker.worked"])
+def test_a_truncation_that_failed_is_repeated_from_where_it_was(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setattr(handler, "STEP_ROWS", 5)
+    monkeypatch.setattr(handler, "STEP_SEGMENTS", 2)
+    model = Model()
+    job_id = _fill(owner, model)
+    for skip in range(3):
+        with armed(point, f"{skip}*off->1*raise:EIO"):
+            owner.worker(JobKind.TRUNCATE).drain()
+        assert_clean(owner.manifest)
+        _reads(owner, model)
+        owner.reopen()
+        owner.clock.advance(RETRY_SECONDS)
+    owner.worker().drain()
+    assert owner.job(job_id).state is JobState.SUCCEEDED
+    assert _rows(owner) == []
+    owner.settle()
+    _reads(owner, model)
+
+
+def test_a_worker_that_lost_the_job_drops_nothing_more(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "STEP_ROWS", 5)
+    model = Model()
+    job_id = _fill(owner, model)
+    left: list[int] = []
+
+    def lose(_: str) -> None:
+        if not left:
+            owner.clock.advance(60)
+            owner.manifest.jobs.expire()
+            left.append(len(_rows(owner)))
+
+    with armed("jobs.truncate.dropped", lose):
+        owner.worker(JobKind.TRUNCATE).run(job_id)
+    assert [len(_rows(owner))] == left
+    assert left[0] > 0
+    owner.clock.advance(RETRY_SECONDS)
+    owner.worker().drain()
+    assert _rows(owner) == []
+    _reads(owner, model)
+
+
+def test_what_readers_snapshots_and_forks_hold_is_read_on(owner: Owner) -> None:
+    store, model = owner.database(), Model()
+    write(store, model, {page: image() for page in range(12)})
+    owner.engine.snapshot("shop", "kept")
+    kept = model.newest
+    branch = owner.engine.fork("shop", "branch")
+    reader = store.open_snapshot(ttl_seconds=None)
+    held = model.newest
+    for _ in range(3):
+        write(store, model, {page: image() for page in range(0, 12, 2)})
+        owner.checkpoint(store)
+        owner.settle()
+        owner.engine.cache.forget(1)
+        assert_reads(reader, held)
+        assert_reads(owner.engine.open_view("shop", "kept"), kept)
+    reader.close()
+    owner.checkpoint(store)
+    owner.settle()
+    assert _rows(owner) == []
+    assert_reads(owner.engine.open_view("shop", "kept"), kept)
+    with owner.engine.open(branch).open_snapshot() as forked:
+        assert_reads(forked, kept)
+    owner.manifest.drop_snapshot("shop", "kept")
+    owner.checkpoint(owner.engine.open(branch))
+    owner.settle()
+    with owner.manifest.read() as txn:
+        assert [row for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is not WalState.TRUNCATED] == []
+    _reads(owner, model)
+
+
+def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
+    model = Model()
+    _fill(owner, model)
+    owner.worker().drain()
+    owner.manifest.enqueue_job(JobKind.TRUNCATE, 1)
+    owner.worker().drain()
+    last = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.TRUNCATE][-1]
+    assert last.result == {"rows": 0, "segments": 0, "bytes": 0}
+    _reads(owner, model)

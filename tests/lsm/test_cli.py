@@ -1,0 +1,90 @@
+"""`quire kv`: every command, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.cli import main
+
+Run = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `quire kv …` on a store; the exit code and what it said, as JSON unless `text=True`."""
+    monkeypatch.delenv("QUIRE_STORE", raising=False)
+    quire.open(tmp_path / "store").close()
+
+    def invoke(*arguments: str, text: bool = False) -> tuple[int, Any]:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            monkeypatch.setattr(sys, "stdin", io.StringIO())
+            options = ["--store", str(tmp_path / "store"), *([] if text else ["--json"])]
+            code = main.run(["kv", *arguments, *options])
+        said = out.getvalue() or err.getvalue()
+        return code, said if text else json.loads(said)
+
+    return invoke
+
+
+def test_pairs_are_put_read_listed_and_deleted(run: Run) -> None:
+    assert run("put", "cart", "ann", "3 apples")[0] == 3
+    assert run("put", "cart", "ann", "3 apples", "--create") == (0, {"key": b"ann".hex(), "lsn": 1})
+    assert run("put", "cart", "bob", "größe", text=True) == (0, "put bob in cart\n")
+    assert run("get", "cart", "ann", text=True) == (0, "3 apples\n")
+    assert run("get", "cart", "ann") == (0, {"key": b"ann".hex(), "value": b"3 apples".hex()})
+    code, said = run("get", "cart", "eve")
+    assert (code, said["error"]["kind"]) == (3, "NotFound")
+    listed = [bytes.fromhex(row["key"]) for row in run("scan", "cart", "--reverse")[1]]
+    assert listed == [b"bob", b"ann"]
+    assert [row["key"] for row in run("scan", "cart", "--from", "b", "--to", "c")[1]] == [b"bob".hex()]
+    assert [row["key"] for row in run("scan", "cart", "--prefix", "a", "--limit", "1")[1]] == [b"ann".hex()]
+    assert run("scan", "cart", "--prefix", "a", "--from", "b")[0] == 2
+    assert run("delete", "cart", "ann")[0] == 0
+    assert run("scan", "cart", "--prefix", "ann", text=True) == (0, "no such keys\n")
+
+
+def test_bytes_that_are_no_text_are_hexadecimal(run: Run) -> None:
+    assert run("put", "cart", "ff00", "0xfe", "--hex", "--create")[0] == 0
+    assert run("get", "cart", "ff00", "--hex", text=True) == (0, "fe\n")
+    assert "0xff00" in run("scan", "cart", text=True)[1]
+    assert run("get", "cart", "zz", "--hex")[0] == 2
+
+
+def test_a_database_is_looked_after(run: Run, tmp_path: Path) -> None:
+    for number in range(5):
+        run("put", "cart", f"k{number}", "v", "--create")
+    assert run("stats", "cart")[1]["memtable_keys"] == 5
+    assert run("compact", "cart")[1]["after"] > 0
+    stats = run("stats", "cart")[1]
+    assert (stats["rows"], stats["tables"], stats["memtable_keys"]) == (5, 1, 0)
+    assert "tables" in run("stats", "cart", text=True)[1]
+    assert run("verify", "cart", text=True) == (0, "cart is sound: 1 table read\n")
+    folder = tmp_path / "store" / "lsm" / "00000001" / "sst"
+    (table,) = os.listdir(folder)
+    data = bytearray((folder / table).read_bytes())
+    data[600] ^= 1
+    (folder / table).write_bytes(data)
+    code, found = run("verify", "cart")
+    assert (code, found[0]["rule"]) == (1, "V1")
+
+
+def test_a_backup_is_made_listed_and_restored(run: Run) -> None:
+    run("put", "cart", "ann", "1", "--create")
+    made = run("backup", "cart")[1]
+    assert (made["label"], made["lsn"], made["tables"]) == ("cart", 1, 1)
+    assert [each["lsn"] for each in run("backups", "cart")[1]] == [1]
+    assert run("restore", "again", "--label", "cart")[0] == 0
+    assert run("get", "again", "ann", text=True) == (0, "1\n")
+    assert run("restore", "again", "--label", "cart")[0] == 4
+    assert run("restore", "other")[0] == 3

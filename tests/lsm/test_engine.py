@@ -1,0 +1,319 @@
+"""Key-value databases of a store: registered like the others, snapshots and forks by links, backups, bulk loads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import (
+    ChecksumMismatch,
+    Corruption,
+    NameTaken,
+    NotFound,
+    ReadOnly,
+    StoreClosed,
+    StoreUnusable,
+    UnknownDatabase,
+    UnknownSnapshot,
+    WrongKind,
+)
+from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
+from quire.lsm.backup import back_up, backups, read_backup, restore
+from quire.lsm.loading import begin_load
+from quire.lsm.offload import plan_major, run_task
+from quire.lsm.sst_writer import TableWriter
+from quire.store.store import Store
+from quire.testing.manifest import assert_clean
+from tests.lsm.tables import batch_of
+from tests.lsm.worlds import TINY, assert_same, assert_sound, open_kv
+
+SETTINGS = StoreSettings(lsm=TINY, maintenance=MaintenanceSettings(enabled=False))
+
+
+def opened(path: Path) -> Store:
+    return quire.open(path / "store", settings=SETTINGS)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with opened(tmp_path) as store:
+        yield store
+        assert_clean(store.manifest)
+        for kv in store.kvs.databases():
+            if kv.failure is None:
+                assert_sound(kv)
+
+
+def fill(store: Store, name: str, low: int, high: int, text: bytes = b"v") -> dict[bytes, bytes]:
+    batch: dict[bytes, bytes | None] = {b"%04d" % n: text for n in range(low, high)}
+    store.kv(name, create=True).write(batch)
+    return {b"%04d" % n: text for n in range(low, high)}
+
+
+def test_a_database_is_registered_listed_and_dropped(store: Store) -> None:
+    fill(store, "cart", 0, 10)
+    assert [(each.name, each.kind.name) for each in store.databases()] == [("cart", "LSM")]
+    kv = store.kv("cart")
+    assert kv is store.kv("cart")
+    home = kv.home.path
+    store.drop("cart")
+    assert not os.path.exists(home)
+    with pytest.raises(StoreClosed):
+        kv.put(b"a", b"")
+    with pytest.raises(UnknownDatabase):
+        store.kv("cart")
+    assert fill(store, "cart", 5, 6) == dict(store.kv("cart").scan())
+
+
+def test_it_is_there_after_reopening_the_store(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        there = fill(store, "cart", 0, 50)
+    with opened(tmp_path) as store:
+        assert_same(store.kv("cart"), there)
+    with quire.open(tmp_path / "store", mode="r") as reader, pytest.raises(ReadOnly):
+        reader.kv("cart")
+
+
+def test_another_kind_is_refused(store: Store) -> None:
+    store.create("shop", "pages")
+    with pytest.raises(WrongKind):
+        store.kv("shop")
+
+
+def test_a_database_that_failed_is_opened_anew(store: Store) -> None:
+    there = fill(store, "cart", 0, 5)
+    kv = store.kv("cart")
+    with armed("lsm.wal.appended", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        kv.put(b"x", b"")
+    with pytest.raises(StoreUnusable):
+        kv.put(b"x", b"")
+    again = store.kv("cart")
+    assert again is not kv
+    assert dict(again.scan()).items() >= there.items()
+    again.put(b"y", b"")
+
+
+def test_lost_files_are_an_error_and_not_a_new_database(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        fill(store, "cart", 0, 5)
+        home = store.kv("cart").home.path
+    shutil.rmtree(home)
+    with opened(tmp_path) as store, pytest.raises(Corruption, match="files are gone"):
+        store.kv("cart")
+
+
+# ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_snapshot_stays_while_the_database_goes_on(store: Store) -> None:
+    before = fill(store, "cart", 0, 60)
+    info = store.snapshot("cart", "monday", tags={"by": "ann"})
+    assert (info.name, info.tags, info.anchor_lsn) == ("monday", {"by": "ann"}, 1)
+    fill(store, "cart", 30, 90, b"new")
+    store.kv("cart").compact()
+    with store.kvs.open_snapshot("cart", "monday") as snapshot:
+        assert dict(snapshot.scan()) == before
+        assert snapshot.get(b"0030") == b"v"
+        assert snapshot.get(b"0080") is None
+    with pytest.raises(NameTaken):
+        store.snapshot("cart", "monday")
+    with pytest.raises(UnknownSnapshot):
+        store.kvs.open_snapshot("cart", "tuesday")
+
+
+def test_a_fork_shares_bytes_and_then_goes_its_own_way(store: Store) -> None:
+    before = fill(store, "cart", 0, 200)
+    fork = store.fork("cart", "trial")
+    assert (fork.kind.name, store.manifest.snapshots.lineage()[0].forks[0].name) == ("LSM", "trial")
+    origin, child = store.kv("cart"), store.kv("trial")
+    table = f"sst/{os.listdir(child.home.path + '/sst')[0]}"
+    assert os.stat(f"{child.home.path}/{table}").st_nlink == 2
+    child.put(b"0001", b"changed")
+    origin.delete(b"0002")
+    assert_same(child, {**before, b"0001": b"changed"})
+    assert_same(origin, {key: value for key, value in before.items() if key != b"0002"})
+    store.drop("cart")
+    child.compact()
+    assert_same(child, {**before, b"0001": b"changed"})
+
+
+def test_a_fork_of_a_snapshot_begins_as_that_was(store: Store) -> None:
+    before = fill(store, "cart", 0, 20)
+    store.snapshot("cart", "monday")
+    fill(store, "cart", 0, 20, b"new")
+    store.fork("cart", "old", at="monday")
+    store.manifest.snapshots.drop("cart", "monday")
+    store.kvs.sweep()
+    assert_same(store.kv("old"), before)
+    old, origin = store.database("old").db_id, store.database("cart").db_id
+    with store.manifest.read() as txn:
+        assert txn.database(old).parent_db_id == origin  # type: ignore[union-attr]
+
+
+def test_a_scheduled_snapshot_has_its_links_too(store: Store) -> None:
+    there = fill(store, "cart", 0, 20)
+    store._need_rooms()._snapshot(store.database("cart").db_id, "hourly", {})
+    with store.kvs.open_snapshot("cart", "hourly") as snapshot:
+        assert dict(snapshot.scan()) == there
+
+
+def test_a_dropped_snapshot_s_links_go_with_the_next_sweep(store: Store) -> None:
+    fill(store, "cart", 0, 20)
+    store.snapshot("cart", "monday")
+    folder = f"{store.kv('cart').home.path}/snapshots"
+    assert len(os.listdir(folder)) == 1
+    store.manifest.snapshots.drop("cart", "monday")
+    assert store.kvs.sweep() == 1
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("point", ["lsm.copy.linked", "lsm.copy.logged"])
+def test_a_fork_that_was_cut_off_leaves_nothing_that_stays(tmp_path: Path, point: str) -> None:
+    with opened(tmp_path) as store:
+        there = fill(store, "cart", 0, 20)
+        with armed(point, cut), pytest.raises(KeyboardInterrupt):
+            store.fork("cart", "half")
+        with armed(point, cut), pytest.raises(KeyboardInterrupt):
+            store.snapshot("cart", "half")
+    with opened(tmp_path) as store:
+        assert_same(store.kv("cart"), there)
+        assert [each.name for each in store.databases()] == ["cart"]
+        assert os.listdir(tmp_path / "store" / "lsm") == [f"{store.database('cart').db_id:08x}"]
+        assert os.listdir(f"{store.kv('cart').home.path}/snapshots") == []
+
+
+def cut(_name: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_directory_whose_id_was_never_handed_out_is_spared(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        fill(store, "cart", 0, 5)
+    stranger = tmp_path / "store" / "lsm" / "0000ffff" / "sst"
+    stranger.mkdir(parents=True)
+    with opened(tmp_path) as store:
+        store.kvs.sweep()
+    assert stranger.exists()
+
+
+# ── backup ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def bring_back(store: Store, name: str, label: str, lsn: int | None = None) -> None:
+    backup = read_backup(store.objects, label, lsn)
+    store.kvs.adopt(name, lambda target: restore(store.objects, backup, store._disk, target))
+
+
+def test_a_backup_is_restored_as_it_was(store: Store) -> None:
+    first = fill(store, "cart", 0, 100)
+    one = back_up(store.kv("cart"), store.objects, "cart")
+    fill(store, "cart", 100, 110)
+    two = back_up(store.kv("cart"), store.objects, "cart")
+    assert backups(store.objects, "cart") == [one.lsn, two.lsn]
+    assert {each.key for each in one.tables} < {each.key for each in two.tables}
+    store.drop("cart")
+    bring_back(store, "again", "cart", one.lsn)
+    bring_back(store, "newest", "cart")
+    assert_same(store.kv("again"), first)
+    assert len(list(store.kv("newest").scan())) == 110
+    store.kv("again").put(b"more", b"")
+    with pytest.raises(NotFound):
+        read_backup(store.objects, "cart", 77)
+    with pytest.raises(NotFound):
+        read_backup(store.objects, "other")
+
+
+def test_an_altered_backup_is_refused_and_leaves_nothing(store: Store) -> None:
+    fill(store, "cart", 0, 100)
+    backup = back_up(store.kv("cart"), store.objects, "cart")
+    key = backup.tables[0].key
+    data = bytearray(store.objects.get(key))
+    data[len(data) // 2] ^= 1
+    store.objects.put(key, data)
+    with pytest.raises(ChecksumMismatch):
+        bring_back(store, "again", "cart")
+    assert [each.name for each in store.databases()] == ["cart"]
+    assert len(os.listdir(f"{store.path}/lsm")) == 1
+
+
+# ── bulk loads ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_load_comes_in_one_step_between_what_was_before_and_after(tmp_path: Path) -> None:
+    with open_kv(tmp_path) as kv:
+        kv.write({b"before": b"old", b"both": b"old"})
+        with begin_load(kv) as load:
+            kv.write({b"after": b"new", b"gone": None})
+            seen_before = kv.snapshot()
+            ids = load.allocate(2)
+            for sst_id, rows in zip(ids, ([b"after", b"before"], [b"both", b"gone"])):
+                writer = TableWriter(sst_id)
+                writer.add(batch_of([(key, load.lsn, b"loaded") for key in rows]))
+                writer.write(kv.disk, load.path(sst_id))
+            kv.compact()
+            during = {b"before": b"old", b"both": b"old", b"after": b"new"}
+            assert_same(kv, during, (b"gone",))
+            assert load.publish(ids) == 4
+        expected = {b"before": b"loaded", b"both": b"loaded", b"after": b"new"}
+        for step in (kv.sync, kv.flush, kv.compact):
+            step()
+            assert_same(kv, expected, (b"gone",))
+            assert_same(seen_before, during, (b"gone",))
+            assert_sound(kv)
+        seen_before.close()
+    with open_kv(tmp_path) as kv:
+        assert_same(kv, expected, (b"gone",))
+
+
+def test_a_major_compaction_can_be_done_elsewhere(tmp_path: Path) -> None:
+    """Tasks are pickled, run in any order, one of them twice; a snapshot keeps what it needs, and writes go on."""
+    with open_kv(tmp_path) as kv:
+        for step in range(6):
+            kv.write({b"%04d" % n: b"%d" % step * 30 for n in range(step * 20, 200)})
+            kv.flush()
+            if step == 3:
+                snapshot = kv.snapshot()
+        before, was = dict(kv.scan()), dict(snapshot.scan())
+        with plan_major(kv, tasks=4) as plan:
+            assert len(plan.tasks) >= 3
+            kv.put(b"meanwhile", b"")
+            tasks = [pickle.loads(pickle.dumps(task)) for task in reversed(plan.tasks)]
+            run_task(tasks[0])
+            plan.publish([sst_id for task in tasks for sst_id in run_task(task)])
+        assert_same(kv, {**before, b"meanwhile": b""})
+        assert_same(snapshot, was)
+        assert not kv.view.levels.level0
+        assert len(os.listdir(f"{kv.home.path}/sst")) == len(kv.view.levels)
+        assert_sound(kv)
+        snapshot.close()
+        with plan_major(kv, tasks=2) as plan:
+            run_task(plan.tasks[0])  # and nobody publishes it
+        assert_sound(kv)
+    with open_kv(tmp_path) as kv:
+        assert_same(kv, {**before, b"meanwhile": b""})
+        kv.compact()
+        with plan_major(kv, tasks=2) as plan:
+            assert plan.tasks == ()
+            plan.publish([])
+
+
+def test_a_load_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    with open_kv(tmp_path, settings=LsmSettings()) as kv:
+        with begin_load(kv) as load:
+            (sst_id,) = load.allocate(1)
+            writer = TableWriter(sst_id)
+            writer.add(batch_of([(b"k", load.lsn, b"")]))
+            writer.write(kv.disk, load.path(sst_id))
+            with pytest.raises(quire.InvalidInput):
+                load.publish([sst_id + 1])
+        assert os.listdir(f"{kv.home.path}/sst") == []
+        assert not kv.loading
+        with begin_load(kv) as load:
+            (sst_id,) = load.allocate(1)
+            writer = TableWriter(sst_id)
+            writer.add(batch_of([(b"k", load.lsn + 5, b"")]))
+            writer.write(kv.disk, load.path(sst_id))
+            with pytest.raises(quire.InvalidInput, match="load's lsn"):
+                load.publish([sst_id])
+        assert list(kv.scan()) == []

@@ -1,0 +1,220 @@
+"""Faults of the disk and power loss at every call: nothing acknowledged is lost, nothing refused is there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import DiskFull, QuireError, StorageFault, StoreUnusable
+from quire.durable.failpoints import armed, hits, recording
+from quire.durable.files import OsDisk
+from quire.lsm.kv import Kv
+from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
+from quire.testing.faults import Fault, FaultyDisk, PowerCut
+from tests.lsm.worlds import TINY, Model, assert_same, assert_sound, changed, open_kv
+
+
+class Life:
+    """A database that is written to until something happens; what was acknowledged, and what was only tried."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.tried: dict[bytes, bytes] | None = None
+
+    def run(self, kv: Kv, seed: int, steps: int) -> None:
+        rng = Random(seed)
+        for step in range(steps):
+            batch = {
+                b"k%02d" % rng.randrange(30): rng.choice([None, rng.randbytes(60), rng.randbytes(200)])
+                for _ in range(4)
+            }
+            self.tried = changed(self.model.now, batch)
+            lsn = kv.write(batch)
+            self.tried = None
+            self.model.write(lsn, batch)
+            if step % 5 == 4:
+                kv.flush()
+            if step % 7 == 6:
+                kv.upkeep.compact_due()
+            if step % 11 == 10:
+                kv.compact()
+                kv.manifest.checkpoint()
+
+    def check(self, kv: Kv) -> None:
+        found = dict(kv.scan())
+        assert found in [state for state in (self.model.now, self.tried) if state is not None]
+        assert_same(kv, found, (b"k00", b"k29"))
+        assert_sound(kv)
+        self.model.now, self.tried = found, None
+
+
+@given(st.integers(0, 1_000), st.integers(1, 400), st.integers(0, 2**32))
+def test_power_loss_at_any_call_loses_nothing_acknowledged(seed: int, fail_at: int, outcome: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        inner = CrashDisk(f"{directory}/disk")
+        life, kv = Life(), None
+        try:
+            kv = open_kv(inner.root, FaultyDisk(inner, Fault.POWER_CUT, fail_at=fail_at))
+            life.run(kv, seed, 14)
+        except PowerCut:
+            pass
+        crashed = inner.crash(f"{directory}/after", Random(outcome).choice)
+        if kv is not None:
+            down(kv)
+        with open_kv(crashed.root, crashed) as again:
+            life.check(again)
+            life.run(again, seed + 1, 6)
+            life.check(again)
+
+
+def down(kv: Kv) -> None:
+    """Let go of the files of a database whose disk is off."""
+    try:
+        kv.abandon()
+    except PowerCut:
+        pass
+
+
+POINTS = (
+    "lsm.wal.appended",
+    "lsm.wal.synced",
+    "lsm.freeze.created",
+    "lsm.freeze.synced",
+    "lsm.freeze.rotated",
+    "lsm.flush.begun",
+    "lsm.flush.written",
+    "lsm.flush.recorded",
+    "lsm.flush.done",
+    "lsm.sst.built",
+    "lsm.sst.written",
+    "lsm.sst.synced",
+    "lsm.sst.named",
+    "lsm.compaction.begun",
+    "lsm.compaction.output",
+    "lsm.compaction.written",
+    "lsm.compaction.recorded",
+    "lsm.compaction.removed",
+    "lsm.manifest.appended",
+    "lsm.manifest.synced",
+    "lsm.checkpoint.begun",
+    "lsm.checkpoint.built",
+    "lsm.checkpoint.written",
+    "lsm.checkpoint.synced",
+    "lsm.checkpoint.renamed",
+    "lsm.checkpoint.named",
+    "lsm.checkpoint.truncated",
+)
+
+
+def test_every_failpoint_is_listed_and_hit(tmp_path: Path) -> None:
+    with recording(), open_kv(tmp_path) as kv:
+        Life().run(kv, 1, 24)
+        seen = {point for point in hits() if point.startswith("lsm.") and not point.startswith("lsm.recovery")}
+    assert seen == set(POINTS)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_power_loss_at_a_failpoint_loses_nothing_acknowledged(tmp_path: Path, point: str) -> None:
+    def cut(_name: str) -> None:
+        raise PowerCut
+
+    for number, choose in enumerate((keep_all, drop_all)):
+        for skip in (0, 2):
+            disk = CrashDisk(f"{tmp_path}/disk{number}{skip}")
+            life, kv = Life(), open_kv(disk.root, disk)
+            calls = iter(range(10_000))
+
+            def maybe(name: str, calls: object = calls, skip: int = skip) -> None:
+                if next(calls) == skip:  # type: ignore[call-overload]
+                    cut(name)
+
+            with armed(point, maybe):
+                try:
+                    life.run(kv, 5, 24)
+                except PowerCut:
+                    pass
+            crashed = disk.crash(f"{tmp_path}/after{number}{skip}", choose)
+            kv.abandon()
+            with open_kv(crashed.root, crashed) as again:
+                life.check(again)
+
+
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
+@given(seed=st.integers(0, 1000), fail_at=st.integers(1, 300))
+def test_whatever_call_fails_nothing_acknowledged_is_lost(fault: Fault, seed: int, fail_at: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        inner = CrashDisk(directory)  # a real directory, but nothing is really synced: quicker
+        disk = FaultyDisk(inner, fault, fail_at=fail_at)
+        life, kv = Life(), None
+        try:
+            kv = open_kv(directory, disk)
+            life.run(kv, seed, 14)
+        except QuireError:
+            assert disk.fired
+        if kv is not None:
+            assert_reads_on(kv, life)
+            kv.abandon()
+        with open_kv(directory, inner) as again:
+            life.check(again)
+
+
+def assert_reads_on(kv: Kv, life: Life) -> None:
+    """A database that takes no more writes can still be read."""
+    found = dict(kv.scan())
+    assert found in [state for state in (life.model.now, life.tried) if state is not None]
+
+
+def test_a_doubtful_sync_stops_writes_until_reopening(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path="*/wal/*.log")
+    kv = open_kv(tmp_path, disk)
+    kv.put(b"a", b"1")
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StoreUnusable):
+        kv.put(b"b", b"2")
+    with pytest.raises(StoreUnusable):
+        kv.put(b"c", b"3")
+    for use in (kv.flush, kv.sync):
+        with pytest.raises(StoreUnusable):
+            use()
+    assert kv.get(b"a") == b"1"
+    kv.close()
+    with open_kv(tmp_path) as kv:
+        assert kv.get(b"a") == b"1"
+        assert kv.get(b"c") is None
+        kv.put(b"d", b"4")
+
+
+def test_a_full_disk_stops_a_flush_and_poisons_nothing(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="write", path="*.sst")
+    with open_kv(tmp_path, disk) as kv:
+        kv.put(b"a", b"1")
+        disk._fail_at = 1
+        with pytest.raises(DiskFull):
+            kv.flush()
+        assert kv.get(b"a") == b"1"
+        kv.put(b"b", b"2")
+        kv.flush()
+        assert dict(kv.scan()) == {b"a": b"1", b"b": b"2"}
+        assert_sound(kv)
+
+
+def test_writers_are_told_when_the_background_has_no_space(tmp_path: Path) -> None:
+    import msgspec
+
+    settings = msgspec.structs.replace(TINY, frozen_max=1, stall_seconds=20)
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="write", path="*.sst")
+    disk._fail_at = 1
+    with open_kv(tmp_path, disk, settings, background=True) as kv:
+        with pytest.raises(StorageFault):  # noqa: PT012 - whichever of them meets it
+            for n in range(100):
+                kv.put(b"%d" % n, bytes(400), sync=False)
+        written = kv.last_lsn
+        kv.flush()  # there is space again
+        kv.put(b"more", b"")
+        assert len(list(kv.scan())) == written + 1

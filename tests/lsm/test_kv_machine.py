@@ -1,0 +1,136 @@
+"""The engine against a dictionary with a history: writes, snapshots, flushes, compactions, reopening and power loss."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from random import Random
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from quire.lsm.kv import Kv
+from quire.lsm.reading import Snapshot
+from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
+from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound
+
+KEYS = st.one_of(st.sampled_from([b"", b"a", b"b", b"ab", b"\xff"]), st.integers(0, 12).map(lambda n: b"k%02d" % n))
+VALUES = st.one_of(st.none(), st.binary(max_size=40), st.integers(0, 99).map(lambda n: b"v%d" % n * 20))
+BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=12)
+
+
+class KvMachine(RuleBasedStateMachine):
+    """What is acknowledged with a sync survives everything; a snapshot stays what it was."""
+
+    snapshots: Bundle[Snapshot] = Bundle("snapshots")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = tempfile.mkdtemp()
+        self.lives = 0
+        self.disk = CrashDisk(f"{self.base}/disk0")
+        self.model = Model()
+        self.synced = 0
+        self.kv: Kv | None = None
+        self.held: dict[Snapshot, dict[bytes, bytes]] = {}
+        """The snapshots that are open, and what they must show."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.kv = self.open()
+
+    def open(self) -> Kv:
+        return Kv.open(self.disk, f"{self.disk.root}/db", TINY, background=False)
+
+    @property
+    def db(self) -> Kv:
+        assert self.kv is not None
+        return self.kv
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @rule(batch=BATCHES, sync=st.booleans())
+    def write(self, batch: dict[bytes, bytes | None], sync: bool) -> None:
+        lsn = self.db.write(batch, sync=sync)
+        self.model.write(lsn, batch)
+        if sync:
+            self.synced = lsn
+
+    @rule()
+    def flush(self) -> None:
+        self.db.flush()
+        self.synced = self.db.last_lsn
+
+    @rule()
+    def compact_due(self) -> None:
+        self.db.upkeep.compact_due()
+
+    @rule()
+    def compact(self) -> None:
+        self.db.compact()
+        self.synced = self.db.last_lsn
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.db.manifest.checkpoint()
+
+    # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    @rule(target=snapshots)
+    def snapshot(self) -> Snapshot:
+        self.held[snapshot := self.db.snapshot()] = self.model.now
+        return snapshot
+
+    @rule(snapshot=consumes(snapshots))
+    def close_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.close()
+        self.held.pop(snapshot, None)
+
+    # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @rule()
+    def reopen(self) -> None:
+        self.db.close()
+        self.held.clear()
+        self.synced = max(self.model.at)
+        self.kv = self.open()
+
+    @rule(outcome=st.one_of(st.sampled_from([drop_all, keep_all]), st.integers(0, 2**32)))
+    def crash(self, outcome: Chooser | int) -> None:
+        """The power goes off: unsynced sectors are kept, dropped or garbled, by a seed (there are too many to draw each)."""
+        self.lives += 1
+        choose: Chooser = Random(outcome).choice if isinstance(outcome, int) else outcome
+        after = self.disk.crash(f"{self.base}/disk{self.lives}", choose)
+        self.db.abandon()
+        self.held.clear()
+        self.disk = after
+        self.kv = self.open()
+        found = dict(self.kv.scan())
+        allowed = [lsn for lsn in self.model.at if lsn >= self.synced and self.model.at[lsn] == found]
+        assert allowed, "what is there is no state that was ever acknowledged"
+        if outcome is keep_all:
+            assert max(self.model.at) in allowed, "a process that dies loses nothing that was written"
+        survived = max(allowed)
+        self.model.at = {lsn: state for lsn, state in self.model.at.items() if lsn <= survived}
+        self.model.now = self.model.at[survived]
+        if self.kv.last_lsn > survived:  # lsns may have been reserved beyond it
+            self.model.at[self.kv.last_lsn] = self.model.now
+        self.synced = max(self.model.at)
+
+    # ── always ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @rule(low=KEYS, high=st.one_of(st.none(), KEYS))
+    def read_range(self, low: bytes, high: bytes | None) -> None:
+        assert_range(self.db, self.model.now, low, high)
+
+    @invariant()
+    def same(self) -> None:
+        if self.kv is not None:
+            assert_same(self.kv, self.model.now, (b"a", b"k00", b"nothing"))
+            for snapshot, was in list(self.held.items())[-3:]:
+                assert_same(snapshot, was, (b"a", b"k00"))
+
+    def teardown(self) -> None:
+        if self.kv is not None:
+            assert_sound(self.kv)
+            self.kv.close()
+        shutil.rmtree(self.base)
+
+
+TestKvMachine = KvMachine.TestCase

@@ -1,0 +1,263 @@
+"""Lease files: their bytes, who holds them, and when the owner gives them up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput, NotWritable
+from quire.durable.files import OsDisk, OsFile
+from quire.durable.names import LeaseFile
+from quire.pages.leasefiles import HEAD, STAMP, FileLease, LeaseFiles, LeaseRecord, decode, renewed_ms
+from quire.pages.readers import LEASE_SECONDS
+from quire.testing.clock import ManualClock
+
+DISK = OsDisk()
+PAGE = Path(__file__).parents[2] / "docs" / "formats" / "lease.md"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def files(tmp_path: Path, clock: ManualClock) -> LeaseFiles:
+    return LeaseFiles(str(tmp_path), DISK, clock)
+
+
+def take(root: Path, clock: ManualClock, db_id: int = 1, lsn: int = 7, **tags: str) -> FileLease:
+    return FileLease.take(DISK, clock, str(root), db_id=db_id, lsn=lsn, tags=tags)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root / "readers"))
+
+
+records = st.builds(
+    LeaseRecord,
+    reader=st.uuids(),
+    db_id=st.integers(1, 2**32 - 1),
+    lsn=st.integers(0, 2**64 - 1),
+    pid=st.integers(0, 2**32 - 1),
+    opened_ms=st.integers(0, 2**64 - 1),
+    tags=st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=4),
+)
+
+
+# ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@given(records, st.integers(0, 2**63))
+def test_what_is_encoded_is_decoded(record: LeaseRecord, ms: int) -> None:
+    data = record.encode(ms)
+    assert decode(record.reader, data) == record
+    assert renewed_ms(record, data[48:64]) == ms
+
+
+@given(records, st.data())
+def test_a_changed_byte_is_noticed_wherever_it_is(record: LeaseRecord, data: st.DataObject) -> None:
+    body = bytearray(record.encode(5))
+    at = data.draw(st.integers(0, len(body) - 1))
+    body[at] ^= data.draw(st.integers(1, 255))
+    if 48 <= at < 64:
+        assert decode(record.reader, bytes(body)) == record, "the stamp may be in the middle of being written"
+        assert renewed_ms(record, bytes(body[48:64])) == 0
+    else:
+        with pytest.raises((Corruption, FormatTooNew)):
+            decode(record.reader, bytes(body))
+
+
+@given(records, st.data())
+def test_a_cut_or_copied_lease_is_none(record: LeaseRecord, data: st.DataObject) -> None:
+    body = record.encode(5)
+    with pytest.raises(Corruption):
+        decode(record.reader, body[: data.draw(st.integers(0, len(body) - 1))])
+    with pytest.raises(Corruption):
+        decode(uuid.uuid4(), body)
+
+
+def test_the_page_describes_these_bytes() -> None:
+    text = PAGE.read_text("utf-8")
+    fields = [int(size) for size in re.findall(r"^\| \w+ \| \d+ \| (\d+) \|", text, re.MULTILINE)]
+    assert sum(fields) == HEAD.size + STAMP.size == 64
+    record = LeaseRecord(
+        reader=uuid.UUID("00010203-0405-0607-0809-0a0b0c0d0e0f"),
+        db_id=7,
+        lsn=1000,
+        pid=4242,
+        opened_ms=1_750_000_000_000,
+        tags={"who": "report"},
+    )
+    shown = bytes.fromhex("".join(re.findall(r"^[0-9a-f]{4}  ((?:[0-9a-f]{2} ?)+)$", text, re.MULTILINE)))
+    assert shown == record.encode(1_750_000_005_000)
+
+
+def test_tags_that_are_too_long_are_refused(tmp_path: Path, clock: ManualClock) -> None:
+    with pytest.raises(InvalidInput, match="too long"):
+        take(tmp_path, clock, note="x" * 5000)
+    assert names(tmp_path) == []
+
+
+# ── holding ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_lease_is_seen_while_it_is_held_and_leaves_nothing(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease = take(tmp_path, clock, who="me")
+    assert files.look() == [lease.record]
+    assert files.of(1) == [lease.record]
+    assert files.of(2) == []
+    assert lease.record.pid == os.getpid()
+    lease.close()
+    lease.close()
+    assert not lease.is_held
+    assert not lease.renew()
+    assert files.look() == []
+    assert names(tmp_path) == []
+    assert capsys.readouterr().err == "", "a clean end is no reason to warn"
+
+
+def test_without_a_directory_there_is_nobody(tmp_path: Path, clock: ManualClock) -> None:
+    assert LeaseFiles(str(tmp_path / "nowhere"), DISK, clock).look() == []
+
+
+def test_a_forgotten_lease_is_given_back(tmp_path: Path, clock: ManualClock, files: LeaseFiles) -> None:
+    lease = take(tmp_path, clock)
+    del lease
+    assert files.look() == []
+
+
+def test_a_lease_whose_process_ended_is_given_up_at_once(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease = take(tmp_path, clock, who="gone")
+    lease._forget()  # as the kernel does at its end
+    assert names(tmp_path) != []
+    assert files.look() == []
+    assert names(tmp_path) == []
+    said = capsys.readouterr().err
+    assert "reader.heartbeat_lost" in said
+    assert "its process has ended" in said
+    assert "gone" in said
+
+
+def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent, alive = take(tmp_path, clock, lsn=1), take(tmp_path, clock, lsn=2)
+    clock.advance(1_000)
+    assert len(files.look()) == 2, "nobody knows how long it had been there"
+    clock.jump(-500_000)
+    clock.advance(LEASE_SECONDS - 1)
+    assert alive.renew()
+    assert len(files.look()) == 2
+    clock.advance(1)
+    assert files.look() == [alive.record]
+    assert "it was silent" in capsys.readouterr().err
+    assert not silent.is_held
+    assert not silent.renew()
+    assert alive.is_held
+
+
+def test_a_stamp_changes_even_if_the_clock_stands_still_or_goes_back(tmp_path: Path, clock: ManualClock) -> None:
+    lease = take(tmp_path, clock)
+    seen = {Path(lease.path).read_bytes()[48:64]}
+    for step in (0, -10, -10, 0):
+        clock.jump(step)
+        lease.renew()
+        seen.add(Path(lease.path).read_bytes()[48:64])
+    assert len(seen) == 5
+
+
+def test_what_is_held_and_cannot_be_read_holds_everything_until_it_is_silent(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "readers").mkdir()
+    path = tmp_path / LeaseFile(reader=uuid.uuid4()).path
+    path.write_bytes(b"from a newer quire")
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for db_id in (1, 99):
+            assert [lease.lsn for lease in files.of(db_id)] == [0]
+        assert capsys.readouterr().err.count("reader.lease_unreadable") == 1, "said once"
+        clock.advance(LEASE_SECONDS)
+        assert files.look() == []
+    assert names(tmp_path) == []
+
+
+def test_foreign_files_are_left_alone_and_unfinished_ones_of_the_dead_removed(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles
+) -> None:
+    lease = take(tmp_path, clock)
+    (tmp_path / "readers" / "README").write_text("mine")
+    dead = tmp_path / "readers" / f"{uuid.uuid4()}.lease.tmp"
+    dead.write_bytes(b"")
+    making = tmp_path / "readers" / f"{uuid.uuid4()}.lease.tmp"
+    making.write_bytes(b"")
+    with making.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert files.look() == [lease.record]
+        assert making.exists()
+        assert not dead.exists()
+    assert (tmp_path / "readers" / "README").exists()
+
+
+def test_an_owner_that_sweeps_too_early_costs_a_try(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between the file and its lock: the owner takes it for one of the dead."""
+    flock, swept = fcntl.flock, list[int]()
+
+    def late(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not swept:
+            swept.append(fd)
+            files.look()
+        flock(fd, operation)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    lease = take(tmp_path, clock)
+    assert swept
+    assert files.look() == [lease.record]
+    assert names(tmp_path) == [f"{lease.record.reader}.lease"]
+
+
+class _Denied(OsDisk):
+    """A store in whose `readers/` this process may not write."""
+
+    def open(self, path: str, **_: bool) -> OsFile:
+        raise NotWritable("no permission while opening", path=path)
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, clock: ManualClock) -> None:
+    with pytest.raises(NotWritable):
+        FileLease.take(_Denied(), clock, str(tmp_path), db_id=1, lsn=1, tags={})
+    assert names(tmp_path) == []
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_forked_child_neither_keeps_nor_ends_its_parents_lease(
+    tmp_path: Path, clock: ManualClock, files: LeaseFiles, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lease = take(tmp_path, clock)
+    child = os.fork()
+    if child == 0:
+        closed = not lease.is_held
+        lease.close()
+        time.sleep(30 if closed else 0)
+        os._exit(0 if closed else 1)
+    try:
+        time.sleep(0.2)
+        assert files.look() == [lease.record], "the child's end of it ends nothing"
+        lease._forget()  # the parent dies, the child lives on
+        assert files.look() == []
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it was alive all the time"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

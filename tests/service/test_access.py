@@ -1,0 +1,250 @@
+"""Who may come in: tokens, TLS, versions; and that every refusal is counted and told."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.flight as flight
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+import quire
+from quire.service import gate, wire
+from quire.service.client import Client
+from quire.service.messages import Access
+from quire.service.tokens import Tokens, ensure_token, read_token
+from quire.store.store import Store
+from tests.service.world import reserve, settings
+
+LOCAL = "127.0.0.1:0"
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """A self-signed certificate for this machine, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "quire test")])
+    now = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + dt.timedelta(days=36_500))
+        .add_extension(names, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_file, key_file = folder / f"{name}.pem", folder / f"{name}.key"
+    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    key_file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain)
+    )
+    return str(cert_file), str(key_file)
+
+
+@pytest.fixture
+def owned(path: Path) -> Iterator[Store]:
+    with quire.open(path, settings=settings()) as store:
+        yield store
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was told about refused calls."""
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(gate, "emit", lambda _, event, **fields: told.append({"event": event, **fields}))
+    return told
+
+
+def connected(address: str, token_file: str = "", **more: Any) -> Client:
+    return quire.connect(address, token_file=token_file, timeout=5, **more)
+
+
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refused: list[dict[str, Any]]) -> None:
+    with owned.serve(f"grpc://{LOCAL}") as server:
+        admin, read = (os.path.join(owned.path, name) for name in ("admin.token", "read.token"))
+        for each in (admin, read):
+            assert stat.S_IMODE(os.stat(each).st_mode) == 0o600
+        with connected(server.address, admin) as client:
+            assert client.server.role == "admin"
+            client.create("shop", "pages")
+        with connected(server.address, read) as client:
+            assert client.server.role == "read"
+            assert client.database("shop").name == "shop"
+            assert client.table("db").num_rows == 1
+            for call in (
+                lambda: client.create("other", "pages"),
+                lambda: client.drop("shop"),
+                lambda: client.feed.register(),
+                lambda: client.submit(reserve(1)).result(5),
+                lambda: client.jobs.claim("w"),
+            ):
+                with pytest.raises(quire.AccessDenied, match="admin token"):
+                    call()
+        assert server.figures().refused == 5
+        assert [each["call"] for each in refused][:2] == ["create", "drop"]
+        assert all(each["peer"].startswith("ipv4:127.0.0.1") for each in refused)
+        assert [each.name for each in owned.databases()] == ["shop"]
+
+
+def test_no_token_a_wrong_one_and_a_cut_one_are_refused_and_told(
+    owned: Store, tmp_path: Path, refused: list[dict[str, Any]]
+) -> None:
+    with owned.serve(f"grpc://{LOCAL}") as server:
+        good = Path(owned.path, "admin.token").read_text().strip()
+        for number, wrong in enumerate(("", "x" * 43, good[:-1], good + "x", good.upper() + "!")):
+            file = tmp_path / f"token{number}"
+            if wrong:
+                file.touch(0o600)
+                file.write_text(wrong)
+            with pytest.raises(quire.AccessDenied):
+                connected(server.address, str(file) if wrong else "")
+        assert server.figures().refused == len(refused) == 5
+        assert [each["reason"] for each in refused] == ["the call shows no token"] + [
+            "the call shows a wrong token"
+        ] * 4
+        assert all(good not in str(each) for each in refused)
+        assert server.figures().calls == 0
+
+
+def test_a_token_from_the_environment_and_files_of_ones_own(
+    owned: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, read = str(tmp_path / "a"), str(tmp_path / "r")
+    with owned.serve(f"grpc://{LOCAL}", admin_token_file=admin, read_token_file=read) as server:
+        monkeypatch.setenv("QUIRE_TOKEN_FILE", read)
+        with quire.connect(server.address, timeout=5) as client:
+            assert client.server.role == "read"
+        assert not os.path.exists(os.path.join(owned.path, "admin.token"))
+
+
+def test_token_files_others_may_read_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    token = ensure_token(str(file))
+    assert ensure_token(str(file)) == read_token(str(file)) == token
+    file.chmod(0o644)
+    with pytest.raises(quire.InvalidConfig, match="others may read"):
+        read_token(str(file))
+    file.chmod(0o600)
+    for text in ("", "short", "x" * 15, "é" * 30, "a" * 5_000, "two\nlines of a token"):
+        file.write_text(text)
+        with pytest.raises(quire.InvalidConfig):
+            read_token(str(file))
+    with pytest.raises(quire.InvalidConfig, match="no such"):
+        read_token(str(tmp_path / "none"))
+
+
+def test_the_two_tokens_differ() -> None:
+    with pytest.raises(quire.InvalidConfig):
+        Tokens(admin="same", read="same")
+    tokens = Tokens(admin="a" * 20, read="r" * 20)
+    assert tokens.access("Bearer " + "a" * 20) is Access.ADMIN
+    assert tokens.access("bearer " + "r" * 20) is Access.READ
+    for header in ("", "Bearer", "Bearer ", "Basic " + "a" * 20, "a" * 20, "Bearer é"):
+        assert tokens.access(header) is None
+
+
+def test_a_flood_of_refusals_is_counted_and_not_logged_in_full(refused: list[dict[str, Any]]) -> None:
+    class Still:
+        now = 5.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def now_ms(self) -> int:
+            return 0
+
+    clock = Still()
+    refusals = gate.Refusals(clock)
+    for _ in range(100):
+        refusals.add(quire.AccessDenied("no"))
+    assert (refusals.count, len(refused)) == (100, gate.LOGGED_PER_SECOND)
+    clock.now = 6.0
+    refusals.add(quire.AccessDenied("no"))
+    assert refused[-1]["left_out"] == 80
+
+
+# ── TLS ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_tls_with_the_right_and_the_wrong_certificate(owned: Store, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    other, _ = certificate(tmp_path, "other")
+    token = os.path.join(owned.path, "admin.token")
+    with owned.serve(f"grpc+tls://{LOCAL}", tls_cert_file=cert, tls_key_file=key) as server:
+        assert server.address.startswith("grpc+tls://127.0.0.1:")
+        with connected(server.address, token, tls_ca_file=cert) as client:
+            client.create("shop", "pages")
+            assert client.table("db").num_rows == 1
+        with pytest.raises(quire.AccessDenied):
+            connected(server.address, tls_ca_file=cert)
+        for wrong in (other, ""):
+            with pytest.raises(quire.Unavailable):
+                quire.connect(server.address, token_file=token, tls_ca_file=wrong, timeout=1)
+        with pytest.raises(quire.Unavailable):
+            quire.connect(server.address.replace("grpc+tls", "grpc"), token_file=token, timeout=1)
+
+
+def test_tls_wants_both_files_and_only_where_it_is_used(owned: Store, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "server")
+    for address, options in (
+        (f"grpc+tls://{LOCAL}", {}),
+        (f"grpc+tls://{LOCAL}", {"tls_cert_file": cert}),
+        (f"grpc+tls://{LOCAL}", {"tls_cert_file": cert, "tls_key_file": str(tmp_path / "none")}),
+        (f"grpc+tls://{LOCAL}", {"tls_cert_file": cert, "tls_key_file": os.path.join(owned.path, "quire.toml")}),
+        (f"grpc://{LOCAL}", {"tls_cert_file": cert, "tls_key_file": key}),
+        (None, {"tls_cert_file": cert, "tls_key_file": key}),
+        (None, {"admin_token_file": cert}),
+        ("http://127.0.0.1:1", {}),
+        ("grpc://127.0.0.1", {}),
+        ("grpc://127.0.0.1:99999", {}),
+    ):
+        with pytest.raises(quire.InvalidInput):
+            owned.serve(address, **options)
+    assert not os.path.exists(os.path.join(owned.path, "quire.sock"))
+
+
+def test_a_port_that_is_taken_is_said(owned: Store) -> None:
+    with owned.serve(f"grpc://{LOCAL}") as server, pytest.raises(quire.InvalidInput, match="cannot listen"):
+        owned.serve(server.address)
+
+
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("told", ["2", "", "nonsense"])
+def test_another_version_is_told_so(server: Any, told: str, refused: list[dict[str, Any]]) -> None:
+    raw = flight.FlightClient(server.address)
+    headers = [(wire.VERSION_HEADER.encode(), told.encode())] if told else []
+    for ask in (
+        lambda options: list(raw.do_action(flight.Action("hello", b""), options)),
+        lambda options: raw.do_get(flight.Ticket(b""), options).read_all(),
+    ):
+        with pytest.raises(flight.FlightServerError) as caught:
+            ask(flight.FlightCallOptions(headers=headers))
+        form = wire.read_form(bytes(caught.value.extra_info))
+        assert form.kind == "Incompatible"
+        assert form.where["ours"] == wire.WIRE_VERSION
+    raw.close()
+    assert len(refused) == 2
+
+
+def test_a_client_of_another_version_raises_incompatible(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.service.channel.WIRE_VERSION", 2)
+    with pytest.raises(quire.Incompatible, match="version 2"):
+        quire.connect(server.address, timeout=5)
+
+
+def test_a_reader_does_not_serve(path: Path) -> None:
+    quire.open(path).close()
+    with quire.open(path, "r") as reader, pytest.raises(quire.ReadOnly):
+        reader.serve()

@@ -1,0 +1,245 @@
+"""A client does what a local store does, and gets the same values."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.core.plain import plain
+from quire.durable.failpoints import armed
+from quire.manifest.feed import Start
+from quire.manifest.records import JobKind, JobState
+from quire.service.client import Client, connect
+from quire.service.values import DatabaseInfo, StoreInfo
+from quire.store import info
+from quire.store.store import Store
+from tests.service.world import reserve
+
+
+def fill(store: Store, name: str, numbers: range, byte: bytes) -> None:
+    opened = store.pages.open(name)
+    with opened.begin() as transaction:
+        for number in numbers:
+            transaction.write_page(number, byte * opened.page_size)
+
+
+@pytest.fixture
+def shop(store: Store) -> None:
+    store.create("shop", "pages", tags={"by": "ann"})
+    fill(store, "shop", range(8), b"a")
+
+
+def test_values_have_the_fields_of_the_local_ones() -> None:
+    for ours, theirs in ((DatabaseInfo, info.DatabaseInfo), (StoreInfo, info.StoreInfo)):
+        assert [each.name for each in dataclasses.fields(ours)] == [each.name for each in dataclasses.fields(theirs)]
+
+
+def test_databases_are_made_listed_renamed_and_dropped(client: Client, store: Store) -> None:
+    made = client.create("shop", "pages", tags={"by": "ann"})
+    assert plain(made) == plain(store.database("shop"))
+    assert plain(client.databases()) == plain(store.databases())
+    assert client.rename("shop", "bazaar").name == "bazaar"
+    assert client.drop("bazaar").db_id == made.db_id
+    assert client.databases() == []
+
+
+def test_errors_arrive_as_what_they_were(client: Client) -> None:
+    client.create("shop", "pages")
+    with pytest.raises(quire.NameTaken) as taken:
+        client.create("shop", "pages")
+    assert taken.value.where["name"] == "shop"
+    assert taken.value.hint
+    with pytest.raises(quire.UnknownDatabase):
+        client.database("nothing")
+    with pytest.raises(quire.InvalidInput, match="no such kind"):
+        client.create("x", "tape")
+    with pytest.raises(quire.InvalidName):
+        client.create("a/\n", "pages")
+
+
+@pytest.mark.usefixtures("shop")
+def test_snapshots_forks_and_views(client: Client, store: Store) -> None:
+    monday = client.snapshot("shop", "monday", tags={"by": "bob"})
+    assert monday == store.manifest.snapshots.get("shop", "monday")
+    fill(store, "shop", range(4), b"b")
+    fork = client.fork("shop", "copy", at="monday")
+    assert (fork.parent, fork.name) == ("shop", "copy")
+    assert client.snapshots("shop") == [monday]
+    assert client.get_snapshot("shop", monday.snapshot_id) == monday
+    view = client.view("shop", "monday")
+    assert view == store.pages.view("shop", "monday")
+    with view.open(store.pages.sources) as reader:
+        assert reader.read_page(0)[:1] == b"a"
+    assert client.drop_snapshot("shop", "monday") == monday
+    with pytest.raises(quire.UnknownSnapshot):
+        client.view("shop", "monday")
+
+
+@pytest.mark.usefixtures("shop")
+def test_a_leased_reader_reads_its_version_while_the_owner_writes_and_checkpoints(client: Client, store: Store) -> None:
+    with client.reader("shop", tags={"who": "ann"}, ttl_seconds=10) as reader:
+        assert store.pages.floor(reader.db_id) == reader.lsn
+        fill(store, "shop", range(8), b"b")
+        assert client.checkpoint("shop").state is JobState.SUCCEEDED
+        assert {image[:1] for image in reader.read_pages(range(8)).values()} == {b"a"}
+        assert reader.renew().lsn == reader.lsn
+    assert store.pages.floor(reader.db_id) > reader.lsn
+    with pytest.raises(quire.OutOfRange), client.reader("shop") as reader:
+        reader.read_page(8)
+
+
+@pytest.mark.usefixtures("shop")
+def test_checkpoint_and_merge_run_at_the_owner(client: Client) -> None:
+    begun = client.checkpoint("shop", wait=False)
+    assert begun.kind is JobKind.CHECKPOINT
+    assert client.checkpoint("shop").state is JobState.SUCCEEDED
+    assert client.table("chunk_catalog").num_rows == 1
+    assert client.merge("shop").state is JobState.SUCCEEDED
+
+
+@pytest.mark.usefixtures("shop")
+def test_a_job_whose_attempt_fails_is_given_back_pending(client: Client) -> None:
+    with armed("jobs.worker.claimed", "1*raise:EIO"):
+        job = client.checkpoint("shop", timeout=60)
+    assert (job.state, job.record.attempt, job.record.failures) == (JobState.PENDING, 1, 1)
+    again = client.checkpoint("shop", timeout=60)
+    assert (again.job_id, again.state, again.record.attempt) == (job.job_id, JobState.SUCCEEDED, 2)
+
+
+def test_batches_come_back_as_receipts_in_order(client: Client, store: Store) -> None:
+    guards = [client.submit(reserve(number)) for number in range(1, 301)]
+    receipts = [guard.result(10) for guard in guards]
+    assert [each.sequence for each in receipts] == list(range(1, 301))
+    assert receipts[-1].generations == {1: 300}
+    assert store.feed.head() == 300
+
+
+def test_a_bad_batch_fails_alone(client: Client) -> None:
+    good, bad, after = client.submit(reserve(1)), client.submit(reserve(-1)), client.submit(reserve(2))
+    assert good.result(5).sequence == 1
+    with pytest.raises(quire.InvalidInput, match="cannot be read"):
+        bad.result(5)
+    assert after.result(5).sequence == 2
+    with pytest.raises(quire.InvalidInput):
+        client.submit([])
+    with pytest.raises(quire.InvalidInput):
+        client.submit(reserve(1), key=b"short")
+
+
+def test_the_same_key_is_applied_once(client: Client, store: Store) -> None:
+    key = bytes(range(16))
+    first = client.submit(reserve(5), key=key, result=b"answer").result(5)
+    second = client.submit(reserve(5), key=key).result(5)
+    assert (second.sequence, second.repeated, second.result) == (first.sequence, True, b"answer")
+    assert store.feed.head() == first.sequence
+
+
+def test_a_guard_can_be_awaited(client: Client) -> None:
+    async def run() -> int:
+        return (await client.submit(reserve(7))).sequence
+
+    assert asyncio.run(run()) == 1
+
+
+def test_ids_are_reserved_at_the_owner(client: Client, store: Store) -> None:
+    store.create("shop", "pages")
+    assert client.reserve_db_id() == 2
+    assert client.reserve_job_id() == 1
+    assert client.reserve_generation(1) + 1 == client.reserve_generation(1)
+    with pytest.raises(quire.UnknownDatabase):
+        client.reserve_generation(99)
+
+
+def test_the_feed_is_read_acknowledged_and_followed(client: Client, store: Store) -> None:
+    for name in ("a", "b", "c"):
+        store.create(name, "stream")
+    cursor = client.feed.register(name="app")
+    assert cursor == store.feed.cursor("app")
+    page = client.feed.fetch("app", 2)
+    assert page == store.feed.fetch("app", 2)
+    only = client.feed.fetch("app", databases=["b"], tables="db")
+    assert ([each.sequence for each in only.changes], only.next_sequence) == ([2], 4)
+    client.feed.acknowledge("app", 2)
+    assert [each.sequence for each in client.feed.fetch("app").changes] == [3]
+    assert client.feed.lag() == {"app": 1}
+    assert [each.sequence for each in client.feed.follow("app", timeout=0)] == [3]
+    assert client.feed.cursor("app").acked_sequence == 3
+    assert client.feed.store_id() == store.feed.store_id() == client.server.store_id
+    late = client.feed.register(Start.LATEST)
+    assert late.acked_sequence == client.feed.head() == 3
+    client.feed.drop(late.cursor_id)
+    assert [each.name for each in client.feed.cursors()] == ["app"]
+    with pytest.raises(quire.UnknownCursor):
+        client.feed.fetch("nobody")
+
+
+def test_waiting_for_a_change_wakes_at_once(client: Client, store: Store) -> None:
+    with pytest.raises(quire.TimedOut):
+        client.feed.wait(0, timeout=0.1)
+    waits: list[float] = []
+    for number in range(10):
+        committed: list[float] = []
+
+        def commit(name: str = f"db{number}", committed: list[float] = committed) -> None:
+            time.sleep(0.05)
+            store.create(name, "stream")
+            committed.append(time.monotonic())
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        client.feed.wait(number, timeout=10)
+        woken = time.monotonic()
+        thread.join()
+        waits.append(woken - committed[0])
+    # Not in pieces of a poll: most wake-ups come within a few ms of the commit, whatever else the machine does.
+    assert sorted(waits)[2] < 0.1
+
+
+def test_info_figures_and_hello(client: Client, store: Store) -> None:
+    store.create("shop", "pages")
+    assert client.info().databases == store.info().databases
+    figures = client.figures()
+    assert figures["manifest"]["commits"] >= 1
+    assert figures["service"]["calls"] >= 2
+    assert (client.server.path, client.server.role) == (store.path, "admin")
+    assert client.objects_url == store.objects_url
+
+
+def test_a_client_pickles_as_its_address(client: Client) -> None:
+    client.create("shop", "pages")
+    with pickle.loads(pickle.dumps(client)) as other:
+        assert other.database("shop").name == "shop"
+        assert other.uri == client.uri
+
+
+def test_a_closed_client_says_so(server: Any) -> None:
+    client = connect(server.address)
+    client.close()
+    client.close()
+    with pytest.raises(quire.StoreClosed):
+        client.databases()
+    with pytest.raises(quire.StoreClosed):
+        client.submit(reserve(1))
+
+
+def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
+    for uri in ("http://x:1", "grpc://", "grpc+unix://"):
+        with pytest.raises(quire.InvalidInput, match="not the address"):
+            quire.connect(uri)
+    with pytest.raises(quire.InvalidInput, match="no owner listens"):
+        quire.connect(tmp_path)
+
+
+def test_nobody_there_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(quire.Unavailable, match="cannot be reached"):
+        quire.connect(f"grpc+unix://{tmp_path}/none.sock", timeout=0.5)
+    assert time.monotonic() - started < 10

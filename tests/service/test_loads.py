@@ -1,0 +1,189 @@
+"""Rows into SQLite over the wire: parts in order, one transaction, once; and versions that are lent."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from quire.core.errors import Conflict, InvalidInput, NotFound, UnknownDatabase
+from quire.service import tables
+from quire.service.client import Client
+from quire.service.loads import Loads, values_of
+from quire.service.tickets import LOAD_PUT, PutPart, TableTicket
+from quire.store.store import Store
+from tests.service.world import losing_answers, reserve
+
+COLUMNS = [("a", "INTEGER"), ("b", "TEXT")]
+LOAD = 4711
+
+
+def arrow(*rows: tuple[Any, ...]) -> bytes:
+    """Rows as the bytes of a stream."""
+    sink = pa.BufferOutputStream()
+    batch = pa.RecordBatch.from_pylist([{"a": a, "b": b} for a, b in rows])
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def put(client: Client, part: str, data: bytes, load: int = LOAD, step: int = 100) -> None:
+    for offset in range(0, len(data), step):
+        client._channel.ask(LOAD_PUT, PutPart(load, part, offset, data[offset : offset + step]))
+
+
+def rows_of(store: Store, sql: str = "SELECT a, b FROM t ORDER BY a") -> list[tuple[Any, ...]]:
+    with closing(store.sqlite("shop")) as connection:
+        return list(connection.execute(sql))
+
+
+@pytest.fixture
+def shop(store: Store) -> Store:
+    with closing(store.sqlite("shop", create=True)) as connection:
+        connection.execute("CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT)")
+    return store
+
+
+def staged(store: Store) -> list[str]:
+    return [path.name for path in Path(store.path, "scratch").glob("*")]
+
+
+def test_all_parts_that_are_named_are_inserted_and_no_others(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x"), (2, None)))
+    put(client, "1-2", arrow((3, "of an attempt that failed")))
+    put(client, "1-3", arrow((3, "y")))
+    assert client.load_rows(LOAD, "shop", "t", ["0-1", "1-3"], columns=COLUMNS) == 3
+    assert rows_of(shop) == [(1, "x"), (2, None), (3, "y")]
+    assert staged(shop) == []
+
+
+def test_tasks_may_all_begin_at_once(client: Client, shop: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for load in range(5):
+            parts = [f"{load}-{number}" for number in range(8)]
+            tuple(pool.map(lambda part, load=load: put(client, part, arrow((load, part)), load=load), parts))
+    assert client.load_rows(4, "shop", "t", ["4-7"], columns=COLUMNS) == 1
+
+
+def test_a_load_is_inserted_once_however_often_it_is_asked_for(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x")))
+    with losing_answers() as lost:
+        assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS) == 1
+    assert lost
+    assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, overwrite=True) == 1
+    assert rows_of(shop) == [(1, "x")]
+    assert rows_of(shop, "SELECT load, rows FROM quire_loads") == [(LOAD, 1)]
+
+
+def test_bytes_that_come_twice_change_nothing_and_a_gap_is_refused(client: Client, shop: Store) -> None:
+    data = arrow((1, "x"))
+    put(client, "0-1", data)
+    put(client, "0-1", data, step=64)
+    with pytest.raises(InvalidInput, match="gap"):
+        client._channel.ask(LOAD_PUT, PutPart(LOAD, "0-1", len(data) + 1, b"x"))
+    for name in ("../x", "0", "a-b", ""):
+        with pytest.raises(InvalidInput, match="not the name of a part"):
+            client._channel.ask(LOAD_PUT, PutPart(LOAD, name, 0, b"x"))
+    assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS) == 1
+
+
+def test_a_row_that_the_table_refuses_takes_all_with_it(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x"), (2, "y"), (1, "again")))
+    with pytest.raises(Conflict, match="UNIQUE"):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS)
+    assert rows_of(shop) == []
+    assert rows_of(shop, "SELECT count(*) FROM sqlite_schema WHERE name = 'quire_loads'") == [(0,)]
+    client.drop_load(LOAD)
+    client.drop_load(LOAD)
+    assert staged(shop) == []
+
+
+def test_overwriting_is_part_of_the_transaction(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "old"), (2, "old")))
+    client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS)
+    put(client, "0-1", arrow((1, "new")), load=LOAD + 1)
+    client.load_rows(LOAD + 1, "shop", "t", ["0-1"], columns=COLUMNS, overwrite=True)
+    assert rows_of(shop) == [(1, "new")]
+
+
+def test_what_is_not_there_is_said(client: Client, shop: Store) -> None:
+    put(client, "0-1", arrow((1, "x")))
+    with pytest.raises(UnknownDatabase):
+        client.load_rows(LOAD, "nope", "t", ["0-1"], columns=COLUMNS)
+    with pytest.raises(NotFound, match="no such table"):
+        client.load_rows(LOAD, "shop", "u", ["0-1"], columns=COLUMNS)
+    with pytest.raises(NotFound, match="not here"):
+        client.load_rows(LOAD, "shop", "t", ["0-2"], columns=COLUMNS)
+    with pytest.raises(InvalidInput, match="other columns"):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS[:1])
+    with pytest.raises(InvalidInput, match="no column named"):
+        client.load_rows(LOAD, "shop", "t", ["0-1"], columns=[("a", ""), ("c", "")])
+    assert client.load_rows(LOAD, "shop", "u", ["0-1"], columns=COLUMNS, create=True) == 1
+    assert rows_of(shop, "SELECT sql FROM sqlite_schema WHERE name = 'u'") == [
+        ('CREATE TABLE "u"("a" INTEGER, "b" TEXT)',)
+    ]
+
+
+def test_a_load_that_nobody_ends_goes_when_it_is_old(shop: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.service.loads.IDLE_SECONDS", 0.0)
+    loads = Loads(shop)
+    loads.put(PutPart(1, "0-1", 0, b"x"))
+    loads.put(PutPart(2, "0-1", 0, b"x"))
+    assert staged(shop) == ["2"]
+
+
+def test_values_are_what_sqlite_can_store() -> None:
+    import datetime as dt
+    from decimal import Decimal
+
+    moment = dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.UTC)
+    assert values_of(pa.array([True, None, False])) == [1, None, 0]
+    assert values_of(pa.array([moment], pa.timestamp("us", "UTC"))) == ["2024-02-29 12:30:00.000000"]
+    assert values_of(pa.array([moment.date()])) == ["2024-02-29"]
+    assert values_of(pa.array([Decimal("1.50")])) == ["1.50"]
+    assert values_of(pa.array([b"x", None])) == [b"x", None]
+
+
+def test_a_lent_version_goes_by_itself(client: Client, shop: Store) -> None:
+    lent = client.lend("shop", 60)
+    assert (lent.name, lent.expires_at_ms - lent.created_at_ms <= 60_000) == ("", True)
+    assert client.view("shop", lent.snapshot_id).size_pages == lent.size_pages > 0
+    with losing_answers() as lost:
+        again = client.lend("shop", 60)
+    assert lost
+    assert [each.snapshot_id for each in client.snapshots("shop")] == [lent.snapshot_id, again.snapshot_id]
+    for seconds in (0, -1, 1e9):
+        with pytest.raises(InvalidInput):
+            client.lend("shop", seconds)
+
+
+def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "CUT_ROWS_MIN", 10)
+    for number in range(50):
+        store.manifest.submit(reserve(1_000 + number)).result()
+    cuts = client.table_cuts("change_log", 4)
+    assert len(cuts) == 3
+    assert cuts == sorted(cuts)
+    ends = [None, *cuts, None]
+    parts = [client.table("change_log", start=a, stop=b)["sequence"].to_pylist() for a, b in pairwise(ends)]
+    assert all(parts)
+    assert list(chain.from_iterable(parts)) == list(range(1, 51))
+    assert client.table_cuts("change_log", 1) == []
+    assert client.table_cuts("db", 4) == [], "few rows are one part"
+    assert all((20,) < cut < (40,) for cut in client.table_cuts("change_log", 4, start=(20,), stop=(40,)))
+
+
+def test_raw_rows_are_the_bytes_on_disk(client: Client, store: Store) -> None:
+    for number in range(5):
+        store.create(f"db{number}", "stream")
+    (batch,) = client._channel.stream(TableTicket("change_log", (), (2,), (5,), raw=True))
+    with store.manifest.read() as txn:
+        from quire.manifest.change import CHANGE_LOG
+
+        local = list(txn.raw_scan(CHANGE_LOG, start=(2,)))[:3]
+    assert list(zip(batch["key"].to_pylist(), batch["value"].to_pylist())) == local

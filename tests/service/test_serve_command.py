@@ -1,0 +1,89 @@
+"""`quire serve` as a process: what it says, who it lets in, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from tests.house.tree import SRC
+
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve(path: Path) -> Iterator[Serve]:
+    quire.open(path).close()
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "quire", "serve", "--store", str(path), *arguments]
+        env = {**os.environ, "PYTHONPATH": str(SRC)}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def address(line: str) -> str:
+    assert line.startswith("listening on ")
+    return line.split()[2]
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path, end: signal.Signals) -> None:
+    process = serve()
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert f"pid {process.pid}" in first
+    with quire.connect(address(first)) as client:
+        client.create("shop", "pages")
+        with pytest.raises(quire.StoreLocked):
+            quire.open(path)
+    process.send_signal(end)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("served ")
+    assert not (path / "quire.sock").exists()
+    with quire.open(path) as store:
+        assert [each.name for each in store.databases()] == ["shop"]
+
+
+def test_on_the_network_it_makes_tokens_and_asks_for_them(serve: Serve, path: Path, tmp_path: Path) -> None:
+    token = tmp_path / "admin"
+    process = serve("--listen", "grpc://127.0.0.1:0", "--admin-token", str(token), "--json")
+    assert process.stderr is not None
+    local, network = address(process.stderr.readline()), address(process.stderr.readline())
+    assert local == f"grpc+unix://{path}/quire.sock"
+    with quire.connect(network, token_file=str(token)) as client:
+        client.create("shop", "pages")
+    with quire.connect(network, token_file=str(path / "read.token")) as client, pytest.raises(quire.AccessDenied):
+        client.drop("shop")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    ended = json.loads(out)
+    assert ended["addresses"] == [local, network]
+    assert (ended["calls"] >= 4, ended["refused"]) == (True, 1)
+    assert "service.refused" in err
+
+
+def test_what_cannot_be_is_said_with_its_exit_code(serve: Serve, path: Path) -> None:
+    wrong = serve("--listen", "ftp://x")
+    _, err = wrong.communicate(timeout=30)
+    assert (wrong.returncode, "cannot listen there" in err) == (2, True)
+    first = serve()
+    assert first.stdout is not None
+    first.stdout.readline()
+    second = serve()
+    _, err = second.communicate(timeout=30)
+    assert (second.returncode, "another owner" in err) == (5, True)

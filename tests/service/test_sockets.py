@@ -1,0 +1,138 @@
+"""Where an owner listens: modes, long paths, stale sockets, and how it is found (K8)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.durable.files import OsDisk
+from quire.durable.names import SOCKET, SOCKET_POINTER
+from quire.service.discover import find_owner
+from quire.service.sockets import Place, binding, is_alive, place_of, where_owner_listens
+from tests.service.conftest import Start
+from tests.service.world import served
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory with a short name: pytest's own grow with the number of the run, and a socket's path may not."""
+    with tempfile.TemporaryDirectory(prefix="q") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def deep(tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store whose path is too long for a socket."""
+    runtime = short / "run"
+    runtime.mkdir(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    return tmp_path / ("d" * 60) / ("e" * 60)
+
+
+def test_the_socket_is_for_its_owner_alone(path: Path) -> None:
+    with served(path) as (store, server):
+        assert server.address == f"grpc+unix://{path}/quire.sock"
+        found = os.stat(path / SOCKET)
+        assert stat.S_ISSOCK(found.st_mode)
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert where_owner_listens(OsDisk(), store.path) == str(path / SOCKET)
+        with pytest.raises(quire.InvalidInput, match="served already"):
+            store.serve()
+        with quire.connect(path) as client:
+            assert client.databases() == []
+    assert sorted(os.listdir(path)) == ["manifest.lmdb", "manifest.lmdb-lock", "quire.toml", "store.lock"]
+
+
+def test_a_long_path_gets_a_pointer(deep: Path) -> None:
+    deep.parent.mkdir()
+    with served(deep) as (_, server):
+        place = (deep / SOCKET_POINTER).read_text()
+        assert server.address == f"grpc+unix://{place}"
+        assert place.startswith(os.environ["XDG_RUNTIME_DIR"])
+        assert stat.S_IMODE(os.stat(os.path.dirname(place)).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(place).st_mode) == 0o600
+        with quire.connect(deep) as client:
+            client.create("shop", "pages")
+        found = find_owner(deep)
+        assert found is not None
+        found.close()
+    assert not os.path.exists(place)
+    assert not (deep / SOCKET_POINTER).exists()
+
+
+def test_a_runtime_directory_of_somebody_else_is_not_used(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Path(os.environ["XDG_RUNTIME_DIR"], "quire")
+    shared.mkdir()
+    shared.chmod(0o755)
+    with pytest.raises(quire.NotWritable, match="ours alone"):
+        place_of(str(deep))
+    shared.rmdir()
+    shared.symlink_to(tmp_path)
+    with pytest.raises(quire.NotWritable, match="ours alone"):
+        place_of(str(deep))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    deep.mkdir(parents=True)
+    with pytest.raises(quire.InvalidInput, match="short enough"):
+        place_of(str(deep))
+
+
+def test_without_a_runtime_directory_the_temporary_one_is_used(
+    deep: Path, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    place = place_of(str(deep))
+    assert os.path.dirname(place.path) == str(short / f"quire-{os.getuid()}")
+    assert place_of(str(deep)) == place
+
+
+def test_a_killed_owners_socket_is_stale_and_replaced_by_the_next(path: Path, owner: Start) -> None:
+    first, _ = owner()
+    first.kill()
+    first.wait()
+    assert (path / SOCKET).exists()
+    assert not is_alive(str(path / SOCKET))
+    assert find_owner(path) is None
+    with pytest.raises(quire.Unavailable):
+        quire.connect(path, timeout=0.3)
+    second, address = owner()
+    with quire.connect(address) as client:
+        assert client.server.pid == second.pid
+    found = find_owner(path)
+    assert found is not None
+    with found:
+        assert found.server.pid == second.pid
+
+
+def test_nobody_is_found_where_nobody_listens(path: Path) -> None:
+    assert find_owner(path) is None
+    with quire.open(path):
+        assert find_owner(path) is None
+
+
+def bind_and_fail(place: Place) -> None:
+    with binding(place) as bound, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(bound)
+        raise ZeroDivisionError
+
+
+def test_binding_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "q.sock"), "")
+    with pytest.raises(ZeroDivisionError):
+        bind_and_fail(place)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_socket_elsewhere(path: Path, tmp_path: Path) -> None:
+    with served(path, f"grpc+unix://{tmp_path}/here.sock") as (_, server), quire.connect(server.address) as client:
+        assert client.databases() == []
+        assert not (path / SOCKET).exists()

@@ -1,0 +1,257 @@
+"""The dashboard in a real Chromium: it loads without a complaint, is live, does what it is told, and can be used by keyboard.
+
+Pictures of every page are left in the test's temporary directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from quire.manifest.records import JobKind, JobState
+from quire.service.web.server import WebServer
+from quire.store.store import Store
+from tests.service.web.browser import Browser, browsing
+from tests.service.web.world import Asker, admin, web_served
+
+PAGES = {
+    "#/": "Overview",
+    "#/lineage": "Lineage",
+    "#/feed": "Change feed",
+    "#/jobs": "Jobs",
+    "#/verification": "Verification",
+    "#/db/shop": "shop",
+    "#/db/warehouse": "warehouse",
+    "#/db/sessions": "sessions",
+    "#/db/clicks": "clicks",
+}
+
+
+@pytest.fixture
+def browser(web: WebServer, tmp_path: Path) -> Iterator[Browser]:
+    with browsing(web.address, tmp_path) as opened:
+        yield opened
+
+
+def become_admin(browser: Browser, boss: Asker) -> None:
+    browser.click("#who")
+    browser.fill("#token input", boss.token)
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.text("#who") == "admin", "the token is taken")
+
+
+def test_it_loads_lives_and_makes_a_snapshot(browser: Browser, furnished: Store, boss: Asker, tmp_path: Path) -> None:
+    """The smoke test: everything a user does in the first minute."""
+    browser.open()
+    assert "shop" in browser.text()
+    furnished.create("newcomer", "pages")
+    browser.wait(lambda: "newcomer" in browser.text(), "a database that was just made")
+    browser.open("#/db/shop")
+    assert "@tuesday" not in browser.text()
+    browser.click("main [data-key=snapshot]")  # without a token: it asks for one first
+    browser.fill("#token input", boss.token)
+    browser.press(Keys.ENTER)
+    browser.fill("#snapshot input", "tuesday")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: "@tuesday" in browser.text(), "the snapshot that was made here")
+    assert [each.name for each in furnished.manifest.snapshots.of("shop")] == ["monday", "tuesday"]
+    assert browser.shot(tmp_path, "shop").stat().st_size > 20_000
+    assert browser.complaints() == []
+    assert boss.token not in str(
+        browser.script("return location.href + document.cookie + JSON.stringify(localStorage)")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_loads_in_both_colour_schemes(
+    browser: Browser, furnished: Store, tmp_path: Path, scheme: str
+) -> None:
+    browser.scheme(scheme)
+    for page, title in PAGES.items():
+        browser.open(page)
+        assert browser.text("main h1") == title
+        assert title in browser.driver.title
+        assert browser.shot(tmp_path, f"{scheme}-{title}").stat().st_size > 10_000
+        assert browser.complaints() == [], page
+        wide = browser.script("return document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{page} scrolls sideways"
+    shade = browser.script("return getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
+    assert (int(shade) < 60) == (scheme == "dark")
+
+
+@pytest.mark.slow
+def test_the_switch_goes_before_the_system_and_is_remembered(browser: Browser, furnished: Store) -> None:
+    browser.scheme("light")
+    browser.open()
+
+    def shade() -> int:
+        return int(browser.script("return getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]"))
+
+    assert shade() > 200
+    browser.click("#theme")
+    assert shade() > 200
+    browser.click("#theme")
+    assert shade() < 60
+    browser.open()
+    assert shade() < 60
+    browser.click("#theme")
+    assert browser.text("#theme").endswith("auto")
+    assert shade() > 200
+
+
+@pytest.mark.slow
+def test_a_narrow_window_fits(browser: Browser, furnished: Store) -> None:
+    for page in PAGES:
+        browser.size(400, 800)
+        browser.open(page)
+        assert browser.script("return document.documentElement.scrollWidth") <= 400, page
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_changes_arrive_in_the_feed_and_unfold(browser: Browser, furnished: Store) -> None:
+    browser.open("#/feed")
+    first = browser.text(".change summary b")
+    furnished.create("later", "stream")
+    browser.wait(lambda: browser.text(".change summary b") != first, "a new line")
+    assert "RegisterDb" in browser.text(".change summary")
+    browser.script("document.querySelector('.change summary').focus()")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: '"name":"later"' in browser.text(".change pre"), "its operations")
+    furnished.create("last", "stream")
+    browser.wait(lambda: "last" in browser.text(".change summary"), "the next one")
+    assert len(browser.all(".change[open]")) == 1
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_jobs_are_retried_and_cancelled_from_the_page(browser: Browser, furnished: Store, boss: Asker) -> None:
+    queue = furnished.manifest.jobs
+    running = queue.claim_job(queue.enqueue(JobKind.COMPACTION), "worker-1")
+    assert running is not None
+    browser.open("#/jobs")
+    become_admin(browser, boss)
+    queue.renew(running, "worker-1", done=3, total=4)
+    browser.wait(lambda: "3 of 4" in browser.text(), "progress, which is not in the feed")
+    assert browser.one("[role=progressbar]").get_attribute("aria-valuenow") == "75"
+    browser.click(f"[data-key=cancel-{running.job_id}]")
+    browser.wait(lambda: queue.get(running.job_id).state is JobState.CANCELLED, "the job is cancelled")
+    browser.click(f"[data-key=retry-{running.job_id}]")
+    browser.wait(lambda: any(job.state is JobState.PENDING for job in queue.jobs()), "it is queued again")
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_everything_is_reached_by_keyboard(browser: Browser, furnished: Store) -> None:
+    browser.open()
+    for key, title in (("2", "Lineage"), ("3", "Change feed"), ("4", "Jobs"), ("5", "Verification"), ("1", "Overview")):
+        browser.press(key)
+        browser.wait(lambda title=title: browser.text("main h1") == title, title)  # type: ignore[misc]
+    browser.open()
+    browser.press(Keys.TAB)
+    assert browser.script("return document.activeElement.className") == "skip"
+    browser.press(Keys.ENTER)
+    assert browser.script("return document.activeElement.id") == "content"
+    reached = set()
+    for _ in range(40):
+        browser.press(Keys.TAB)
+        reached.add(
+            browser.script("return document.activeElement.getAttribute('href') || document.activeElement.dataset.key")
+        )
+    assert {"#/db/shop", "#/db/branch", "snap-shop"} <= reached
+    browser.open("#/lineage")
+    browser.script("document.querySelector('svg a').focus()")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.text("main h1") == "shop", "the database of a lane")
+    browser.open("#/db/warehouse")
+    browser.script("document.querySelector('svg.map').focus()")
+    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    browser.wait(lambda: "slot 2: generation 2" in browser.text(), "the third square")
+    browser.press("?")
+    browser.wait(lambda: browser.one("#help").is_displayed(), "the list of keys")
+    browser.press(Keys.ESCAPE)
+    browser.wait(lambda: not browser.one("#help").is_displayed(), "it is gone")
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_the_focus_stays_where_it_is_when_the_store_changes(browser: Browser, furnished: Store) -> None:
+    browser.open()
+    browser.script("document.querySelector('[data-key=snap-shop]').focus()")
+    furnished.create("another", "pages")
+    browser.wait(lambda: "another" in browser.text(), "the change")
+    assert browser.script("return document.activeElement.dataset.key") == "snap-shop"
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_told_and_a_forgotten_one_is_gone(browser: Browser, furnished: Store, boss: Asker) -> None:
+    browser.open()
+    browser.press("t")
+    browser.fill("#token input", "not-the-token-not-the-token")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: "token is wrong" in browser.text("#token .error"), "the refusal")
+    browser.click("#token [data-act=close]")
+    become_admin(browser, boss)
+    browser.driver.refresh()
+    browser.wait(lambda: browser.text("#who") == "admin", "the tab remembers")
+    browser.click("#who")
+    browser.click("#token [data-act=forget]")
+    browser.wait(lambda: browser.text("#who") == "read-only", "it is forgotten")
+    assert browser.script("return sessionStorage.length") == 0
+    assert [each for each in browser.complaints() if "401" not in each] == []
+
+
+@pytest.mark.slow
+def test_names_are_text_whatever_they_contain(browser: Browser, furnished: Store) -> None:
+    name = '<img src=x onerror="document.title=1">'
+    furnished.create(name, "pages")
+    furnished.snapshot(name, "<b>bold")
+    for page in ("#/", "#/lineage", "#/feed", "#/db/%3Cimg%20src%3Dx%20onerror%3D%22document.title%3D1%22%3E"):
+        browser.open(page)
+        assert browser.all("main img, main b b") == []
+    assert browser.text("main h1") == name
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_page_that_nobody_looks_at_gives_its_connection_back(
+    browser: Browser, furnished: Store, web: WebServer
+) -> None:
+    """A browser has six for one store: the seventh tab, or page that is kept for "back", would hang."""
+    browser.open()
+    browser.wait(lambda: web.figures().pages_now == 1, "one page listens")
+    for _ in range(8):
+        browser.driver.switch_to.new_window("tab")
+        browser.open("#/jobs")
+    first = browser.driver.window_handles[0]
+    browser.driver.switch_to.window(first)
+    browser.open("#/feed")
+    furnished.create("newcomer", "pages")
+    browser.wait(lambda: "newcomer" in browser.text(), "the first tab is live again")
+    assert web.figures().pages_now <= 6
+
+
+@pytest.mark.slow
+def test_a_page_that_needs_a_token_asks_for_it(path: Path, tmp_path: Path) -> None:
+    with web_served(path, http_ask_readers=True) as (store, web), browsing(web.address, tmp_path) as browser:
+        store.create("shop", "pages")
+        browser.driver.get(web.address)
+        browser.fill("#token input", admin(web, store).token)
+        browser.press(Keys.ENTER)
+        browser.wait(lambda: "shop" in browser.text("main"), "the overview")
+        browser.wait(lambda: browser.one("#live").get_attribute("data-state") == "live", "live updates")
+
+
+@pytest.mark.slow
+def test_the_page_comes_back_after_the_owner_did(path: Path, tmp_path: Path) -> None:
+    with web_served(path) as (_, web), browsing(web.address, tmp_path) as browser:
+        browser.open()
+        address = web.address.removeprefix("http://")
+        web.close()
+        browser.wait(lambda: browser.one("#live").get_attribute("data-state") != "live", "the owner is gone")
+        with web._web.sight.store.serve_http(address):  # type: ignore[attr-defined]
+            browser.wait(lambda: browser.one("#live").get_attribute("data-state") == "live", "it is back")

@@ -1,0 +1,50 @@
+"""`quire serve --http` as a process, and that the page about it lists every address."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import quire
+from quire.service.web.server import WebServer
+from tests.house.tree import ROOT, SRC
+from tests.service.web.world import Asker
+
+
+def test_serve_listens_on_http_and_ends_well(path: Path) -> None:
+    quire.open(path).close()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "serve", "--store", str(path), "--http", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        address = lines[1].split()[2]
+        assert address.startswith("http://127.0.0.1:")
+        boss = Asker(address, (path / "admin.token").read_text().strip())
+        assert boss.get("/readyz").json == {"ready": True}
+        with quire.connect(str(path)) as client:
+            client.create("shop", "pages")
+        assert boss.post("/api/databases/shop/snapshots", {"name": "one"}).status == 201
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, "")
+        assert "served" in out
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_page_lists_every_address_and_no_other(web: WebServer) -> None:
+    text = (ROOT / "docs" / "dashboard.md").read_text("utf-8")
+    listed = set(re.findall(r"^\| `(GET|POST) (/[^`?]*)", text, re.MULTILINE))
+    table = {(route.method, route.path) for route in web._web.routes.table}
+    assert listed == table | {("GET", "/"), ("GET", "/static/{file}"), ("GET", "/api/events")}

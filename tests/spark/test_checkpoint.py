@@ -1,0 +1,142 @@
+"""Checkpoints and merges on Spark: the same objects as with threads, one run for many databases, nothing lost or doubled."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from quire.durable.failpoints import armed
+from quire.jobs.checkpoint.many import run_many
+from quire.manifest.records import JobKind, JobState
+from quire.objects.api import list_objects
+from quire.objects.open import open_store
+from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, Owner, Scene, images
+from tests.jobs.test_checkpoint_many import assert_all, drop, fill, run, states
+from tests.pages.world import Model, write
+from tests.spark.world import SparkOwner
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[SparkOwner]:
+    made = SparkOwner(tmp_path, spark=spark)
+    yield made
+    made.stop()
+
+
+def _bodies(owner: Owner) -> dict[str, bytes]:
+    store = open_store(owner.objects_url)
+    return {each.key: store.get(each.key) for each in list_objects(store)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spark_writes_the_objects_that_threads_write(spark: SparkSession, tmp_path: Path, kind: str) -> None:
+    """To the byte: so one may go on where the other was interrupted."""
+    (tmp_path / "threads").mkdir()
+    scene = Scene.make(tmp_path / "threads", kind)
+    shutil.copytree(tmp_path / "threads", tmp_path / "spark")
+    bodies = []
+    for name in ("threads", "spark"):
+        plain = scene.open(tmp_path / name)
+        plain.stop()
+        made = SparkOwner(tmp_path / name, clock=plain.clock, maintenance=plain.maintenance, spark=spark)
+        made.objects_url = str(tmp_path / name / "objects")
+        made.database()
+        worker = made.worker() if name == "spark" else Owner.worker(made)
+        worker.run(scene.job_id)
+        assert made.state(scene.job_id) is JobState.SUCCEEDED, made.job(scene.job_id).record.error
+        bodies.append(_bodies(made))
+        scene.assert_readable(made)
+        made.settle()
+        scene.assert_readable(made)
+        made.stop()
+    assert bodies[0] == bodies[1]
+
+
+def test_many_databases_are_one_run_and_one_that_is_dropped_fails_alone(owner: SparkOwner) -> None:
+    models = fill(owner, 40)
+    gone = 7
+    with armed("jobs.checkpoint.planned", lambda _: drop(owner, gone)):
+        jobs = run(owner, runners=owner.runners)
+    assert jobs[gone].state is JobState.FAILED_PERMANENT
+    assert states({db_id: job for db_id, job in jobs.items() if db_id != gone}) == {JobState.SUCCEEDED}
+    del models[gone]
+    assert_all(owner, models)
+    owner.engine.close_database(gone)
+    Owner.settle(owner)
+    assert_all(owner, models)
+
+
+def test_an_attempt_that_fails_before_its_batch_is_gone_on_with(owner: SparkOwner) -> None:
+    """A driver that dies between the last object and the manifest's batch: what is there is adopted, not written again."""
+    store, model = owner.database(), Model()
+    write(store, model, images(*range(40)))
+    job_id = owner.ask()
+    with armed("jobs.checkpoint.written", "1*raise:EIO"):
+        owner.worker().run(job_id)
+    assert owner.state(job_id) is JobState.PENDING
+    before, (generation,) = owner.objects(), owner.plans()
+    assert len(before) == 5
+    owner.clock.advance(RETRY_SECONDS)
+    owner.worker().run(job_id)
+    assert owner.state(job_id) is JobState.SUCCEEDED
+    assert owner.job(job_id).result["generation"] == generation
+    assert owner.objects() == before
+    owner.assert_newest(model)
+
+
+def test_a_damaged_segment_is_told_as_what_it_is(owner: SparkOwner) -> None:
+    """And not as a failure of Spark's."""
+    models = fill(owner, 3)
+    owner.engine.flush(2)
+    owner.engine.close_database(2)
+    (path,) = Path(owner.root, "pages", "00000002", "wal").glob("*.seg")
+    data = bytearray(path.read_bytes())
+    data[70] ^= 1
+    path.write_bytes(data)
+    jobs = run(owner, runners=owner.runners)
+    assert jobs[2].state is JobState.FAILED_PERMANENT
+    assert "Corruption: a sealed segment's index entry" in jobs[2].record.error
+    del models[2]
+    assert_all(owner, models)
+
+
+def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
+    store, model = owner.database(), Model()
+    write(store, model, images(*range(20)))
+    owner.engine.snapshot("shop", "early")
+    early = model.newest
+    write(store, model, images(3, 9))
+
+    def come_and_go(_: str) -> None:
+        write(store, model, images(1, 17))
+        owner.engine.fork("shop", "fork")
+        owner.manifest.drop_snapshot("shop", "early")
+        owner.engine.snapshot("shop", "late")
+
+    with armed("jobs.checkpoint.planned", come_and_go):
+        jobs = {job.db_id: job for job in run_many(owner.context(), JobKind.CHECKPOINT, [1], owner.runners)}
+    assert jobs[1].state is JobState.SUCCEEDED
+    assert early.lsn < jobs[1].result["covered_lsn"] < model.newest.lsn
+    assert_all(owner, {1: model, 2: model})
+    assert states(run(owner, runners=owner.runners)) == {JobState.SUCCEEDED}
+    assert_all(owner, {1: model, 2: model})
+    Owner.settle(owner)
+
+
+def test_a_store_that_takes_the_place_of_another_is_no_surprise(spark: SparkSession, tmp_path: Path) -> None:
+    """Python workers outlive stores: one that remembered a directory would write into what is not there any more."""
+    for _ in range(2):
+        (tmp_path / "here").mkdir()
+        owner = SparkOwner(tmp_path / "here", spark=spark)
+        models = fill(owner, 3)
+        assert states(run(owner, runners=owner.runners)) == {JobState.SUCCEEDED}
+        assert_all(owner, models)
+        owner.stop()
+        shutil.rmtree(tmp_path / "here")

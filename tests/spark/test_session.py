@@ -1,0 +1,76 @@
+"""A session that knows quire: what it is made with, and that one which is there already is used."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from quire.core.errors import SparkUnavailable
+from quire.spark import session as room
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_a_running_session_is_used(spark: SparkSession) -> None:
+    """The object may be another one (a stream has a session of its own), the application is the same."""
+    assert room.session("local[1]", app="another").conf.get("spark.app.id") == spark.conf.get("spark.app.id")
+
+
+def test_attaching_twice_says_nothing(spark: SparkSession) -> None:
+    assert room.attach(room.attach(spark)) is spark
+
+
+def test_workers_run_this_python(spark: SparkSession) -> None:
+    """And not the first `python3` of the PATH, which has no quire (DESIGN 7)."""
+
+    def who(batches):  # type: ignore[no-untyped-def]  # it travels by value
+        import sys
+
+        import pyarrow as pa
+
+        import quire.core.ids  # noqa: F401 - that it is there is the point
+
+        for batch in batches:
+            yield pa.RecordBatch.from_pydict({"python": [sys.executable] * batch.num_rows})
+
+    rows = spark.range(1).mapInArrow(who, "python string").collect()
+    assert [row["python"] for row in rows] == [sys.executable]
+
+
+def test_filters_may_be_pushed(spark: SparkSession) -> None:
+    assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"
+
+
+def test_what_a_new_session_is_made_with() -> None:
+    local = room.settings_of("local[*]", "", None)
+    assert local["spark.driver.bindAddress"] == "127.0.0.1"
+    assert local["spark.driver.memory"].endswith("m")
+    assert "log4j2" in local["spark.driver.extraJavaOptions"]
+    remote = room.settings_of("spark://host:7077", "2g", {"spark.ui.enabled": "true"})
+    assert "spark.driver.bindAddress" not in remote, "executors elsewhere must reach the driver"
+    assert (remote["spark.driver.memory"], remote["spark.ui.enabled"]) == ("2g", "true")
+
+
+@pytest.mark.parametrize(("total_mib", "given"), [(1_024, 512), (8_192, 2_048), (262_144, 4_096)])
+def test_memory_is_a_quarter_of_the_machine_within_limits(
+    monkeypatch: pytest.MonkeyPatch, total_mib: int, given: int
+) -> None:
+    sizes = {"SC_PAGE_SIZE": 4_096, "SC_PHYS_PAGES": total_mib << 8}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    assert room.default_memory_mib() == given
+
+
+def test_without_pyspark_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "find_spec", lambda _: None)
+    with pytest.raises(SparkUnavailable, match="not installed") as caught:
+        room.session()
+    assert "quire[spark]" in caught.value.hint
+
+
+def test_an_old_pyspark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyspark.__version__", "3.5.1")
+    with pytest.raises(SparkUnavailable, match="too old"):
+        room.session()

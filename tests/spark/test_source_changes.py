@@ -1,0 +1,90 @@
+"""`quire.changes` in batch: ranges of the feed, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from quire.core.errors import CursorLost
+from quire.manifest.change import change_from_json
+from quire.spark.access import access_of
+from quire.spark.sources import changes
+from quire.spark.sources.changes import Span, read_span, split
+from tests.service.world import reserve
+from tests.spark.sourced import Owned, owned
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(scope="module")
+def owner(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
+    with owned(spark, tmp_path_factory.mktemp("changes") / "store") as made:
+        made.store.feed.register(name="keeps")
+        made.run("shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+        made.store.snapshot("shop", "monday")
+        for number in range(30):
+            made.store.manifest.submit(reserve(1_000 + number)).result()
+        yield made
+
+
+def test_every_change_is_there_in_full(owner: Owned) -> None:
+    local = owner.store.feed.fetch("keeps", 10_000).changes
+    rows = owner.read("quire.changes").orderBy("sequence").collect()
+    assert [row.sequence for row in rows] == [change.sequence for change in local]
+    for row, change in zip(rows, local):
+        told = {
+            "sequence": row.sequence,
+            "committed_at_ms": change.committed_at_ms,
+            "operations": json.loads(row.operations),
+            "generations": row.generations,
+            "trace_id": row.trace_id,
+        }
+        assert change_from_json(told) == change
+        assert row.kinds == [type(op).__name__ for op in change.operations]
+        assert round(row.committed_at.timestamp() * 1000) == change.committed_at_ms
+
+
+def test_a_range_has_both_its_ends(owner: Owned) -> None:
+    frame = owner.read("quire.changes", first=3, last=9, partitions=2)
+    assert sorted(row.sequence for row in frame.collect()) == list(range(3, 10))
+
+
+def test_parts_of_a_range_together_are_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "PARTITION_CHANGES_MIN", 1)
+    assert split(Span(5, 4), 3) == []
+    for last in range(5, 30):
+        parts = [part.value for part in split(Span(5, last), 4)]
+        assert len(parts) <= 4
+        assert [number for part in parts for number in range(part.first, part.last + 1)] == list(range(5, last + 1))
+
+
+def test_what_was_trimmed_is_an_error_and_not_a_gap(spark: SparkSession, tmp_path: Path) -> None:
+    with owned(spark, tmp_path / "store") as owner:
+        owner.store.feed.register(name="one")
+        for number in range(20):
+            owner.store.manifest.submit(reserve(1_000 + number)).result()
+        owner.store.feed.acknowledge("one", 10)
+        with pytest.raises(Exception, match=r"CursorLost.*no longer kept"):
+            owner.read("quire.changes", first=1).collect()
+        access = access_of(owner.options)
+        with pytest.raises(CursorLost):  # trimmed between planning and reading
+            list(read_span(access, Span(1, 20)))
+        with pytest.raises(Exception, match="has not come this far"):
+            owner.read("quire.changes", last=10_000).collect()
+
+
+@pytest.mark.parametrize("name", ["cursor", "start", "max_changes"])
+def test_what_is_for_streams_is_refused(owner: Owned, name: str) -> None:
+    with pytest.raises(Exception, match="is for streams"):
+        owner.read("quire.changes", **{name: "1"}).collect()
+
+
+def test_another_schema_is_refused(owner: Owned) -> None:
+    frame = owner.spark.read.format("quire.changes").options(**owner.options).schema("a int").load()
+    with pytest.raises(Exception, match=r"the schema of quire\.changes is fixed"):
+        frame.collect()

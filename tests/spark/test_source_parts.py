@@ -1,0 +1,218 @@
+"""The parts that data sources are made of, without Spark: ranges of rowids, rows as columns, dealing, opening, options."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quire
+from quire.core.errors import InvalidInput, OutOfRange
+from quire.core.plain import plain
+from quire.manifest.change import ChangeRecord, change_json
+from quire.manifest.ops.base import Component, Counter, ReserveIds
+from quire.manifest.ops.databases import RegisterDb
+from quire.manifest.records import DbKind, DbRecord
+from quire.spark.access import access_of, options_of
+from quire.spark.sources.change_rows import as_batch, told
+from quire.spark.sources.changes import SCHEMA
+from quire.spark.sources.options import Options
+from quire.spark.sources.row_diff import merged
+from quire.spark.sources.shapes import arrow_schema, fitted, spark_schema
+from quire.spark.sources.sqlite_ranges import LEAST, MOST, _varint, rowid_ranges
+from quire.spark.sources.sqlite_rows import STEP_ROWS, batches, column
+from quire.spark.sources.views import Piece, ReadAhead, Version, dealt, opened
+from tests.spark.sourced import QUIET
+
+
+# ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def image_of(rowids: list[int], page_size: int = 512) -> Iterator[tuple[apsw.Connection, Any, int]]:
+    connection = apsw.Connection(":memory:")
+    connection.execute(f"PRAGMA page_size = {page_size}; CREATE TABLE t(id INTEGER PRIMARY KEY, a TEXT)")
+    connection.executemany("INSERT INTO t VALUES (?, 'some text to fill pages')", [(each,) for each in rowids])
+    image = connection.serialize("main")
+    root = connection.execute("SELECT rootpage FROM sqlite_schema").get
+    yield connection, lambda page: image[page * page_size : (page + 1) * page_size], root
+    connection.close()
+
+
+@given(
+    st.sets(st.integers(LEAST, MOST), max_size=400) | st.sets(st.integers(0, 500), max_size=400),
+    st.integers(1, 9),
+)
+def test_ranges_hold_every_rowid_once(rowids: set[int], wanted: int) -> None:
+    for connection, read, root in image_of(sorted(rowids)):
+        ranges = rowid_ranges(read, root, wanted)
+        assert 1 <= len(ranges) <= wanted
+        assert (ranges[0][0], ranges[-1][1]) == (LEAST, MOST)
+        assert all(one[1] + 1 == two[0] for one, two in zip(ranges, ranges[1:]))  # noqa: RUF007 - pairs of pairs
+        found = [
+            row[0]
+            for bounds in ranges
+            for row in connection.execute("SELECT id FROM t WHERE id BETWEEN ? AND ? ORDER BY id", bounds)
+        ]
+        assert found == sorted(rowids)
+
+
+def test_ranges_are_of_about_the_same_size_whatever_the_rowids() -> None:
+    """Half of the rows close together, half far apart: ranges of equal width would give one task nearly all of them."""
+    rowids = [*range(5_000), *(10**12 + number * 10**9 for number in range(5_000))]
+    for connection, read, root in image_of(rowids):
+        counts = [
+            connection.execute("SELECT count(*) FROM t WHERE id BETWEEN ? AND ?", bounds).get
+            for bounds in rowid_ranges(read, root, 4)
+        ]
+        assert len(counts) == 4
+        assert max(counts) < 2 * min(counts)
+
+
+def test_a_page_that_is_no_tree_makes_one_range() -> None:
+    assert rowid_ranges(lambda _: b"\5" + b"\xff" * 50, 2, 4) == [(LEAST, MOST)]
+    assert rowid_ranges(lambda _: b"", 2, 4) == [(LEAST, MOST)]
+
+
+@given(st.integers(LEAST, MOST))
+def test_numbers_of_sqlite_are_read_as_it_writes_them(number: int) -> None:
+    unsigned = number % (1 << 64)
+    if unsigned >= 1 << 56:
+        written = [0x80 | (unsigned >> shift) & 0x7F for shift in range(57, 7, -7)] + [unsigned & 0xFF]
+    else:
+        digits = [unsigned >> shift & 0x7F for shift in range(49, -1, -7)]
+        first = next((place for place, digit in enumerate(digits) if digit), len(digits) - 1)
+        written = [0x80 | digit for digit in digits[first:-1]] + [digits[-1]]
+    assert _varint(bytes(written), 0) == number
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+VALUES = st.none() | st.integers(LEAST, MOST) | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)
+KINDS = [pa.int64(), pa.int32(), pa.float64(), pa.string(), pa.binary(), pa.bool_()]
+
+
+@given(st.lists(VALUES, min_size=1, max_size=8), st.sampled_from(KINDS))
+def test_a_value_is_read_as_it_is_or_as_null_and_neighbours_do_not_matter(values: list[Any], kind: pa.DataType) -> None:
+    found = column(tuple(values), kind, "c", null_misfits=True).to_pylist()
+    for value, read in zip(values, found):
+        (alone,) = column((value,), kind, "c", null_misfits=True).to_pylist()
+        assert alone == read or (math.isinf(alone) and math.isinf(read))
+        if read is None:
+            continue
+        if kind == pa.string():
+            assert read == (value if isinstance(value, str) else repr(value))
+        elif kind == pa.bool_():
+            assert read is bool(value)
+        else:
+            assert read == (float(value) if kind == pa.float64() else value)
+            assert not isinstance(value, str) or kind == pa.string()
+
+
+def test_a_misfit_is_an_error_that_names_it() -> None:
+    with pytest.raises(InvalidInput, match=r"column='c'.*value=2\.5|value='2\.5'"):
+        column((1, 2.5), pa.int64(), "c", null_misfits=False)
+
+
+def test_batches_have_all_rows_in_order() -> None:
+    schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
+    rows = [(number, None if number % 5 else str(number)) for number in range(3 * STEP_ROWS + 7)]
+    made = list(batches(iter(rows), schema, null_misfits=False))
+    assert len(made) == 1, "small steps become one batch"
+    assert list(zip(*made[0].to_pydict().values())) == rows
+    wide = [(number, "x" * 100_000) for number in range(200)]
+    made = list(batches(iter(wide), schema, null_misfits=False))
+    assert [row for batch in made for row in zip(*batch.to_pydict().values())] == wide
+
+
+# ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_operations_are_told_as_everywhere() -> None:
+    record = DbRecord("shop", DbKind.PAGES, 7, config_hash=b"\x00\xff", tags={"a": "b"})
+    for op in (ReserveIds(Counter.JOB, 7), RegisterDb(3, record)):
+        assert told(op) == plain(op)
+    change = ChangeRecord(
+        5, 1_700_000_000_123, (RegisterDb(3, record),), ((int(Component.DATABASE), 2), (9_999, 1)), "t"
+    )
+    (row,) = as_batch([change], arrow_schema(SCHEMA)).to_pylist()
+    assert dict(row["generations"]) == change_json(change)["generations"]
+    assert row["kinds"] == ["RegisterDb"]
+    odd = ChangeRecord(6, 0, (RegisterDb(4, DbRecord("two\nlines", DbKind.PAGES, 7)),), ())
+    rows = as_batch([odd, ChangeRecord(7, 0, (), ()), change], arrow_schema(SCHEMA)).to_pylist()
+    found = [json.loads(each["operations"]) for each in rows]
+    assert found == [plain(odd.operations), [], plain(change.operations)]
+
+
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_pieces_are_dealt_evenly() -> None:
+    pieces: list[Piece[int]] = [Piece(None, number, number % 13 * 100) for number in range(200)]  # type: ignore[arg-type]
+    heaps = dealt(pieces, 7)
+    assert sorted(piece.part for heap in heaps for piece in heap) == list(range(200))
+    loads = [sum(piece.size_bytes for piece in heap) for heap in heaps]
+    assert max(loads) < 1.1 * min(loads)
+    assert dealt([], 7) == []
+
+
+def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tmp_path: Path) -> None:
+    with quire.open(tmp_path / "store", settings=QUIET) as store:
+        with closing(store.sqlite("shop", create=True)) as connection:
+            connection.execute("CREATE TABLE t(a)")
+            connection.executemany("INSERT INTO t VALUES (?)", [(f"{number:0100}",) for number in range(20_000)])
+            store.checkpoint("shop")
+            connection.execute("UPDATE t SET a = 'new' WHERE rowid % 1000 = 0")
+        store.snapshot("shop", "monday")
+        view = store.view("shop", "monday", upload=True)
+        with store.pages.open_view("shop", "monday") as local:
+            expected = [local.read_page(page) for page in range(local.size_pages)]
+        for root in (store.path, str(tmp_path / "elsewhere")):
+            with opened(Version("shop", view, root)) as reader:
+                ahead = ReadAhead(reader)
+                assert [ahead.read_page(page) for page in range(ahead.size_pages)] == expected
+                assert [ahead.read_page(page) for page in (7, 400, 3)] == [expected[page] for page in (7, 400, 3)]
+                with pytest.raises(OutOfRange):
+                    ahead.read_page(ahead.size_pages)
+                ahead.close()
+
+
+def test_a_store_is_served_once(tmp_path: Path) -> None:
+    with quire.open(tmp_path / "store", settings=QUIET) as store:
+        first, second = access_of(options_of(store)), access_of(options_of(store))
+        assert first == second
+        with first.connect() as client:
+            assert client.path == store.path
+
+
+# ── small things ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_unsigned_numbers_become_signed_with_the_same_bits() -> None:
+    batch = pa.RecordBatch.from_pydict(
+        {"h": pa.array([1, 2**64 - 1], pa.uint64()), "k": pa.array([1, 255], pa.uint8())}
+    )
+    wanted = arrow_schema(spark_schema(batch.schema))
+    assert fitted(batch, wanted).to_pydict() == {"h": [1, -1], "k": [1, 255]}
+
+
+def test_two_walks_side_by_side_find_what_differs() -> None:
+    before = {1: ("a",), 2: (1,), 4: (None,)}
+    after = {2: (1.0,), 3: ("c",), 4: (None,)}
+    assert list(merged(iter(before.items()), iter(after.items()))) == [
+        ("delete", 1, "a"),
+        ("update_before", 2, 1),
+        ("update_after", 2, 1.0),
+        ("insert", 3, "c"),
+    ]
+
+
+def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_ = Options({"Columns": "a, b ,,c", "N": "7"}, source="s", known=("columns", "n"))
+    assert (given_.names("columns"), given_.number("n", 1), given_.number("m", 1)) == (["a", "b", "c"], 7, 1)
+    with pytest.raises(InvalidInput, match="no such option"):
+        Options({"x": "1"}, source="s", known=())
+    with pytest.raises(InvalidInput, match="not an option"):
+        access_of({"store": "grpc://host:1", "token": "secret"})
+    monkeypatch.setenv("QUIRE_TOKEN_FILE", "/some/token")
+    assert access_of({"store": "grpc://host:1"}).token_file == "/some/token"
+    assert access_of({"store": "grpc+unix:///x.sock"}).token_file == "", "who comes through the socket needs none"

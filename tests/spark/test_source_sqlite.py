@@ -1,0 +1,191 @@
+"""`quire.sqlite`: rows of SQLite tables at any snapshot, as SQLite itself has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import date, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from quire.spark.sources import sqlite
+from quire.spark.sources.sqlite import FilteredSqliteReader
+from quire.spark.sources.sqlite_tables import table_schema
+from quire.spark.sources.views import Asked
+from tests.spark.sourced import Owned, owned, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ORDERS = (
+    "CREATE TABLE orders(id INTEGER PRIMARY KEY, who TEXT COLLATE NOCASE, price REAL, note, paid BOOLEAN, body BLOB)"
+)
+FILL = "INSERT INTO orders VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def orders(count: int) -> list[tuple[object, ...]]:
+    return [(n, f"{'wW'[n % 2]}{n % 7}", n / 4, None if n % 3 else n, n % 2, bytes([n % 256])) for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def owner(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
+    with owned(spark, tmp_path_factory.mktemp("sqlite") / "store") as made:
+        made.run("shop", ORDERS, FILL, rows=orders(3_000))
+        made.store.checkpoint("shop")
+        made.run("shop", "UPDATE orders SET price = -1 WHERE id = 7")
+        made.store.snapshot("shop", "monday")
+        made.run(
+            "shop", "DELETE FROM orders WHERE id < 1000", "CREATE VIEW cheap AS SELECT id FROM orders WHERE price < 300"
+        )
+        made.run(
+            "shop", 'CREATE TABLE "odd ""name"("a b" INT, rowid TEXT)', 'INSERT INTO "odd ""name" VALUES (1, \'x\')'
+        )
+        made.run(
+            "shop",
+            "CREATE TABLE pairs(a INT, b TEXT, PRIMARY KEY(a, b)) WITHOUT ROWID",
+            "INSERT INTO pairs VALUES (1, 'x')",
+        )
+        made.run("shop", "CREATE TABLE mixed(n INTEGER, d DATE, t TIMESTAMP, m DECIMAL(8,2), twice AS (n * 2))")
+        made.run("shop", "INSERT INTO mixed VALUES (1, '2024-02-29', '2024-02-29 12:30:00', '10.25'), (2, NULL, 0, 3)")
+        made.run(
+            "shop",
+            "CREATE TABLE wrong(n INTEGER, s TEXT)",
+            "INSERT INTO wrong VALUES (1, 'a'), ('many', x'00'), (2.5, NULL)",
+        )
+        for name in ("east", "west"):
+            made.run(f"{name}.shop", "CREATE TABLE t(a INT)", f"INSERT INTO t VALUES ({len(name)}), (NULL)")
+        made.run("empty.shop", "CREATE TABLE other(a)")
+        yield made
+
+
+def test_rows_are_what_sqlite_says(owner: Owned) -> None:
+    frame = owner.read("quire.sqlite", database="shop", table="orders")
+    assert frame.schema.simpleString() == (
+        "struct<id:bigint,who:string,price:double,note:string,paid:boolean,body:binary>"
+    )
+    local = owner.query("shop", "SELECT id, who, price, CAST(note AS TEXT), paid, body FROM orders")
+    assert rows_of(frame, "id") == [(*row[:4], bool(row[4]), row[5]) for row in local]
+
+
+def test_a_snapshot_stays_what_it_was_by_name_and_by_id(owner: Owned) -> None:
+    """Part of it in a chunk, part of it in the log."""
+    snapshot = next(each for each in owner.store.manifest.snapshots.of("shop") if each.name == "monday")
+    for at in ("monday", snapshot.snapshot_id):
+        frame = owner.read("quire.sqlite", database="shop", table="orders", snapshot=at)
+        assert frame.selectExpr("count(*)", "sum(id)", "min(price)").first() == (3_000, sum(range(3_000)), -1.0)
+
+
+def test_a_query_without_a_snapshot_leaves_one_that_goes_by_itself(owner: Owned) -> None:
+    owner.read("quire.sqlite", database="shop", table="pairs", keep_seconds=60).collect()
+    newest = owner.store.manifest.snapshots.of("shop")[-1]
+    assert (newest.name, newest.tags) == ("", {"by": "lend"})
+    assert 0 < newest.expires_at_ms - newest.created_at_ms <= 60_000
+
+
+def test_a_large_table_is_cut_by_its_tree(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: Spark plans in another one, which does not know of the smaller pieces."""
+    monkeypatch.setattr(sqlite, "PIECE_BYTES", 8_192)
+    given = {**owner.options, "database": "shop", "table": "orders", "snapshot": "monday", "partitions": "3"}
+    options = sqlite._options(given)
+    with options.access().connect() as client:
+        schema = table_schema(sqlite.find_in(client, Asked(options), "shop", "orders"), [], with_database=False)
+    reader = FilteredSqliteReader(options, schema)
+    parts = reader.partitions()
+    assert len(parts) == 3
+    assert sum(len(part.value) for part in parts) >= 3
+    found = [id_ for part in parts for batch in reader.read(part) for id_ in batch.column("id").to_pylist()]
+    assert sorted(found) == list(range(3_000)), "each row once"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "id = 1500", "id > 2990", "id >= 2990 and id < 2995", "id in (1, 1001, 2002)", "price < 260.5",
+        "who = 'W3'", "who > 'a'", "who >= 'W6' and who < 'w'", "who <> 'w3'", "who like 'W%'", "who like '%6%'",
+        "note is null", "note is not null", "note = '1200'", "note > '12'", "not (id > 2000)", "paid", "who in ('w1', 'w2')",
+        "body = x'05'", "id = 1500 or price < 251",
+    ],
+)  # fmt: skip
+def test_filters_mean_what_they_mean_to_spark(owner: Owned, condition: str) -> None:
+    """A column with a collation and columns that hold several types included: what is told to SQLite leaves nothing out."""
+    frame = owner.read("quire.sqlite", database="shop", table="orders")
+    local = owner.spark.createDataFrame(_plain(owner), frame.schema)
+    assert rows_of(frame.filter(condition), "id") == rows_of(local.filter(condition), "id")
+
+
+_kept: list[tuple[object, ...]] = []
+
+
+def _plain(owner: Owned) -> list[tuple[object, ...]]:
+    if not _kept:
+        rows = owner.query("shop", "SELECT id, who, price, CAST(note AS TEXT), paid, body FROM orders")
+        _kept.extend((*row[:4], bool(row[4]), row[5]) for row in rows)
+    return _kept
+
+
+def test_columns_are_chosen_and_renamed_tables_found_as_sqlite_does(owner: Owned) -> None:
+    frame = owner.read("quire.sqlite", database="shop", table="ORDERS", columns="price,ID", snapshot="monday")
+    assert frame.columns == ["price", "id"]
+    assert rows_of(frame.filter("id = 7")) == [(-1.0, 7)]
+
+
+def test_tables_of_all_sorts(owner: Owned) -> None:
+    """Odd names, a column called rowid, no rowid at all, a view, computed columns."""
+    read = owner.read
+    assert rows_of(read("quire.sqlite", database="shop", table='odd "name')) == [(1, "x")]
+    assert rows_of(read("quire.sqlite", database="shop", table="pairs")) == [(1, "x")]
+    assert read("quire.sqlite", database="shop", table="cheap").count() == 200
+    assert rows_of(read("quire.sqlite", database="shop", table="mixed", columns="twice"), "twice") == [("2",), ("4",)]
+
+
+def test_a_schema_of_the_users_goes_before(owner: Owned) -> None:
+    frame = (
+        owner.spark.read.format("quire.sqlite")
+        .options(**owner.options, database="shop", table="mixed")
+        .schema("n string, d date, t timestamp, m decimal(8,2)")
+        .load()
+    )
+    found = rows_of(frame, "n")
+    assert found[0] == ("1", date(2024, 2, 29), datetime(2024, 2, 29, 12, 30), Decimal("10.25"))
+    assert found[1] == ("2", None, datetime(1970, 1, 1), Decimal("3.00"))
+
+
+def test_values_of_another_type_are_an_error_or_null_as_asked(owner: Owned) -> None:
+    with pytest.raises(Exception, match=r"a value is no int64.*many"):
+        owner.read("quire.sqlite", database="shop", table="wrong").collect()
+    lenient = owner.read("quire.sqlite", database="shop", table="wrong", misfits="null")
+    assert sorted(rows_of(lenient), key=str) == [(1, "a"), (None, None), (None, None)]
+    assert lenient.filter("n is null").count() == 2, "what became NULL is found as NULL"
+    assert lenient.filter("n > 0").count() == 1
+
+
+def test_many_databases_at_once_with_their_names(owner: Owned) -> None:
+    frame = owner.read("quire.sqlite", databases="*.shop", table="t", absent="skip")
+    assert frame.columns == ["_database", "a"]
+    assert rows_of(frame.filter("a is not null"), "_database") == [("east.shop", 4), ("west.shop", 4)]
+    only = owner.read("quire.sqlite", databases="east.shop, west.shop", table="t").filter("_database = 'west.shop'")
+    assert rows_of(only, "a") == [("west.shop", None), ("west.shop", 4)]
+    with pytest.raises(Exception, match="the database has no such table"):
+        owner.read("quire.sqlite", databases="*.shop", table="t").collect()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"table": "t"}, "which database"),
+        ({"database": "shop", "databases": "*", "table": "t"}, "which database"),
+        ({"database": "shop"}, "needs the option `table`"),
+        ({"database": "nope", "table": "t"}, "UnknownDatabase"),
+        ({"databases": "nope,east.shop", "table": "t"}, "UnknownDatabase"),
+        ({"databases": "x*", "table": "t"}, "no page database matches"),
+        ({"database": "shop", "table": "nope"}, "the database has no such table.*it has: orders"),
+        ({"database": "shop", "table": "orders", "snapshot": "nope"}, "UnknownSnapshot"),
+        ({"database": "shop", "table": "orders", "columns": "nope"}, "the table has no such column"),
+        ({"database": "shop", "table": "orders", "misfits": "maybe"}, "one of error, null"),
+        ({"database": "shop", "table": "orders", "fork_of": "x"}, "has no such option"),
+    ],
+)
+def test_what_is_wrong_is_said(owner: Owned, options: dict[str, str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        owner.read("quire.sqlite", **options).collect()

@@ -1,0 +1,291 @@
+"""`quire.changes` as a stream: Spark's progress is the acknowledgement, and restarts lose and double nothing (K4)."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
+
+from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownSnapshot
+from quire.spark.sources.changes import SCHEMA
+from quire.spark.sources.changes_stream import ChangesStreamReader
+from quire.spark.sources.options import Options
+from tests.service.world import reserve
+from tests.spark.sourced import Owned, owned
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+KNOWN = ("cursor", "start", "database", "snapshot", "max_changes", "first", "last", "partitions")
+
+
+@pytest.fixture
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
+    with owned(spark, tmp_path / "store") as made:
+        yield made
+
+
+def commit(owner: Owned, changes: int) -> None:
+    for _ in range(changes):
+        owner.store.manifest.submit(reserve(owner.store.feed.head() + 1_000)).result()
+
+
+class Stream:
+    """The reader as Spark's process has it."""
+
+    def __init__(self, owner: Owned, **options: Any) -> None:
+        given = {**owner.options, **{name: str(value) for name, value in options.items()}}
+        self.reader = ChangesStreamReader(Options(given, source="quire.changes", known=KNOWN), SCHEMA)
+
+    def __enter__(self) -> ChangesStreamReader:
+        return self.reader
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.stop()
+
+
+def spans(reader: ChangesStreamReader, start: Any, end: Any) -> list[tuple[int, int]]:
+    return [(part.value.first, part.value.last) for part in reader.partitions(start, end)]
+
+
+# ── the reader ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_new_query_registers_its_cursor_and_an_old_one_finds_it(owner: Owned) -> None:
+    commit(owner, 5)
+    with Stream(owner, cursor="mine") as reader:
+        assert reader.initialOffset()["sequence"] == 0
+        reader.commit({**reader.initialOffset(), "sequence": 3})
+    with Stream(owner, cursor="mine", start="latest") as reader:
+        assert reader.initialOffset()["sequence"] == 3, "where a cursor stands goes before `start`"
+    with Stream(owner, cursor="new", start="latest") as reader:
+        assert reader.initialOffset()["sequence"] == owner.store.feed.head()
+    with Stream(owner, cursor="at", start="4") as reader:
+        assert reader.initialOffset()["sequence"] == 4
+
+
+def test_a_batch_ends_at_the_head_or_at_its_limit(owner: Owned) -> None:
+    commit(owner, 10)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        assert reader.latestOffset(start, ReadAllAvailable())["sequence"] == 10
+        assert reader.latestOffset(start, ReadMaxRows(4))["sequence"] == 4
+        assert reader.latestOffset(start, ReadMinRows(11)) == start
+        assert reader.reportLatestOffset()["sequence"] == 10
+        assert reader.getDefaultReadLimit() == ReadAllAvailable()
+        end = reader.latestOffset(start, ReadAllAvailable())
+        assert reader.latestOffset(end, ReadAllAvailable()) == end, "nothing new: the same offset"
+    with Stream(owner, cursor="mine", max_changes=4) as reader:
+        assert reader.getDefaultReadLimit() == ReadMaxRows(4)
+
+
+def test_a_waiting_query_hears_of_a_change_at_once(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from quire.spark.sources import changes_stream
+
+    monkeypatch.setattr(changes_stream, "WAIT_SECONDS", 30.0)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        later = threading.Timer(0.3, commit, (owner, 1))
+        later.start()
+        assert reader.latestOffset(start, ReadAllAvailable())["sequence"] == 1
+        later.join()
+
+
+def test_what_is_there_now_has_an_end(owner: Owned) -> None:
+    commit(owner, 3)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        reader.prepareForTriggerAvailableNow()
+        commit(owner, 3)
+        end = reader.latestOffset(start, ReadAllAvailable())
+        assert end["sequence"] == 3
+        assert reader.latestOffset(end, ReadAllAvailable()) == end
+
+
+def test_an_empty_range_has_no_partitions(owner: Owned) -> None:
+    commit(owner, 3)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        assert spans(reader, start, start) == []
+        assert spans(reader, start, {**start, "sequence": 3}) == [(1, 3)]
+
+
+def test_acknowledging_is_idempotent_and_moves_forward_only(owner: Owned) -> None:
+    commit(owner, 9)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        for sequence in (4, 4, 2, 9, 9):
+            reader.commit({**start, "sequence": sequence})
+        assert owner.store.feed.cursor("mine").acked_sequence == 9
+        with pytest.raises(OutOfRange):
+            reader.commit({**start, "sequence": 10_000})
+
+
+def test_an_older_checkpoint_is_refused(owner: Owned) -> None:
+    """`initialOffset` is not called on a restart: the first range must be looked at."""
+    commit(owner, 9)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        reader.commit({**start, "sequence": 5})
+    with Stream(owner, cursor="mine") as reader, pytest.raises(CursorLost, match="older checkpoint"):
+        reader.partitions({**start, "sequence": 4}, {**start, "sequence": 9})
+    with Stream(owner, cursor="mine") as reader:
+        assert spans(reader, {**start, "sequence": 5}, {**start, "sequence": 9}) == [(6, 9)]
+
+
+def test_a_cursor_that_is_gone_or_given_up_is_an_error(owner: Owned) -> None:
+    from quire.manifest.ops.cursors import LoseCursor
+
+    commit(owner, 5)
+    with Stream(owner, cursor="mine") as reader:
+        start = reader.initialOffset()
+        end = {**start, "sequence": 5}
+        owner.store.feed.drop("mine")
+        with pytest.raises(CursorLost, match="was dropped"):
+            reader.partitions(start, end)
+    with Stream(owner, cursor="other") as reader:
+        start = reader.initialOffset()
+        found = owner.store.feed.cursor("other")
+        owner.store.manifest.submit([LoseCursor(found.cursor_id, "too slow")]).result()
+        with pytest.raises(CursorLost, match="too slow"):
+            reader.partitions(start, end)
+        with pytest.raises(CursorLost, match="too slow"):
+            reader.initialOffset()
+
+
+def test_a_checkpoint_of_another_store_is_refused(owner: Owned) -> None:
+    commit(owner, 2)
+    with Stream(owner, cursor="mine") as reader, pytest.raises(InvalidInput, match="of another store"):
+        reader.latestOffset({"store": "another", "sequence": 1}, ReadAllAvailable())
+
+
+def test_a_start_that_is_no_longer_kept_is_an_error(owner: Owned) -> None:
+    commit(owner, 9)
+    owner.store.feed.register(name="keeps")
+    owner.store.feed.acknowledge("keeps", 6)
+    with Stream(owner, cursor="mine", start="2") as reader, pytest.raises(CursorLost):
+        reader.initialOffset()
+    assert [each.name for each in owner.store.feed.cursors()] == ["keeps"], "no cursor is left behind"
+
+
+def test_a_snapshot_and_the_stream_behind_it_leave_no_gap(owner: Owned) -> None:
+    owner.store.feed.register(name="keeps")
+    owner.run("shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+    commit(owner, 3)
+    owner.store.snapshot("shop", "monday")
+    published = owner.store.feed.head()
+    commit(owner, 4)
+    options = {"start": "snapshot", "database": "shop", "snapshot": "monday"}
+    with Stream(owner, cursor="mine", **options) as reader:
+        start = reader.initialOffset()
+        (change,) = [
+            each for each in owner.store.feed.fetch("keeps", 1_000).changes if each.sequence == start["sequence"]
+        ]
+        assert "PublishSnapshot" in [type(op).__name__ for op in change.operations]
+        assert start["sequence"] <= published
+        assert spans(reader, start, reader.latestOffset(start, ReadAllAvailable()))[0][0] == start["sequence"] + 1
+    with (
+        Stream(owner, cursor="two", start="snapshot", database="shop", snapshot="nope") as reader,
+        pytest.raises(UnknownSnapshot),
+    ):
+        reader.initialOffset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the option `cursor`"),
+        ({"cursor": "c", "start": "tomorrow"}, "oldest, latest, snapshot or a sequence"),
+        ({"cursor": "c", "start": "snapshot"}, "needs the option `database`"),
+        ({"cursor": "c", "first": "1"}, "are for ranges"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(owner: Owned, options: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Stream(owner, **options)
+
+
+# ── with Spark ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def read_all(owner: Owned, base: Path, **options: Any) -> list[int]:
+    """Run the query over what is there now, with its checkpoint; what its sink has then."""
+    given = {"cursor": "sink", **{name: str(value) for name, value in options.items()}}
+    frame = owner.spark.readStream.format("quire.changes").options(**owner.options, **given).load()
+    query = (
+        frame.select("sequence")
+        .writeStream.format("parquet")
+        .option("path", str(base / "out"))
+        .option("checkpointLocation", str(base / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    return [row.sequence for row in owner.spark.read.parquet(str(base / "out")).orderBy("sequence").collect()]
+
+
+def test_restarts_lose_and_double_nothing_and_the_acknowledgement_trails(owner: Owned, tmp_path: Path) -> None:
+    commit(owner, 40)
+    assert read_all(owner, tmp_path, max_changes=15) == list(range(1, 41))
+    acked = owner.store.feed.cursor("sink").acked_sequence
+    assert acked == 30, "the last batch is acknowledged while the next one is planned, and there was none"
+    commit(owner, 5)
+    assert read_all(owner, tmp_path, max_changes=15) == list(range(1, 46))
+    assert owner.store.feed.cursor("sink").acked_sequence == 40
+    assert read_all(owner, tmp_path) == list(range(1, 46)), "nothing new: nothing is read"
+
+
+def test_a_query_whose_cursor_was_given_up_fails(owner: Owned, tmp_path: Path) -> None:
+    commit(owner, 5)
+    read_all(owner, tmp_path)
+    owner.store.feed.drop("sink")
+    commit(owner, 5)
+    with pytest.raises(Exception, match=r"CursorLost.*was dropped"):
+        read_all(owner, tmp_path)
+
+
+DRIVER = """
+import sys
+from quire.spark.session import session
+store, base = sys.argv[1:]
+spark = session("local[2]", memory="1g")
+query = (
+    spark.readStream.format("quire.changes").option("store", store).option("cursor", "sink").option("max_changes", 40).load()
+    .select("sequence").writeStream.format("parquet").option("path", base + "/out")
+    .option("checkpointLocation", base + "/checkpoint").start()
+)
+print("started", flush=True)
+query.awaitTermination()
+"""
+
+
+def acked(owner: Owned) -> int:
+    """How far the query has come; -1 before it has begun."""
+    return next((each.acked_sequence for each in owner.store.feed.cursors() if each.name == "sink"), -1)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_loses_and_doubles_nothing(owner: Owned, tmp_path: Path) -> None:
+    dice = random.Random(7)
+    for _ in range(3):
+        before = acked(owner)
+        with subprocess.Popen(
+            [sys.executable, "-c", DRIVER, owner.store.path, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as driver:
+            assert driver.stdout is not None
+            assert driver.stdout.readline().strip() == "started"
+            over = time.monotonic() + 120
+            while acked(owner) <= max(before, 0) and time.monotonic() < over:  # until it has committed a batch
+                commit(owner, 20)
+                time.sleep(0.05)
+            time.sleep(dice.uniform(0, 2))
+            driver.send_signal(signal.SIGKILL)
+        assert acked(owner) > max(before, 0), "it has read something before it was killed"
+    head = owner.store.feed.head()
+    assert read_all(owner, tmp_path, max_changes=2_000) == list(range(1, head + 1))

@@ -1,0 +1,127 @@
+"""`quire.table`: every table of the manifest, whole and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
+
+from quire.manifest import tables as t
+from quire.manifest.arrow import schema as arrow_schema_of
+from quire.manifest.ops.jobs import EnqueueJob
+from quire.manifest.records import JobKind
+from quire.service import tables as owner_tables
+from quire.spark import session as room
+from quire.spark.sources.shapes import spark_schema
+from quire.spark.sources.table import Window, window_of
+from tests.spark.sourced import Owned, owned, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(scope="module")
+def owner(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
+    with owned(spark, tmp_path_factory.mktemp("table") / "store") as made:
+        for number in range(5):
+            made.store.create(f"db{number}", "stream", tags={"n": str(number)})
+        record = made.store.manifest.jobs.record(JobKind.VERIFY, 0, b"payload")
+        made.store.manifest.submit([EnqueueJob(number, record) for number in range(1, 3_001)]).result()
+        yield made
+
+
+def test_rows_are_those_of_the_manifest(owner: Owned) -> None:
+    with owner.store.manifest.read() as txn:
+        local = txn.to_arrow("db").to_pydict()
+    found = rows_of(owner.read("quire.table", table="db"), "db_id")
+    assert found == list(zip(*local.values()))
+
+
+def test_every_table_has_a_schema_that_spark_takes(owner: Owned) -> None:
+    """And an empty table is an empty frame."""
+    for table in t.TABLES.values():
+        assert spark_schema(arrow_schema_of(table)).names == arrow_schema_of(table).names
+    assert rows_of(owner.read("quire.table", table="snapshot_index")) == []
+
+
+def test_a_large_table_is_read_in_parts_that_together_are_all(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_tables, "CUT_ROWS_MIN", 100)
+    frame = owner.read("quire.table", table="job_queue", columns="job_id", partitions=4)
+    assert frame.rdd.getNumPartitions() == 4
+    assert [row.job_id for row in frame.orderBy("job_id").collect()] == list(range(1, 3_001))
+    assert frame.filter("job_id >= 1000 and job_id < 1010").count() == 10
+
+
+def test_columns_are_chosen_by_an_option(owner: Owned) -> None:
+    frame = owner.read("quire.table", table="db", columns="name, db_id")
+    assert frame.columns == ["name", "db_id"]
+    assert rows_of(frame.filter("db_id = 2")) == [("db1", 2)]
+
+
+WAL, NAMES = t.TABLES["wal_catalog"], t.TABLES["db_names"]
+
+
+@pytest.mark.parametrize(
+    ("table", "filters", "window"),
+    [
+        (WAL, [], Window()),
+        (WAL, [EqualTo(("db_id",), 7)], Window((7,))),
+        (WAL, [EqualTo(("db_id",), 7), EqualTo(("segment_id",), 3)], Window((7, 3))),
+        (WAL, [GreaterThan(("db_id",), 7)], Window((), (8, 0))),
+        (WAL, [GreaterThanOrEqual(("db_id",), 7), LessThan(("db_id",), 9)], Window((), (7, 0), (9, 0))),
+        (WAL, [EqualTo(("db_id",), 7), LessThanOrEqual(("segment_id",), 3)], Window((7,), None, (7, 4))),
+        (WAL, [EqualTo(("segment_id",), 3)], Window()),
+        (WAL, [EqualTo(("db_id",), -1)], Window()),
+        (WAL, [LessThanOrEqual(("db_id",), 2**32 - 1)], Window()),
+        (WAL, [GreaterThan(("db_id",), "7")], Window()),
+        (WAL, [In(("db_id",), (1, 2))], Window()),
+        (WAL, [EqualTo(("db_id", "inner"), 7)], Window()),
+        (NAMES, [EqualTo(("name",), "db3")], Window(("db3",))),
+        (NAMES, [GreaterThan(("name",), "db3")], Window()),
+    ],
+)
+def test_filters_on_the_key_narrow_what_is_read(table: t.Table[Any], filters: list[Any], window: Window) -> None:
+    assert window_of(table, filters) == window
+
+
+def test_filters_work_where_spark_does_not_push_them(owner: Owned) -> None:
+    """K5: a reader with `pushFilters` would fail every query there."""
+    spark, setting = owner.spark, "spark.sql.python.filterPushdown.enabled"
+    spark.conf.set(setting, "false")
+    try:
+        room.attach(spark)
+        assert rows_of(owner.read("quire.table", table="db", columns="db_id").filter("db_id = 2")) == [(2,)]
+    finally:
+        spark.conf.set(setting, "true")
+        room.attach(spark)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the option `table`"),
+        ({"table": "nope"}, "the manifest has no such table"),
+        ({"table": "db", "columns": "nope"}, "the table has no such column"),
+        ({"table": "db", "tabel": "db"}, "has no such option"),
+        ({"table": "db", "token": "secret"}, "a token is not an option"),
+        ({"table": "db", "partitions": "many"}, "a whole number from 1 on"),
+    ],
+)
+def test_what_is_wrong_is_said(owner: Owned, options: dict[str, str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        owner.read("quire.table", **options).collect()
+
+
+def test_without_store_or_owner_it_says_so(owner: Owned, tmp_path: Path) -> None:
+    read = owner.spark.read.format("quire.table").option("table", "db")
+    with pytest.raises(Exception, match="which store"):
+        read.load().collect()
+    with pytest.raises(Exception, match=r"StoreNotFound.*there is no store here"):
+        read.option("store", str(tmp_path)).load().collect()
+    with owned(owner.spark, tmp_path / "other") as other:
+        pass
+    with pytest.raises(Exception, match=r"Unavailable.*no owner listens for this store"):
+        read.option("store", other.store.path).load().collect()

@@ -1,0 +1,139 @@
+"""`df.write.format("quire.sqlite")`: all of a job's rows or none, once, whatever becomes of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pyspark.sql.types import LongType, StructField, StructType
+
+from quire.spark.sources.options import Options
+from quire.spark.sources.sqlite import WRITING
+from quire.spark.sources.sqlite_writer import PartMessage, SqliteWriter
+from tests.spark.sourced import Owned, owned
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@pytest.fixture
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
+    with owned(spark, tmp_path / "store") as made:
+        made.run("shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, who TEXT)", "INSERT INTO t VALUES (0, 'before')")
+        yield made
+
+
+def write(owner: Owned, frame: DataFrame, mode: str = "append", **options: Any) -> None:
+    given = {"database": "shop", "table": "t", **options}
+    frame.write.format("quire.sqlite").mode(mode).options(**owner.options, **given).save()
+
+
+def staged(owner: Owned) -> list[Path]:
+    return list(Path(owner.store.path, "scratch").glob("*"))
+
+
+def test_rows_of_all_tasks_are_appended_in_one_transaction(owner: Owned) -> None:
+    before = owner.query("shop", "PRAGMA quire_epoch")
+    frame = owner.spark.range(1, 1_001, numPartitions=3).selectExpr("id", "concat('w', id) AS who")
+    write(owner, frame)
+    assert owner.query("shop", "SELECT count(*), min(who), sum(id) FROM t") == [(1_001, "before", sum(range(1_001)))]
+    assert owner.query("shop", "SELECT rows FROM quire_loads") == [(1_000,)]
+    assert owner.query("shop", "PRAGMA quire_epoch") != before
+    assert staged(owner) == []
+
+
+def test_overwriting_replaces_the_rows_and_columns_are_matched_by_name(owner: Owned) -> None:
+    write(owner, owner.spark.range(5, 7).selectExpr("'x' AS who", "id"), "overwrite")
+    assert owner.query("shop", "SELECT * FROM t") == [(5, "x"), (6, "x")]
+
+
+def test_a_new_table_has_the_types_of_the_frame_and_is_read_back_as_it_was(owner: Owned) -> None:
+    frame = owner.spark.sql(
+        "SELECT 1 AS n, 2.5D AS r, 'é' AS s, true AS b, X'00FF' AS x, DATE'2024-02-29' AS d, "
+        "TIMESTAMP'2024-02-29 12:30:00.5' AS t, CAST(1.25 AS DECIMAL(8,2)) AS m, CAST(NULL AS INT) AS z"
+    )
+    write(owner, frame, table="made")
+    (sql,) = owner.query("shop", "SELECT sql FROM sqlite_schema WHERE name = 'made'")[0]
+    assert '"n" INTEGER' in sql
+    assert '"d" DATE' in sql
+    back = owner.spark.read.format("quire.sqlite").options(**owner.options, database="shop", table="made")
+    assert back.schema(frame.schema).load().collect() == frame.collect()
+
+
+def test_an_empty_frame_writes_nothing_and_succeeds(owner: Owned) -> None:
+    write(owner, owner.spark.range(0).selectExpr("id", "'x' AS who"))
+    assert owner.query("shop", "SELECT count(*) FROM t") == [(1,)]
+
+
+def test_a_job_that_fails_leaves_nothing(owner: Owned) -> None:
+    frame = owner.spark.range(1, 101, numPartitions=2).selectExpr(
+        "id", "if(id = 99, raise_error('no luck'), 'x') AS who"
+    )
+    with pytest.raises(Exception, match="no luck"):
+        write(owner, frame)
+    assert owner.query("shop", "SELECT count(*) FROM t") == [(1,)]
+    assert staged(owner) == []
+
+
+def test_rows_that_the_table_refuses_fail_the_job_and_leave_nothing(owner: Owned) -> None:
+    with pytest.raises(Exception, match=r"Conflict.*UNIQUE"):
+        write(owner, owner.spark.range(0, 10).selectExpr("id", "'x' AS who"))
+    assert owner.query("shop", "SELECT * FROM t") == [(0, "before")]
+    assert staged(owner) == []
+
+
+def test_into_a_fork_that_is_made_with_it(owner: Owned) -> None:
+    owner.store.snapshot("shop", "monday")
+    owner.run("shop", "DELETE FROM t")
+    frame = owner.spark.range(1, 3).selectExpr("id", "'x' AS who")
+    write(owner, frame, database="copy", fork_of="shop", fork_at="monday")
+    assert owner.query("copy", "SELECT * FROM t") == [(0, "before"), (1, "x"), (2, "x")]
+    assert owner.query("shop", "SELECT * FROM t") == []
+    write(owner, owner.spark.range(3, 4).selectExpr("id", "'y' AS who"), database="copy", fork_of="shop")
+    assert owner.query("copy", "SELECT count(*) FROM t") == [(4,)]
+
+
+def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Spark does when an executor dies, or when the answer to a commit is lost."""
+    import pyarrow as pa
+
+    given = {**owner.options, "database": "shop", "table": "t"}
+    schema = StructType([StructField("id", LongType())])
+    writer = SqliteWriter(Options(given, source="test", known=WRITING), schema, overwrite=False)
+    batch = pa.RecordBatch.from_pydict({"id": [1, 2, 3]})
+
+    class Context:
+        def __init__(self, attempt: int) -> None:
+            self.attempt = attempt
+
+        def partitionId(self) -> int:  # noqa: N802 - Spark gives these names
+            return 0
+
+        def taskAttemptId(self) -> int:  # noqa: N802
+            return self.attempt
+
+    sent = []
+    for attempt in (1, 2):
+        monkeypatch.setattr("pyspark.TaskContext.get", lambda attempt=attempt: Context(attempt))
+        sent.append(writer.write(iter([batch])))
+    assert sent == [PartMessage("0-1", 3), PartMessage("0-2", 3)]
+    for _ in range(2):
+        writer.commit([sent[1]])
+    assert owner.query("shop", "SELECT id FROM t ORDER BY id") == [(0,), (1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ("array(1) AS a", {}, r"no place for array"),
+        ("1 AS a", {"database": "nope"}, "UnknownDatabase"),
+        ("1 AS a", {"table": "nope", "create": "false"}, "no such table"),
+        ("1 AS a", {}, "no column named a"),
+        ("1 AS a", {"snapshot": "monday"}, "has no such option"),
+    ],
+)
+def test_what_is_wrong_is_said(owner: Owned, columns: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        write(owner, owner.spark.sql(f"SELECT {columns}"), **options)

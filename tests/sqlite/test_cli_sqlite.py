@@ -1,0 +1,314 @@
+"""`quire sqlite`: import, export, follow and shell, as people and scripts call them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import apsw
+import pytest
+
+import quire
+from quire.cli import main
+from quire.core.errors import SnapshotGone
+from quire.sqlite.exporting import export_file
+from tests.cli.conftest import Ended, on_a_terminal, quire_program
+from tests.house.tree import SRC
+from tests.sqlite.followed import Obedient, content, truth
+from tests.sqlite.ordinary import dump, integrity, make
+
+WAL = "PRAGMA journal_mode=wal; PRAGMA wal_autocheckpoint=20"
+TABLE = "CREATE TABLE t (id INTEGER PRIMARY KEY, x)"
+ROW = "INSERT INTO t (x) VALUES (randomblob(3000))"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "store"
+    quire.open(path).close()
+    yield path
+    with quire.open(path) as store:
+        assert store.manifest.check() == []
+
+
+def run(root: Path, *arguments: str, typed: str = "") -> Ended:
+    """Run a command in this process: starting one takes longer than most of them."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        code = main.run(["sqlite", *arguments, "--store", str(root)])
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def test_in_and_out(root: Path, tmp_path: Path) -> None:
+    file, out = make(tmp_path / "shop.db"), tmp_path / "out.db"
+    first = run(root, "import", str(file))
+    assert (first.code, first.err) == (0, "")
+    assert first.out.startswith(f"imported {file} as shop: ")
+    with quire.open(root) as store:
+        store.snapshot("shop", "monday")
+    monday = file.read_bytes()
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE item SET name = 'changed' WHERE id = 7")
+        connection.commit()
+    second = run(root, "import", str(file), "shop", "--json").data
+    assert (second["created"], second["name"], second["note"]) == (False, "shop", "")
+    assert 0 < second["changed_pages"] < second["size_pages"]
+    assert "is as" in run(root, "import", str(file)).out
+
+    done = run(root, "export", "shop", str(out), "--check", "--json").data
+    assert dump(out) == dump(file)
+    assert done["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    taken = run(root, "export", "shop", str(out))
+    assert (taken.code, taken.out) == (4, "")
+    assert "--force" in taken.err
+    for at in ("monday", "1"):
+        told = run(root, "export", "shop", str(out), "--at", at, "--force")
+        assert "as of snapshot monday (id 1)" in told.out
+        assert out.read_bytes() == monday
+    again = run(root, "export", "shop", str(out), "--at", done["epoch"], "--force", "--json")
+    assert again.data["lsn"] == done["lsn"]
+    later = run(root, "export", "shop", str(out), "--at", "2100-01-01", "--force", "--json")
+    assert later.data["lsn"] == done["lsn"]
+    assert integrity(out) == "ok"
+
+
+def test_what_cannot_be_done_has_its_code(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "noise.db").write_bytes(os.urandom(5000))
+    refused = run(root, "import", str(tmp_path / "noise.db"), "--json")
+    assert refused.code == 2
+    error = json.loads(refused.err)["error"]
+    assert error["kind"] == "InvalidInput"
+    assert "encrypted" in error["next"]
+    assert run(root, "import", str(tmp_path / "missing.db")).code == 3
+    file = make(tmp_path / "shop.db")
+    os.truncate(file, 8192)
+    assert run(root, "import", str(file)).code == 7
+    file.unlink()
+    run(root, "import", str(make(file)))
+    assert run(root, "import", str(make(tmp_path / "small.db", page_size=512)), "shop").code == 8
+    assert run(root, "export", "nobody", str(tmp_path / "out.db")).code == 3
+    unknown = run(root, "export", "shop", str(tmp_path / "out.db"), "--at", "never")
+    assert unknown.code == 3
+    assert "quire snapshot ls shop" in unknown.err
+    assert run(root, "follow", str(file), "--once", "--interval", "0").code == 2
+
+
+@pytest.mark.parametrize("point", ["pages.segment.frames", "pages.wal.synced"])
+def test_an_import_that_was_killed_is_done_again(root: Path, tmp_path: Path, point: str) -> None:
+    file = make(tmp_path / "shop.db")
+    env = {"QUIRE_FAILPOINTS": f"{point}=kill"}
+    killed = quire_program("sqlite", "import", str(file), "--store", str(root), env=env)
+    assert killed.returncode == -signal.SIGKILL
+    with quire.open(root) as store:
+        assert content(store, "shop") in (b"", file.read_bytes()), "all of it or nothing"
+    assert run(root, "import", str(file)).code == 0
+    with quire.open(root) as store:
+        assert content(store, "shop") == file.read_bytes()
+
+
+def test_progress_is_for_terminals(root: Path, tmp_path: Path) -> None:
+    file = make(tmp_path / "shop.db")
+    shown = "\n".join(on_a_terminal("sqlite", "import", str(file), "--store", str(root)))
+    assert "copying" in shown
+    assert "/s" in shown, "the rate"
+    assert run(root, "import", str(file), "other").err == ""
+
+
+def test_follow_once_takes_what_is_new(root: Path, tmp_path: Path) -> None:
+    with Obedient(tmp_path / "app.db") as app:
+        app.do(WAL, TABLE, ROW)
+        first = run(root, "follow", str(app.path), "--once", "--json").data
+        assert (first["name"], first["compares"], first["transactions"]) == ("app", 1, 0)
+        app.do(ROW, ROW)
+        second = run(root, "follow", str(app.path), "--once")
+        assert second.out == f"app is as {app.path}: 2 transactions; {second.out.split('; ')[1]}"
+        assert run(root, "follow", str(app.path), "--once").out == f"app is as {app.path}: nothing was new\n"
+        with quire.open(root) as store:
+            assert content(store, "app") == truth(app.path)
+    assert run(root, "follow", str(tmp_path / "missing.db"), "--once").code == 3
+
+
+def start_following(root: Path, file: Path, **more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "quire", "sqlite", "follow", str(file), "copy", "--interval", "0.02", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(SRC), **more}
+    return subprocess.Popen([*command, "--store", str(root)], stdout=subprocess.PIPE, text=True, env=env)
+
+
+def wait_for_position(root: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not list(root.glob("pages/*/follow.json")):
+        assert time.monotonic() < deadline, "nothing was followed"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_follow_ends_in_order(root: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with Obedient(tmp_path / "app.db") as app:
+        app.do(WAL, TABLE, ROW)
+        process = start_following(root, app.path)
+        wait_for_position(root)
+        app.do(*[ROW] * 50)
+        time.sleep(0.3)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert json.loads(out)["lsn"] > 0
+        run(root, "follow", str(app.path), "copy", "--once")
+        with quire.open(root) as store:
+            assert content(store) == truth(app.path)
+
+
+@pytest.mark.parametrize("point", ["sqlite.follow.committed", "pages.wal.synced"])
+def test_a_follower_killed_at_a_point_goes_on(root: Path, tmp_path: Path, point: str) -> None:
+    with Obedient(tmp_path / "app.db") as app:
+        app.do(WAL, TABLE, ROW)
+        for hits in (0, 3):
+            process = start_following(root, app.path, QUIRE_FAILPOINTS=f"{point}={hits}*off->kill")
+            deadline = time.monotonic() + 120
+            while process.poll() is None and time.monotonic() < deadline:  # it dies at a commit: so there must be some
+                app.do(ROW, "UPDATE t SET x = randomblob(500) WHERE id % 9 = 1")
+                time.sleep(0.03)
+            process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL
+        run(root, "follow", str(app.path), "copy", "--once")
+        with quire.open(root) as store:
+            assert content(store) == truth(app.path)
+
+
+# ── the shell ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_shell_runs_statements(root: Path, tmp_path: Path) -> None:
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    with quire.open(root) as store:
+        store.snapshot("shop", "monday")
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item").out == "200\n"
+    assert run(root, "shell", "shop", "DELETE FROM item WHERE id > 50").code == 0
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item", "PRAGMA integrity_check").out == "50\nok\n"
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item", "--at", "monday").out == "200\n"
+    wrong = run(root, "shell", "shop", "SELECT nonsense")
+    assert wrong.code == 2
+    assert "no such column: nonsense" in wrong.err
+    read_only = run(root, "shell", "shop", "DELETE FROM item", "--at", "monday")
+    assert read_only.code == 2
+    assert "readonly" in read_only.err
+    assert run(root, "shell", "nobody").code == 3
+
+
+def test_the_shell_reads_what_is_typed(root: Path, tmp_path: Path) -> None:
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    typed = "SELECT 'hello ' || count(*) FROM item;\n.tables item%\n"
+    ended = run(root, "shell", "shop", typed=typed)
+    assert (ended.code, ended.err) == (0, "")
+    assert "hello 200" in ended.out
+    assert "item" in ended.out.splitlines()[-1]
+    assert run(root, "shell", "shop", typed=".exit 3\n").code == 3
+    as_a_program = quire_program("sqlite", "shell", "shop", "--store", str(root), input=typed)
+    assert as_a_program.stdout == ended.out
+
+
+def test_changes_made_in_the_shell_come_out(root: Path, tmp_path: Path) -> None:
+    """Import, modify through SQLite on quire, export: as if SQLite had done it on a file."""
+    file, out = make(tmp_path / "shop.db", page_size=1024, auto_vacuum=1), tmp_path / "out.db"
+    run(root, "import", str(file))
+    changes = (
+        "DELETE FROM item WHERE id % 3 = 0",
+        "UPDATE price SET cents = cents * 2 WHERE item > 20",
+        "INSERT INTO words VALUES ('added in the shell')",
+        "CREATE TABLE more AS SELECT name, length(picture) AS bytes FROM item",
+    )
+    assert run(root, "shell", "shop", *changes).code == 0
+    assert run(root, "export", "shop", str(out), "--check").code == 0
+    with closing(apsw.Connection(str(file))) as connection:
+        for each in changes:
+            connection.execute(each)
+    assert dump(out) == dump(file)
+
+
+# ── for long ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+BUSY = """
+import os, random, sqlite3, sys, time
+rng = random.Random(int(sys.argv[2]))
+connection = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
+connection.execute("PRAGMA journal_mode=wal")
+connection.execute("PRAGMA synchronous=off")
+connection.execute(f"PRAGMA wal_autocheckpoint={rng.choice((5, 50, 500))}")
+connection.execute("CREATE TABLE IF NOT EXISTS t (id INTEGER PRIMARY KEY, x)")
+connection.execute("CREATE TABLE IF NOT EXISTS pair (a, b)")
+if not connection.execute("SELECT count(*) FROM pair").fetchone()[0]:
+    connection.execute("INSERT INTO pair VALUES (0, 0)")
+while True:
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("UPDATE pair SET a = a + 1")
+    for _ in range(rng.randrange(6)):
+        connection.execute("INSERT OR REPLACE INTO t VALUES (?, randomblob(?))", (rng.randrange(300), rng.randrange(6000)))
+    connection.execute("UPDATE pair SET b = a")
+    connection.execute("COMMIT")
+    if rng.random() < 0.01:
+        connection.execute(f"PRAGMA wal_checkpoint({rng.choice(('PASSIVE', 'RESTART', 'TRUNCATE'))})")
+    if rng.random() < 0.3:
+        time.sleep(rng.random() * 0.01)
+"""
+
+
+def kill_both_again_and_again(root: Path, tmp_path: Path, seed: int, lives: int) -> None:
+    """A writing program and its follower die at any moment, each on its own; versions are whole, the last one is the file."""
+    rng = random.Random(seed)
+    file = tmp_path / "app.db"
+    writer = subprocess.Popen([sys.executable, "-c", BUSY, str(file), str(seed)])
+    process = start_following(root, file)
+    try:
+        for life in range(lives):
+            time.sleep(0.4 + rng.random() * 1.2)
+            if rng.random() < 0.4:
+                writer.kill()
+                writer.wait()
+                writer = subprocess.Popen([sys.executable, "-c", BUSY, str(file), str(seed * 100 + life)])
+            else:
+                process.kill()
+                process.communicate()
+                process = start_following(root, file)
+        time.sleep(1.5)
+    finally:
+        writer.kill()
+        writer.wait()
+        process.kill()
+        process.communicate()
+    run(root, "follow", str(file), "copy", "--once")
+    with quire.open(root) as store:
+        assert content(store) == truth(file)
+        assert_versions_are_whole(store, tmp_path / "version.db")
+
+
+def assert_versions_are_whole(store: quire.Store, out: Path) -> None:
+    newest = store.pages.open("copy").durable_version()[0]
+    looked = 0
+    for lsn in range(newest, 0, -max(newest // 12, 1)):
+        try:
+            export_file(store.pages, "copy", out, at=lsn, force=True, check=True)
+        except SnapshotGone:
+            break  # a checkpoint of ours has gone beyond it
+        with closing(apsw.Connection(str(out))) as connection:
+            assert connection.execute("SELECT a = b FROM pair").fetchall() in ([], [(1,)])
+        looked += 1
+    assert looked
+
+
+def test_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path) -> None:
+    kill_both_again_and_again(root, tmp_path, seed=1, lives=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_long_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path, seed: int) -> None:
+    kill_both_again_and_again(root, tmp_path, seed, lives=20)

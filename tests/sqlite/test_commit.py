@@ -1,0 +1,277 @@
+"""A transaction is there whole or not at all: rollbacks of every kind, and commits that fail at every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import apsw
+import pytest
+
+import quire
+from quire.core.errors import DiskFull, QuotaExceeded, StoreUnusable
+from quire.durable.files import OsDisk
+from quire.pages.wal import Wal
+from quire.sqlite import live
+from quire.sqlite.trouble import made
+from quire.store.store import Store
+from quire.testing.faults import Fault, FaultyDisk
+from tests.sqlite.conftest import SETTINGS, Connect, count
+
+
+# ── rolling back ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_rollback_after_the_cache_spilled(shop: apsw.Connection, connect: Connect) -> None:
+    shop.pragma("cache_size", 10)
+    before, epoch = checksum(shop), shop.pragma("quire_epoch")
+    shop.execute("begin")
+    shop.executemany("insert into t values (?, ?)", ((number, "x" * 900) for number in range(1_000, 2_000)))
+    shop.execute("update t set b = 'gone'")
+    assert count(connect()) == 10, "nobody sees it"
+    shop.execute("rollback")
+    assert checksum(shop) == before == checksum(connect())
+    assert shop.pragma("quire_epoch") == epoch, "nothing was committed, not even what was there before"
+    assert shop.pragma("integrity_check") == "ok"
+
+
+def test_rollback_of_the_first_transaction_leaves_an_empty_database(connect: Connect) -> None:
+    connection = connect("fresh")
+    connection.pragma("cache_size", 5)
+    connection.execute("begin; create table t(a)")
+    connection.executemany("insert into t values (?)", (("x" * 3_000,) for _ in range(100)))
+    connection.execute("rollback")
+    assert connection.execute("select count(*) from sqlite_schema").get == 0
+    connection.execute("create table u(a)")
+    assert connect("fresh").execute("select name from sqlite_schema").get == "u"
+
+
+def test_savepoints_roll_back_to_where_they_were(shop: apsw.Connection, connect: Connect) -> None:
+    shop.pragma("cache_size", 10)
+    shop.execute("begin; delete from t where id = 0; savepoint a")
+    shop.executemany("insert into t values (?, ?)", ((number, "x" * 900) for number in range(1_000, 1_500)))
+    shop.execute("savepoint b; delete from t; rollback to b")
+    assert count(shop) == 509
+    shop.execute("rollback to a; insert into t values (50, 'kept'); release a; commit")
+    assert count(connect()) == 10
+
+
+def test_a_statement_that_fails_in_the_middle_is_undone_alone(shop: apsw.Connection, connect: Connect) -> None:
+    shop.execute("begin; insert into t values (50, 'kept')")
+    with pytest.raises(apsw.ConstraintError):
+        shop.execute("insert into t select 100 - id * 10, 'x' from t order by id")
+    shop.execute("commit")
+    assert count(connect()) == 11
+
+
+def test_a_connection_that_is_closed_or_forgotten_in_a_transaction_lets_others_write(
+    store: Store, shop: apsw.Connection, connect: Connect
+) -> None:
+    other = store.sqlite("shop")
+    other.execute("begin immediate; delete from t")
+    other.close()
+    shop.execute("insert into t values (50, 'next')")
+    forgotten = store.sqlite("shop")
+    forgotten.execute("begin immediate; delete from t")
+    del forgotten
+    shop.execute("insert into t values (51, 'next')")
+    assert count(connect()) == 12
+
+
+def test_a_transaction_that_changes_nothing_commits_nothing(shop: apsw.Connection) -> None:
+    before = shop.pragma("quire_epoch")
+    shop.execute("begin immediate; commit; begin exclusive; rollback; begin; select * from t; commit").fetchall()
+    shop.execute("delete from t where id = -1")
+    assert shop.pragma("quire_epoch") == before
+
+
+# ── synchronous ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_full_waits_for_the_disk_and_normal_does_not(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+    wal = store.pages.open("shop").wal
+    assert shop.pragma("synchronous") == 2
+    for level, waits in (("full", True), ("normal", False), ("off", False), ("extra", True), ("2", True)):
+        shop.pragma("synchronous", level)
+        before = wal.syncs
+        shop.execute("update t set b = ?", (level,))
+        assert (wal.syncs > before) is waits or (not waits and wal.durable is wal.written), level
+        assert connect().execute("select distinct b from t").get == level, "everybody sees it at once"
+
+
+def test_the_level_stays_where_sqlite_refuses_to_change_it(store: Store, shop: apsw.Connection) -> None:
+    wal = store.pages.open("shop").wal
+    shop.execute("begin")
+    with pytest.raises(apsw.SQLError, match="inside a transaction"):
+        shop.pragma("synchronous", "off")
+    shop.execute("delete from t where id = 1")
+    with pytest.raises(apsw.SQLError, match="inside a transaction"):
+        shop.pragma("synchronous", "off")
+    shop.execute("commit")
+    assert wal.durable is wal.written
+
+
+def test_what_nobody_waited_for_is_synced_within_a_second_or_so(store: Store, shop: apsw.Connection) -> None:
+    wal = store.pages.open("shop").wal
+    shop.pragma("synchronous", "off")
+    shop.execute("delete from t")
+    deadline = time.monotonic() + 10
+    while wal.durable.lsn < wal.written.lsn and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert wal.durable.lsn == wal.written.lsn
+
+
+# ── failing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def faulty(root: Path) -> Iterator[tuple[Store, FaultyDisk]]:
+    """A store on a disk that can be told to fail: by setting `_fail_at` after `calls` was cleared."""
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="none")
+    with suppress(StoreUnusable), quire.open(root, settings=SETTINGS, disk=disk) as store:
+        yield store, disk
+
+
+def arm(disk: FaultyDisk, fault: Fault, operation: str, fail_at: int) -> None:
+    """The n-th such call on a WAL segment from now on fails."""
+    disk.calls.clear()
+    disk.fired = False
+    disk._fault, disk._operation, disk._path, disk._fail_at = fault, operation, "*.seg*", fail_at
+
+
+def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -> None:
+    """A large transaction needs new segments; each call that makes one fails once. Nothing is lost, nothing is half there."""
+    store, disk = faulty
+    connection, other = store.sqlite("shop", create=True), store.sqlite("shop")
+    connection.execute("create table t(id integer primary key, b text)")
+    connection.execute("insert into t values (0, 'kept')")
+    failed = 0
+    for fail_at in range(1, 60):
+        error = large_transaction(connection, disk, fail_at)
+        if error is None:
+            break
+        failed += 1
+        assert isinstance(error.__cause__, DiskFull)
+        assert "rolled back" in str(error)
+        assert count(connection) == count(other) == 1
+        assert connection.pragma("integrity_check") == "ok"
+    assert failed >= 1, "the fault was never met"
+    assert count(connection) == count(other) == 801
+    connection.close()
+    other.close()
+
+
+def large_transaction(connection: apsw.Connection, disk: FaultyDisk, fail_at: int) -> apsw.FullError | None:
+    """Write more than the open segment has room for while the n-th opening of a segment fails; the error, if it was met."""
+    arm(disk, Fault.ENOSPC, "open", fail_at)
+    try:
+        connection.execute("begin")
+        connection.executemany("insert into t(b) values (?)", (("x" * 3_000,) for _ in range(800)))
+        connection.execute("commit")
+    except apsw.FullError as error:
+        return error
+    finally:
+        arm(disk, Fault.ENOSPC, "none", 0)
+    return None
+
+
+def test_a_failed_sync_stops_writes_until_somebody_connects_anew(faulty: tuple[Store, FaultyDisk]) -> None:
+    store, disk = faulty
+    connection, reader = store.sqlite("shop", create=True), store.sqlite("shop")
+    connection.execute("create table t(a); insert into t values (1)")
+    arm(disk, Fault.EIO, "sync", 1)
+    with pytest.raises(apsw.IOError, match="nobody knows") as caught:
+        connection.execute("insert into t values (2)")
+    assert caught.value.__cause__ is not None
+    assert disk.fired
+    for each in (connection, reader):
+        with pytest.raises(apsw.IOError, match="WAL failed") as caught:
+            each.execute("insert into t values (3)")
+        assert isinstance(caught.value.__cause__, StoreUnusable)
+    arm(disk, Fault.EIO, "none", 0)
+    fresh = store.sqlite("shop")
+    there = count(fresh)
+    assert there in (1, 2), "nobody knows which"
+    fresh.execute("insert into t values (3)")
+    for each in (connection, reader, fresh):  # the older ones go on with it
+        assert count(each) == there + 1
+        each.close()
+
+
+def test_an_interrupt_in_the_commit_rolls_back(
+    shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wal, "_write", interrupted)
+        patch.setattr(Wal, "_poison", lambda *_: None)
+        with pytest.raises(apsw.IOError, match="rolled back") as caught:
+            shop.execute("delete from t")
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert count(shop) == count(connect()) == 10
+    shop.execute("delete from t where id = 1")
+    assert count(shop) == count(connect()) == 9
+
+
+def test_no_room_in_the_budget_is_full(
+    store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = store.pages.open("shop")
+    asked: list[float] = []
+
+    def no_room(_: object, timeout: float) -> None:
+        asked.append(timeout)
+        raise QuotaExceeded("the WAL budget is used up", hint="checkpoint", db_id=1)
+
+    monkeypatch.setattr(pages, "room_until", 0)
+    monkeypatch.setattr(pages, "_wait_for_room", no_room)
+    with pytest.raises(apsw.FullError, match="budget is used up"):
+        shop.execute("delete from t")
+    assert asked == [0, live.ROOM_SECONDS], "a checkpoint gets its time"
+    monkeypatch.setattr(pages, "_wait_for_room", lambda *_: None)
+    shop.execute("delete from t where id = 1")
+    assert count(connect()) == 9
+
+
+def test_a_failed_commit_of_one_of_two_databases_leaves_the_other_committed(
+    store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each database is atomic; a transaction over two is not (docs/sqlite.md)."""
+    connect("other").execute("create table u(a)")
+    shop.execute("attach 'other' as o")
+    wal = store.pages.open("other").wal
+
+    def full(*_: object) -> None:
+        raise DiskFull("no space left", path="somewhere")
+
+    monkeypatch.setattr(wal, "append", full)
+    with pytest.raises(apsw.FullError):
+        shop.execute("begin; delete from t; insert into o.u values (1); commit")
+    monkeypatch.undo()
+    assert shop.in_transaction is False
+    assert (count(shop), count(shop, "o.u")) == (0, 0)
+    assert (count(connect()), count(connect("other"), "u")) == (0, 0)
+
+
+def test_a_database_that_fails_before_the_commit_takes_the_others_back_with_it(
+    shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite syncs all files first and commits then: what is synced may still be rolled back (Q1)."""
+    connect("other").execute("create table u(a)")
+    shop.execute("attach 'other' as o")
+    synced: list[live.LiveFile] = []
+
+    def fail_the_second(file: live.LiveFile, _: int) -> None:
+        synced.append(file)
+        if len(synced) == 2:
+            raise made(apsw.SQLITE_IOERR_FSYNC, "not this one")
+
+    monkeypatch.setattr(live.LiveFile, "xSync", fail_the_second)
+    with pytest.raises(apsw.IOError, match="not this one"):
+        shop.execute("begin; delete from t; insert into o.u values (1); commit")
+    monkeypatch.undo()
+    assert (count(shop), count(shop, "o.u")) == (10, 0)
+    assert (count(connect()), count(connect("other"), "u")) == (10, 0)
+
+
+def checksum(connection: apsw.Connection) -> object:
+    """Everything in the table, in short."""
+    return connection.execute("select count(*), sum(id), group_concat(b) from t").get

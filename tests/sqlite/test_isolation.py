@@ -1,0 +1,256 @@
+"""Snapshot isolation: readers and the writer do not wait for each other, and nobody writes on what is no longer so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import apsw
+import pytest
+
+from quire.sqlite.locks import Turn
+from quire.store.store import Store
+from tests.sqlite.conftest import Connect, count, extended
+
+
+def test_a_read_transaction_sees_one_version(shop: apsw.Connection, connect: Connect) -> None:
+    reader = connect()
+    with reader:
+        assert count(reader) == 10
+        shop.execute("delete from t where id < 5")
+        assert (count(reader), count(shop)) == (10, 5)
+    assert count(reader) == 5
+
+
+def test_a_writer_is_not_kept_waiting_by_readers_nor_they_by_it(shop: apsw.Connection, connect: Connect) -> None:
+    reader, late = connect(timeout=0), connect(timeout=0)
+    reader.execute("begin")
+    assert count(reader) == 10
+    shop.execute("begin immediate; delete from t")
+    assert (count(reader), count(late)) == (10, 10)
+    shop.execute("commit")
+    assert (count(reader), count(late)) == (10, 0)
+    reader.execute("commit")
+
+
+def test_who_has_read_something_older_may_not_write(shop: apsw.Connection, connect: Connect) -> None:
+    stale = connect()
+    stale.execute("begin")
+    assert count(stale) == 10
+    shop.execute("delete from t where id = 1")
+    with pytest.raises(apsw.BusyError) as caught:
+        stale.execute("delete from t where id = 2")
+    assert extended(caught) == apsw.SQLITE_BUSY_SNAPSHOT
+    assert count(stale) == 10
+    stale.execute("rollback")
+    stale.execute("delete from t where id = 2")
+    assert count(shop) == 8
+
+
+def test_staleness_is_told_at_once_even_while_somebody_writes(shop: apsw.Connection, connect: Connect) -> None:
+    stale, writer = connect(), connect()
+    stale.execute("begin")
+    count(stale)
+    shop.execute("delete from t where id = 1")
+    writer.execute("begin immediate")
+    started = time.monotonic()
+    with pytest.raises(apsw.BusyError) as caught:
+        stale.execute("delete from t where id = 2")
+    assert extended(caught) == apsw.SQLITE_BUSY_SNAPSHOT
+    assert time.monotonic() - started < 2
+    stale.execute("rollback")
+    writer.execute("rollback")
+
+
+def test_one_writer_at_a_time_and_the_busy_timeout(shop: apsw.Connection, connect: Connect) -> None:
+    impatient, patient = connect(timeout=0), connect(timeout=30)
+    shop.execute("begin immediate; delete from t where id = 1")
+    with pytest.raises(apsw.BusyError) as caught:
+        impatient.execute("begin immediate")
+    assert extended(caught) == apsw.SQLITE_BUSY
+    brief = connect(timeout=0.05)
+    with pytest.raises(apsw.BusyError):
+        brief.execute("delete from t")
+    ended = run(patient.execute, "delete from t where id = 2")
+    time.sleep(0.03)
+    shop.execute("commit")
+    ended()
+    assert count(shop) == 8
+
+
+def test_a_busy_handler_is_asked(shop: apsw.Connection, connect: Connect) -> None:
+    other, asked = connect(), []
+
+    def handler(times: int) -> bool:
+        asked.append(times)
+        if times == 3:
+            shop.execute("rollback")
+        return times < 10
+
+    other.set_busy_handler(handler)
+    shop.execute("begin immediate")
+    other.execute("delete from t")
+    assert asked == [0, 1, 2, 3]
+    shop.execute("begin immediate")
+    other.set_busy_handler(lambda times: times < 2)
+    with pytest.raises(apsw.BusyError):
+        other.execute("delete from t")
+    shop.execute("rollback")
+
+
+def test_a_writer_past_sqlite_is_waited_for_too(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+    pages = store.pages.open("shop")
+    impatient, patient = connect(timeout=0), connect(timeout=30)
+    txn = pages.begin()
+    with pytest.raises(apsw.BusyError):
+        impatient.execute("delete from t")
+    ended = run(patient.execute, "delete from t where id = 2")
+    time.sleep(0.03)
+    txn.rollback()
+    ended()
+    assert count(shop) == 9
+
+
+def test_pages_that_change_past_sqlite_are_seen_even_if_the_change_counter_stays(
+    store: Store, shop: apsw.Connection, connect: Connect
+) -> None:
+    """As `sqlite follow` does: it copies pages, and in WAL mode SQLite leaves the counter alone."""
+    pages = store.pages.open("shop")
+    before = {page: pages.open_snapshot().read_page(page) for page in range(2)}
+    reader = connect()
+    shop.execute("update t set b = 'changed' where id = 3")
+    assert [each.execute("select b from t where id = 3").get for each in (reader, shop)] == ["changed"] * 2
+    with pages.begin() as txn:
+        header = txn.read_page(0)
+        txn.write_page(1, before[1])
+        assert header == txn.read_page(0)
+    assert [each.execute("select b from t where id = 3").get for each in (reader, shop)] == ["row 3"] * 2
+    shop.execute("update t set b = 'again' where id = 4")
+    assert reader.execute("select group_concat(b) from t where id in (3, 4)").get == "row 3,again"
+    shop.execute("update t set b = 'once more' where id = 4")
+    with pages.begin() as txn:
+        txn.write_page(1, before[1])
+    assert shop.execute("select b from t where id = 4").get == "row 4", "right after its own commit too"
+
+
+def test_a_cursor_that_outlives_its_own_commit_reads_on(shop: apsw.Connection, connect: Connect) -> None:
+    other = connect()
+    shop.pragma("cache_size", 1)
+    with shop:
+        shop.executemany("insert into t values (?, ?)", ((number, "x" * 1000) for number in range(100, 600)))
+    cursor = shop.execute("select id, b from t order by id")
+    next(cursor)
+    shop.execute("update t set b = 'own' where id >= 500")
+    shop.execute("begin; update t set b = 'undone'; rollback")
+    other.execute("update t set b = 'other' where id >= 300; delete from t where id >= 550")
+    rest = dict(cursor)
+    assert {len(str(rest[number])) for number in range(100, 500)} == {1000}
+    assert {rest[number] for number in range(500, 600)} == {"own"}
+    assert shop.execute("select b from t where id = 500").get == "other"
+    assert count(shop) == 460
+
+
+def test_many_threads_lose_no_update(shop: apsw.Connection, connect: Connect) -> None:
+    shop.execute("create table n(v integer); insert into n values (0)")
+
+    def client(connection: apsw.Connection) -> None:
+        for _ in range(25):
+            connection.execute("begin immediate")
+            value = connection.execute("select v from n").get
+            assert isinstance(value, int)
+            connection.execute("update n set v = ?", (value + 1,))
+            connection.execute("commit")
+
+    for ended in [run(client, connect(timeout=60)) for _ in range(6)]:
+        ended()
+    assert shop.execute("select v from n").get == 150
+
+
+def test_readers_among_writers_always_see_whole_transactions(shop: apsw.Connection, connect: Connect) -> None:
+    """Money moves between two accounts; each sum that anybody sees is the same."""
+    shop.execute("create table a(id integer primary key, v integer); insert into a values (1, 500), (2, 500)")
+    stop = threading.Event()
+
+    def writer(connection: apsw.Connection, amount: int) -> None:
+        if amount % 2:
+            connection.pragma("synchronous", "off")
+        for _ in range(40):
+            with connection:
+                connection.execute("update a set v = v - ? where id = 1", (amount,))
+                connection.execute("update a set v = v + ? where id = 2", (amount,))
+
+    def reader(connection: apsw.Connection) -> None:
+        while not stop.is_set():
+            with connection:
+                first = connection.execute("select v from a where id = 1").get
+                second = connection.execute("select v from a where id = 2").get
+            assert isinstance(first, int)
+            assert isinstance(second, int)
+            assert first + second == 1000
+
+    def patient() -> apsw.Connection:
+        connection = connect(timeout=60)
+        connection.transaction_mode = "IMMEDIATE"
+        return connection
+
+    readers = [run(reader, connect()) for _ in range(3)]
+    writers = [run(writer, patient(), amount) for amount in (3, 4)]
+    for ended in writers:
+        ended()
+    stop.set()
+    for ended in readers:
+        ended()
+    assert shop.execute("select v from a where id = 1").get == 500 - 40 * 7
+
+
+def test_a_long_read_transaction_keeps_its_version_through_checkpoints(
+    store: Store, shop: apsw.Connection, connect: Connect
+) -> None:
+    reader = connect()
+    reader.execute("begin")
+    reader.execute("select b from t where id = 0").get  # noqa: B018 - takes the snapshot
+    for number in range(5):
+        shop.execute("update t set b = ?", (f"new {number}",))
+        store.checkpoint("shop")
+    reader.pragma("cache_size", 0)
+    assert reader.execute("select group_concat(b) from t where id in (0, 9)").get == "row 0,row 9"
+    reader.execute("commit")
+    assert reader.execute("select distinct b from t").get == "new 4"
+
+
+def test_the_turn_is_one_holders() -> None:
+    turn, mine, other = Turn(), object(), object()
+    assert turn.take(mine)
+    assert turn.take(mine), "it is already"
+    assert not turn.take(other)
+    turn.give(other)
+    assert turn.is_taken
+    started = time.monotonic()
+    turn.wait(0.02)
+    assert time.monotonic() - started >= 0.015
+    turn.give(mine)
+    turn.give(mine)
+    assert turn.take(other)
+
+
+def run(work: Callable[..., object], *arguments: object) -> Callable[[], None]:
+    """Do it in a thread; the result waits for it and raises what it raised."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+
+    def ended() -> None:
+        thread.join(100)
+        assert not thread.is_alive()
+        if raised:
+            raise raised[0]
+
+    return ended

@@ -1,0 +1,195 @@
+"""SQLite's log: whatever is cut off or flipped, we read what SQLite itself reads."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.sqlite import walfile
+from quire.sqlite.dbfile import open_source
+from quire.sqlite.walfile import (
+    FRAME_HEAD,
+    FRAME_HEAD_BYTES,
+    HEADER,
+    HEADER_BYTES,
+    Place,
+    WalHeader,
+    WalMap,
+    blocks,
+    checksum_of,
+    newest_pages,
+    parse_header,
+    verified,
+)
+from tests.house.tree import ROOT
+from tests.sqlite.ordinary import as_sqlite_reads, copy_of, in_big_endian, writing
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with nine transactions in its log, the last a VACUUM; behind them lie frames of the log's former life."""
+    folder = tmp_path_factory.mktemp("logged")
+    with writing(folder / "live.db") as connection:
+        connection.execute("CREATE TABLE t (x)")
+        for _ in range(30):
+            connection.execute("INSERT INTO t VALUES (randomblob(2000))")
+        connection.execute("PRAGMA wal_checkpoint(RESTART)")
+        for number in range(1, 8):
+            connection.execute("UPDATE t SET x = randomblob(700) WHERE rowid = ?", (number,))
+        connection.execute("DELETE FROM t WHERE rowid > 9")
+        connection.execute("VACUUM")
+        return copy_of(folder / "live.db", folder / "copy")
+
+
+def wal_of(path: Path) -> bytes:
+    return Path(f"{path}-wal").read_bytes()
+
+
+def read(wal: bytes) -> WalMap | str:
+    header = parse_header(wal[:HEADER_BYTES])
+    return header if isinstance(header, str) else newest_pages(lambda size, at: wal[at : at + size], header)
+
+
+def commits_of(wal: bytes) -> list[tuple[int, int]]:
+    """(last byte, size of the database) of each commit, by a reading that is as plain as can be."""
+    header = parse_header(wal)
+    assert isinstance(header, WalHeader)
+    found, running, offset = [], header.checksum, HEADER_BYTES
+    while offset + header.frame_bytes <= len(wal):
+        page, size, salts, *stored = FRAME_HEAD.unpack_from(wal, offset)
+        body = wal[offset : offset + 8] + wal[offset + FRAME_HEAD_BYTES : offset + header.frame_bytes]
+        running = checksum_of(body, big_endian=header.big_endian, start=running)
+        if not page or salts != header.salts or list(running) != stored:
+            break
+        offset += header.frame_bytes
+        if size:
+            found.append((offset, size))
+    return found
+
+
+def test_cut_off_at_every_byte_the_last_whole_commit_is_the_end(logged: Path) -> None:
+    wal = wal_of(logged)
+    commits = commits_of(wal)
+    assert len(commits) == 9
+    assert commits[-1][1] < commits[-2][1], "the last one made it smaller"
+    assert len(wal) > commits[-1][0] + 2 * 536, "frames of a former life lie behind"
+    for length in range(commits[-1][0] + 600):
+        found = read(wal[:length])
+        if length < HEADER_BYTES:
+            assert found == ("it is shorter than its header" if length else "it is empty")
+            continue
+        assert isinstance(found, WalMap)
+        end, size = max((each for each in commits if each[0] <= length), default=(HEADER_BYTES, 0))
+        assert found.header.offset(found.end.frame + 1) == end
+        assert found.size_pages == size
+        assert max(found.frames, default=0) <= size
+
+
+@given(data=st.data())
+def test_flipped_or_cut_we_read_what_sqlite_reads(logged: Path, data: st.DataObject) -> None:
+    wal = bytearray(wal_of(logged))
+    for _ in range(data.draw(st.integers(0, 2), "flips")):
+        at = data.draw(st.one_of(st.integers(0, 40), st.integers(0, len(wal) - 1)), "byte")
+        wal[at] ^= 1 << data.draw(st.integers(0, 7), "bit")
+    length = data.draw(st.one_of(st.just(len(wal)), st.integers(0, len(wal))), "length")
+    assert_as_sqlite(copy_of(logged, logged.parent / "damaged", bytes(wal[:length])))
+
+
+@pytest.mark.parametrize("page_size", [512, 1024, 4096, 65536])
+def test_both_orders_of_bytes_and_all_page_sizes(tmp_path: Path, page_size: int) -> None:
+    with writing(tmp_path / "live.db", page_size=page_size) as connection:
+        connection.execute("CREATE TABLE t (x)")
+        for number in range(20):
+            connection.execute("INSERT INTO t VALUES (randomblob(?))", (number * page_size // 3,))
+        little = copy_of(tmp_path / "live.db", tmp_path / "little")
+    swapped = in_big_endian(wal_of(little), page_size)
+    header = parse_header(swapped)
+    assert isinstance(header, WalHeader)
+    assert (header.big_endian, header.page_size) == (True, page_size)
+    assert_as_sqlite(copy_of(little, tmp_path / "big", swapped))
+    assert_as_sqlite(little)
+
+
+def assert_as_sqlite(path: Path) -> None:
+    with open_source(str(path), lock=False) as source:
+        images = source.read(0, source.size_pages)
+    ours = b"".join(images[page] for page in sorted(images))
+    assert ours == as_sqlite_reads(path)  # afterwards: SQLite makes a checkpoint when it closes the file
+
+
+def test_reading_goes_on_at_a_place(logged: Path) -> None:
+    wal = wal_of(logged)
+    header = parse_header(wal)
+    assert isinstance(header, WalHeader)
+
+    def read_at(size: int, at: int) -> bytes:
+        return wal[at : at + size]
+
+    (whole,) = blocks(read_at, header, header.start)
+    assert whole.place(len(whole) - 1).frame == len(whole)
+    for frame in range(1, len(whole)):
+        place = whole.place(frame - 1)
+        (rest,) = blocks(read_at, header, place)
+        assert (rest.first, len(rest)) == (frame + 1, len(whole) - frame)
+        assert rest.image(0) == whole.image(frame)
+        wrong = Place(frame, (place.checksum[0] ^ 1, place.checksum[1]))
+        assert not list(blocks(read_at, header, wrong)), "the checksum of the frame before is part of it"
+    assert [len(each) for each in blocks(read_at, header, header.start, 3)] == [3]
+
+
+def test_blocks_of_one_frame_are_as_one_block(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wal = wal_of(logged)
+    whole = read(wal)
+    monkeypatch.setattr(walfile, "BLOCK_BYTES", 1)
+    assert read(wal) == whole
+
+
+@given(
+    words=st.binary(min_size=520, max_size=520), start=st.tuples(*[st.integers(0, 2**32 - 1)] * 2), big=st.booleans()
+)
+def test_the_quick_checksum_is_the_plain_one(words: bytes, start: tuple[int, int], big: bool) -> None:
+    salts = b"saltsalt"
+    header = WalHeader(big_endian=big, page_size=512, sequence=0, salts=salts, checksum=start)
+    page = b"\x00\x00\x00\x01" + words[4:8]
+    right = checksum_of(page + words[8:], big_endian=big, start=start)
+    frame = page + salts + struct.pack(">II", *right) + words[8:]
+    assert len(verified(frame, header, Place(0, start))) == 1
+    assert verified(frame, header, Place(0, start)).image(0) == words[8:]
+    assert len(verified(frame, header, Place(0, (start[0] ^ 1, start[1])))) == 0
+    nowhere = bytes(4) + words[4:8]
+    right = checksum_of(nowhere + words[8:], big_endian=big, start=start)
+    frame = nowhere + salts + struct.pack(">II", *right) + words[8:]
+    assert len(verified(frame, header, Place(0, start))) == 0, "there is no page 0"
+
+
+def test_headers_that_are_none_say_why(logged: Path) -> None:
+    wal = wal_of(logged)[:HEADER_BYTES]
+    fields = list(HEADER.unpack(wal))
+
+    def told(number: int, value: int) -> str:
+        changed = [*fields]
+        changed[number] = value
+        found = parse_header(HEADER.pack(*changed))
+        assert isinstance(found, str)
+        return found
+
+    assert told(0, 1) == "it does not begin as a write-ahead log does"
+    assert told(1, 3_007_001) == "its format has version 3007001, not 3007000"
+    assert told(2, 1000) == "its page size is 1000"
+    assert told(3, 77) == "the checksum of its header is wrong"
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    page = (ROOT / "docs" / "formats" / "sqlite-wal.md").read_text("utf-8")
+    for words in (
+        f"`{walfile.MAGIC:08x}`",
+        f"{walfile.VERSION}",
+        "| salts | 16 | 8 |",
+        "| salts | 8 | 8 |",
+        "| checksum | 16 | 8 |",
+    ):
+        assert words in page

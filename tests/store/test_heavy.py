@@ -1,0 +1,109 @@
+"""The heavy jobs through a store: over many databases, and what they tell."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+from quire.core.errors import AlreadyExists, InvalidInput
+from quire.manifest.records import JobState
+from quire.store.store import Store
+
+
+def fill(store: Store, *names: str, rows: int = 300) -> None:
+    for name in names:
+        connection = store.sqlite(name, create=True)
+        connection.execute("create table if not exists t(a integer primary key, b)")
+        connection.execute(
+            "with recursive n(i) as (select 1 union all select i + 1 from n where i < ?) "
+            "insert into t(b) select hex(randomblob(50)) from n",
+            (rows,),
+        )
+        connection.close()
+
+
+def test_all_databases_are_checkpointed_in_one_run(store: Store) -> None:
+    fill(store, "a", "b", "c")
+    store.create("clicks", "stream")
+    jobs = store.heavy.checkpoint_all(runner="threads")
+    assert [job.state for job in jobs] == [JobState.SUCCEEDED] * 3
+    assert all(job.result["slots"] == 1 for job in jobs)
+    fill(store, "a")
+    assert [job.result["slots"] for job in store.heavy.checkpoint_all(["a", "b"], runner="threads")] == [1, 0]
+    assert store.heavy.merge_all(runner="threads")
+    counts = [store.sqlite(name).execute("select count(*) from t").fetchone() for name in "abc"]
+    assert counts == [(600,), (300,), (300,)]
+
+
+def test_a_runner_that_there_is_not_is_refused(store: Store) -> None:
+    fill(store, "a")
+    job = store.checkpoint("a", runner="cluster")
+    assert job.state is JobState.FAILED_PERMANENT
+    assert InvalidInput.__name__ in job.record.error
+
+
+def test_what_is_verified_swept_and_audited(store: Store, tmp_path: Path) -> None:
+    fill(store, "a", "b")
+    store.heavy.checkpoint_all(runner="threads")
+    job = store.heavy.verify(runner="threads")
+    assert job.result["verified"] >= 2
+    assert store.heavy.audit(runner="threads").num_rows == 0
+    victim = next(Path(store.objects_url).rglob("base:*"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    job = store.heavy.verify(runner="threads")
+    assert (job.result["altered"], job.result["missing"]) == (1, 0)
+    table = store.heavy.audit(runner="threads")
+    assert table.column("state").to_pylist() == ["ALTERED"]
+    store.heavy.write_report(str(tmp_path / "report.parquet"), [{"state": "ORPHANED", "artifact": "x"}])
+    report = parquet.read_table(tmp_path / "report.parquet")
+    assert report.column("state").to_pylist() == ["ALTERED", "ORPHANED"]
+
+
+def test_a_snapshot_is_restored_to_a_file_that_sqlite_opens(store: Store, tmp_path: Path) -> None:
+    fill(store, "a")
+    store.snapshot("a", "early")
+    fill(store, "a")
+    store.checkpoint("a")
+    target = tmp_path / "early.db"
+    done = store.heavy.restore("a", "early", str(target))
+    assert target.stat().st_size == done["bytes"]
+    plain = sqlite3.connect(target)
+    assert plain.execute("select count(*) from t").fetchone() == (300,)
+    assert plain.execute("pragma integrity_check").fetchone() == ("ok",)
+    plain.close()
+    with pytest.raises(AlreadyExists):
+        store.heavy.restore("a", "early", str(target))
+    store.snapshot("a", "late")
+    store.heavy.restore("a", "late", str(target), replace=True, runner="threads")
+    plain = sqlite3.connect(target)
+    assert plain.execute("select count(*) from t").fetchone() == (600,)
+    plain.close()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_who_holds_what_alone_and_shared(store: Store) -> None:
+    fill(store, "a")
+    store.checkpoint("a")
+    store.snapshot("a", "early")
+    store.fork("a", "b")
+    usage = {(each.database, each.snapshot): each for each in store.heavy.stats()}
+    assert usage.keys() == {("a", ""), ("a", "early"), ("b", "")}
+    both = usage["a", ""], usage["b", ""]
+    chunk = both[1].chunk_bytes
+    assert chunk > 0
+    assert both[0].shared_bytes >= chunk
+    assert both[1].exclusive_bytes == 0
+    assert both[1].shared_bytes >= chunk
+    assert both[0].compression > 1
+    assert usage["a", "early"].exclusive_bytes == 0
+    store.drop("b")
+    (alone, early) = store.heavy.stats()
+    assert (alone.shared_bytes, early.exclusive_bytes) == (0, 0)
+    assert alone.exclusive_bytes == alone.size_bytes
+    fill(store, "a")
+    store.checkpoint("a")
+    (_, early) = store.heavy.stats()
+    assert early.size_bytes > 0

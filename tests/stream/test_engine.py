@@ -1,0 +1,135 @@
+"""Streams of a store: opened, kept in the background, snapshotted, dropped; over a path and over S3."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import DatabaseTombstoned, ReadOnly, StoreClosed, UnknownDatabase, WrongKind
+from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
+from quire.stream.state import Retention
+from tests.stream.streams import record
+
+QUICK = StoreSettings(
+    maintenance=MaintenanceSettings(delete_grace_seconds=0.0),
+    stream=StreamSettings(segment_bytes=16 << 10, tick_seconds=0.02, hot_bytes=0, warm_bytes=0, seal_seconds=0.1),
+)
+
+
+def test_a_store_opens_a_stream_once(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        store.create("clicks", "stream")
+        stream = store.stream("clicks")
+        assert store.stream("clicks") is stream
+        stream.append(b"a").result()
+        with pytest.raises(UnknownDatabase):
+            store.stream("nothing")
+        store.create("shop", "pages")
+        with pytest.raises(WrongKind):
+            store.stream("shop")
+        with pytest.raises(WrongKind, match="cannot be forked"):
+            store.fork("clicks", "copy")
+    with pytest.raises(StoreClosed):
+        stream.append(b"b")
+    with quire.open(tmp_path, "r") as reader, pytest.raises(ReadOnly):
+        reader.stream("clicks")
+    with quire.open(tmp_path) as store:
+        assert [each.payload for each in store.stream("clicks").read()] == [b"a"]
+
+
+def test_segments_move_in_the_background(tmp_path: Path) -> None:
+    with quire.open(tmp_path, settings=QUICK) as store:
+        stream = store.stream("clicks", create=True)
+        payloads = [record(number, 400) for number in range(1, 301)]
+        for start in range(0, 300, 30):
+            stream.append(payloads[start : start + 30]).result()
+        deadline = time.monotonic() + 60
+        while stream.info().remote_segments < 8 or stream.info().hot_segments or stream.info().warm_segments:
+            assert time.monotonic() < deadline, stream.info()
+            time.sleep(0.02)
+        assert [each.payload for each in stream.read()] == payloads
+        assert [each.stream_id for each in store.streams.figures()] == [stream.stream_id]
+    with quire.open(tmp_path) as store:
+        assert [each.payload for each in store.stream("clicks").read()] == payloads
+        assert store.manifest.check() == []
+
+
+def test_a_stream_that_failed_is_opened_anew(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append(b"a").result()
+        stream.hot._poison(OSError("the disk is on fire"))
+        again = store.stream("clicks")
+        assert again is not stream
+        assert again.append(b"b").result() == 2
+
+
+def test_a_snapshot_seals_and_pins(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append([b"a", b"b"]).result()
+        made = store.snapshot("clicks", "monday")
+        assert made.anchor_lsn == 2
+        stream.retain(Retention(bytes=1))
+        assert stream.retire() == 0
+        store.manifest.snapshots.drop("clicks", "monday")
+        assert stream.retire() == 1
+
+
+def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:
+    with quire.open(tmp_path, settings=QUICK) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append([record(number, 400) for number in range(100)]).result()
+        stream.seal()
+        stream.upload()
+        home = Path(stream.files.home)
+        assert home.exists()
+        store.drop("clicks")
+        with pytest.raises((UnknownDatabase, DatabaseTombstoned)):
+            store.stream("clicks")
+        store.maintain()
+        assert not home.exists()
+        assert not [each for page in store.objects.list_pages() for each in page]
+        assert store.manifest.check() == []
+
+
+def test_many_threads_and_a_tail(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        seen: list[int] = []
+        tail = threading.Thread(target=lambda: seen.extend(each.id for each in stream.tail(1, timeout=2)))
+        tail.start()
+
+        def work() -> None:
+            for _ in range(40):
+                stream.append(b"x").result()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in (*threads, tail):
+            thread.join()
+        assert seen == list(range(1, 161))
+
+
+def test_after_fork_the_stream_is_the_parents(tmp_path: Path) -> None:
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append(b"a").result()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                stream.append(b"b")
+            except StoreClosed:
+                status = 0
+            finally:
+                os._exit(status)
+        _, ended = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(ended) == 0
+        assert stream.append(b"c").result() == 2

@@ -1,0 +1,272 @@
+"""Bundles, followers, modes: the log seen from tier 2, and how much it is believed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import ManifestIntegrityError, StalePlan
+from quire.stream import mlog_records as r
+from quire.stream.mlog_bundle import BundleTask, plan, publish, run
+from quire.stream.mlog_follower import Follower, ToHydrate
+from quire.stream.mlog_index import ManifestIndex, replay
+from quire.stream.mlog_modes import GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
+from quire.stream.mlog_recovery import reconcile, recover
+from quire.stream.mlog_snapshot import same_state
+from tests.stream.logs import files_at, opened
+from tests.stream.stories import Story
+from tests.stream.tiers import World
+
+WEEK = 7 * 86_400.0
+LATER = 4_000_000_000_000
+"""Wall time weeks after any object of these tests was made."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def follower(world: World, name: str = "mirror") -> Follower:
+    return Follower(world.objects, files_at(world.root / name), clock=world.clock)
+
+
+def sealed_and_uploaded(world: World) -> None:
+    world.log.rotate()
+    world.clock.advance(60)
+    world.log.tick()
+
+
+# ── bundles ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_bundle_holds_the_records_of_its_chunks(world: World) -> None:
+    world.chunks(10)
+    world.log.tick()
+    assert plan(world.objects, now_ms=0, period_seconds=WEEK) == []
+    tasks = plan(world.objects, now_ms=LATER, period_seconds=WEEK)
+    assert tasks == [BundleTask(stream_id=7, first=0, last=9)]
+    before = [chunk for index in range(10) if (chunk := world.objects.get_chunk(index)) is not None]
+    task = pickle.loads(pickle.dumps(tasks[0]))
+    result = run(task, world.store)
+    assert run(task, world.store) == result
+    bundle = world.objects.get_bundle(0, 9)
+    assert bundle is not None
+    assert [view.raw for view in bundle.records()] == [view.raw for chunk in before for view in chunk.records()]
+    assert same_state(replay(ManifestIndex(), [bundle]), replay(ManifestIndex(), before))
+    first = bundle.data[64:128]
+    assert int.from_bytes(first[:2], "little") == r.RecordType.SNAPSHOT_MARKER
+
+
+def test_what_a_bundle_supersedes_is_retired_by_records(world: World) -> None:
+    world.chunks(10)
+    world.log.tick()
+    (task,) = plan(world.objects, now_ms=LATER, period_seconds=WEEK)
+    keys = publish(world.log, run(task, world.store))
+    assert keys == [f"manifest/7/{index}.mlog" for index in range(10)]
+    assert world.reopen().index.outstanding().deletes == dict.fromkeys(sorted(keys), 0)
+    world.clock.advance(60)
+    assert sorted(world.log.tick().deleted) == sorted(keys)
+    assert world.objects.listing().chunks == {}
+    assert list(world.objects.listing().bundles) == [(0, 9)]
+    assert world.log.index.rejected == 0
+    assert reconcile(world.files, world.objects, world.log.index).chunks_needing_repair == {}
+    live = world.log.index
+    for snapshot_id in world.files.snapshots():
+        Path(world.files.snapshot(snapshot_id)).write_bytes(b"")
+    assert same_state(recover(world.files, world.clock, world.objects.fetch).index, live), "from bundles alone"
+
+
+def test_only_chunks_before_the_newest_snapshot_are_bundled(world: World) -> None:
+    world.settings = world.settings.__class__(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=1000)
+    world.reopen()
+    world.chunks(4)
+    world.log.tick()
+    assert plan(world.objects, now_ms=LATER, period_seconds=WEEK) == []
+    world.log.snapshot()
+    world.chunks(4)
+    world.log.tick()
+    assert plan(world.objects, now_ms=LATER, period_seconds=WEEK) == [BundleTask(stream_id=7, first=0, last=3)]
+
+
+def test_a_plan_whose_chunks_are_gone_is_stale(world: World) -> None:
+    world.chunks(6)
+    world.log.tick()
+    (task,) = plan(world.objects, now_ms=LATER, period_seconds=WEEK)
+    world.store.delete(world.objects.chunk_key(3))
+    with pytest.raises(StalePlan):
+        run(task, world.store)
+
+
+# ── followers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_follower_keeps_up(world: World) -> None:
+    mirror = follower(world)
+    for _ in range(6):
+        world.tell(40)
+        sealed_and_uploaded(world)
+        polled = mirror.poll()
+        assert polled.waiting_for is None
+        assert polled.records > 0
+        assert same_state(mirror.index, world.log.index) or mirror.index.records < world.log.index.records
+    world.log.rotate()
+    world.log.upload()
+    mirror.poll()
+    assert same_state(mirror.index, world.log.index)
+    again = follower(world)
+    assert same_state(again.index, mirror.index)
+    assert again.poll().records == 0
+
+
+def test_a_follower_catches_up_over_missing_chunks(world: World) -> None:
+    """Seed 004, matrix: intermediate objects are dropped; snapshots and bundles carry the follower over."""
+    mirror = follower(world)
+    world.chunks(2)
+    world.log.tick()
+    mirror.poll()
+    world.chunks(10)
+    world.log.tick()
+    world.log.rotate()
+    world.log.upload()
+    for index in range(3, 8):
+        world.store.delete(world.objects.chunk_key(index))
+    polled = mirror.poll()
+    assert polled.jumped_to is not None
+    assert same_state(mirror.index, world.log.index)
+    assert same_state(follower(world).index, world.log.index)
+
+
+def test_a_follower_without_a_way_over_waits_and_says_so(world: World) -> None:
+    world.settings = world.settings.__class__(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=1000)
+    world.reopen()
+    world.chunks(6)
+    world.log.tick()
+    missing = world.store.get(world.objects.chunk_key(2))
+    world.store.delete(world.objects.chunk_key(2))
+    mirror = follower(world)
+    assert mirror.poll().waiting_for == 2
+    assert mirror.poll().waiting_for == 2
+    world.store.put(world.objects.chunk_key(2), missing)
+    assert mirror.poll().chunks == 4
+    assert same_state(mirror.index, world.log.index)
+
+
+def test_a_follower_reads_bundles(world: World) -> None:
+    world.chunks(10)
+    world.log.tick()
+    (task,) = plan(world.objects, now_ms=LATER, period_seconds=WEEK)
+    publish(world.log, run(task, world.store))
+    world.log.tick()
+    for snapshot_id in world.objects.listing().snapshots:
+        world.store.delete(world.objects.snapshot_key(snapshot_id))
+    world.log.rotate()
+    world.log.upload()
+    for snapshot_id in world.objects.listing().snapshots:
+        world.store.delete(world.objects.snapshot_key(snapshot_id))
+    mirror = follower(world)
+    assert mirror.poll().jumped_to is None
+    assert same_state(mirror.index, world.log.index)
+    assert same_state(follower(world).index, world.log.index)
+
+
+def uploaded(segment: int) -> list[tuple[r.Payload, int]]:
+    key = f"k/{segment}"
+    return [
+        (opened(segment), segment),
+        (r.SealSegment(1, 1), segment),
+        (r.UploadStarted(key), segment),
+        (r.UploadDone(key, "e"), segment),
+    ]
+
+
+def test_hydrations_are_scheduled_once_and_not_for_what_is_deleted(world: World) -> None:
+    mirror = follower(world)
+    world.log.append_all([*uploaded(1), *uploaded(2)])
+    world.log.append_all([(r.Tier2DeleteQueued("k/1"), 1), (r.Tier2Deleted("k/1"), 1)])
+    sealed_and_uploaded(world)
+    assert mirror.poll().hydrations == [ToHydrate(segment_id=2, key="k/2")]
+    assert mirror.poll().hydrations == []
+    world.log.snapshot()
+    world.log.append_all(uploaded(3))
+    sealed_and_uploaded(world)
+    assert mirror.poll().hydrations == [ToHydrate(segment_id=3, key="k/3")]
+    again = Follower(world.objects, files_at(world.root / "mirror"), clock=world.clock, scheduled=[2, 3])
+    assert again.poll().hydrations == []
+    fresh = follower(world, "another")
+    assert [each.segment_id for each in fresh.poll().hydrations] == [2, 3]
+
+
+def test_a_follower_does_not_believe_a_damaged_object(world: World) -> None:
+    world.chunks(3)
+    world.log.tick()
+    key = world.objects.chunk_key(1)
+    data = bytearray(world.store.get(key))
+    data[100] ^= 1
+    world.store.put(key, bytes(data))
+    mirror = follower(world)
+    with pytest.raises(ManifestIntegrityError):
+        mirror.poll()
+    assert mirror.next_chunk == 1
+
+
+def test_a_mirror_stays_small(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.stream.mlog_follower.MIRROR_CHUNKS", 3)
+    mirror = follower(world)
+    for _ in range(5):
+        world.chunks(3)
+        world.clock.advance(60)
+        world.log.tick()
+        mirror.poll()
+        assert len(files_at(world.root / "mirror").chunks()) <= 3
+    assert same_state(follower(world).index, mirror.index)
+
+
+# ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def projection_of(index: ManifestIndex) -> dict[int, SegmentFacts]:
+    return {info.segment_id: facts_of(info) for info in index.segments()}
+
+
+def test_off_goes_nowhere_shadow_is_compared_on_is_the_truth(world: World) -> None:
+    gated = GatedLog(world.log, Mode.OFF)
+    heard: list[Mode] = []
+    gated.listen(heard.append)
+    truth = Story(21)
+    truth.many(60)
+    assert gated.append(opened(1), 1) is None
+    assert gated.commit() is None
+    assert world.log.index.records == 0
+    gated.switch(Mode.SHADOW, projection_of(truth.index))
+    assert gated.compare(projection_of(truth.index)) == []
+    assert gated.figures().manifest_shadow_divergence == 0
+    next_segment = truth.index.opened_max + 1
+    assert gated.append(opened(5), next_segment) is not None
+    (apart,) = gated.compare(projection_of(truth.index))
+    assert (apart.segment_id, apart.projection) == (next_segment, None)
+    assert gated.figures().manifest_shadow_divergence == 1
+    gated.switch(Mode.ON)
+    gated.switch(Mode.ON)
+    assert heard == [Mode.SHADOW, Mode.ON]
+    live = world.log.index
+    assert same_state(world.reopen().index, live)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_log_that_was_off_is_brought_up_by_records(world: World, seed: int) -> None:
+    story = Story(seed)
+    for value, segment in story.many(40):
+        world.log.append(value, segment)
+    story.many(60)  # happens while the log is off
+    wanted = projection_of(story.index)
+    for value, segment in catch_up(world.log.index, wanted):
+        world.log.append(value, segment)
+    assert world.log.index.rejected == 0
+
+    def tiers(facts: SegmentFacts | None) -> tuple[bool, ...] | None:
+        if facts is None:
+            return None
+        return facts.sealed, facts.hot, facts.warm_bytes is not None, facts.key is not None
+
+    for apart in compare(world.log.index, wanted):  # the etag of a second upload, say
+        assert tiers(apart.log) == tiers(apart.projection)

@@ -1,0 +1,211 @@
+"""The index: a deterministic fold of the records, by a declared table; what is early waits, what is illegal is refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import IllegalTransition, ManifestIntegrityError
+from quire.durable.checksums import crc64
+from quire.stream import mlog_reader
+from quire.stream import mlog_records as r
+from quire.stream.mlog_format import CHUNK_BYTES, ChunkFacts, encode_record, new_header
+from quire.stream.mlog_index import ManifestIndex, replay
+from quire.stream.mlog_reader import Chunk, load_chunk
+from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
+from quire.stream.mlog_states import NOTHING, RULES, STATES, TABLE, Event, State, after, code_of, is_valid, tiers_of
+from tests.stream.stories import Story
+
+Told = tuple[r.Payload, int]
+
+
+def chunk_of(told: list[Told], index: int = 0, base: int = 0) -> Chunk:
+    body = b"".join(encode_record(v.TYPE, s, r.encode(v), timestamp_ms=5) for v, s in told)
+    header = new_header(
+        chunk_index=index, base_record=base, committed_len=CHUNK_BYTES + len(body), chunk_crc64=crc64(body), flags=1
+    )
+    return load_chunk(header.encode() + body + ChunkFacts(header, len(told), 0).encode(), chunk_index=index)
+
+
+def folded(told: list[Told]) -> ManifestIndex:
+    return replay(ManifestIndex(), [chunk_of(told)]) if told else ManifestIndex()
+
+
+def test_the_table_is_the_rules() -> None:
+    for event in Event:
+        for code, state in enumerate(STATES):
+            assert code_of(state) == code
+            expected = code_of(after(state, event)) if is_valid(state, event) else -1
+            assert TABLE[event][code] == expected
+    assert set(RULES) == set(Event)
+
+
+def reachable() -> set[State]:
+    found, edge = {NOTHING}, [NOTHING]
+    while edge:
+        state = edge.pop()
+        for event in Event:
+            if is_valid(state, event) and (new := after(state, event)) not in found:
+                found.add(new)
+                edge.append(new)
+    return found
+
+
+def test_a_sealed_segment_without_any_copy_is_one_whose_deletion_was_asked_for() -> None:
+    """Evictions and failures alone never lose the last copy."""
+    for state in reachable():
+        if state.life.name == "SEALED" and not tiers_of(state):
+            assert state.remote.name in ("DELETING", "DELETED", "UPLOADING", "FAILED"), state
+    assert len(reachable()) > 50
+
+
+def test_a_story_folds_the_same_live_and_replayed_and_however_it_is_cut() -> None:
+    story = Story(1)
+    told = story.many(3_000)
+    assert same_state(folded(told), story.index)
+    assert story.index.rejected == 0
+    cuts = [0, 1, 700, 701, 2_000, 3_000]
+    chunks = [chunk_of(told[a:b], index=place, base=a) for place, (a, b) in enumerate(pairwise(cuts))]
+    assert same_state(replay(ManifestIndex(), chunks), story.index)
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 120), cut=st.integers(0, 120))
+def test_a_snapshot_and_the_rest_are_the_whole(seed: int, count: int, cut: int) -> None:
+    told = Story(seed, alive=4).many(count)
+    cut = min(cut, count)
+    data = encode_snapshot(3, mlog_reader.Position(0, 64), folded(told[:cut]), 17)
+    snapshot = decode_snapshot(data, snapshot_id=3)
+    assert encode_snapshot(3, snapshot.position, snapshot.index, snapshot.uploaded_upto) == data
+    if told:
+        snapshot.index.fold_chunk(chunk_of(told))
+    assert same_state(snapshot.index, folded(told))
+
+
+def test_large_and_small_chunks_are_folded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Story(4).many(900)
+    together = folded(told)
+    monkeypatch.setattr("quire.stream.mlog_reader.TOGETHER_RECORDS", 10_000)
+    assert same_state(folded(told), together)
+
+
+def test_what_is_outstanding_and_where_copies_are() -> None:
+    index = folded(
+        [
+            (r.SegmentOpened(0, 1), 1),
+            (r.SealSegment(500, 9), 1),
+            (r.CompressionStarted(44), 1),
+            (r.SegmentOpened(500, 1), 2),
+            (r.SealSegment(500, 9), 2),
+            (r.UploadStarted("k/2"), 2),
+            (r.UploadFailed("k/2", 5), 2),
+            (r.SegmentOpened(900, 1), 3),
+            (r.SealSegment(500, 9), 3),
+            (r.UploadStarted("k/3"), 3),
+            (r.UploadDone("k/3", "e"), 3),
+            (r.LocalEvicted(500), 3),
+            (r.HydrationStarted(2), 3),
+            (r.Tier2DeleteQueued("manifest/7/0.mlog"), 0),
+        ]
+    )
+    assert index.rejected == 0
+    work = index.outstanding()
+    assert work.compressions == {1: 44}
+    assert work.uploads == {2: "k/2"}
+    assert work.hydrations == {3: 2}
+    assert work.deletes == {"manifest/7/0.mlog": 0}
+    third = index.get(3)
+    assert third is not None
+    assert third.tiers == {2}
+    assert third.key == "k/3"
+    assert third.field(r.RecordType.SEGMENT_OPENED, "base_offset") == 900
+    assert [each.segment_id for each in index.segments()] == [1, 2, 3]
+    index.fold_raw(encode_record(8, 3, r.Tier2DeleteQueued("k/3").encode()))
+    assert index.outstanding().deletes == {"k/3": 3, "manifest/7/0.mlog": 0}
+
+
+def test_records_about_segments_to_come_wait_for_them() -> None:
+    early: list[Told] = [(r.SealSegment(10, 1), 2), (r.UploadStarted("k"), 2)]
+    index = folded([(r.SegmentOpened(0, 0), 1), *early])
+    assert index.reconciliation() == {2: 2}
+    assert len(index) == 1
+    index.fold_raw(encode_record(0, 2, r.SegmentOpened(10, 0).encode()))
+    assert index.reconciliation() == {}
+    assert index.outstanding().uploads == {2: "k"}
+    late = folded([(r.SegmentOpened(0, 0), 1), (r.SegmentOpened(10, 0), 2), *early])
+    assert late.entries[2][0] == index.entries[2][0]
+
+
+def test_a_segment_that_is_passed_over_never_opens() -> None:
+    index = folded([(r.SealSegment(10, 1), 2), (r.SegmentOpened(0, 0), 3)])
+    assert index.reconciliation() == {}
+    assert index.rejected == 1
+    with pytest.raises(IllegalTransition):
+        index.check(r.SegmentOpened(0, 0), 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "value"),
+    [
+        ([(r.SegmentOpened(0, 0), 1)], r.SegmentOpened(0, 0)),
+        ([(r.SegmentOpened(0, 0), 1)], r.CompressionStarted(1)),
+        ([(r.SegmentOpened(0, 0), 1), (r.SealSegment(1, 1), 1)], r.LocalEvicted(1)),
+        ([(r.SegmentOpened(0, 0), 1), (r.SealSegment(1, 1), 1)], r.HydrationStarted(1)),
+        ([(r.SegmentOpened(0, 0), 1), (r.SealSegment(1, 1), 1), (r.UploadStarted("a"), 1)], r.UploadDone("b", "")),
+        ([(r.SegmentOpened(0, 0), 1), (r.SealSegment(1, 1), 1), (r.UploadStarted("a"), 1)], r.UploadStarted("a")),
+    ],
+)
+def test_what_the_table_does_not_allow_is_refused_live_and_changes_nothing_replayed(
+    told: list[Told], value: r.Payload
+) -> None:
+    index = folded(told)
+    with pytest.raises(IllegalTransition) as caught:
+        index.check(value, 1)
+    assert caught.value.where["segment"] == 1
+    before = list(index.entries[1])
+    index.fold_raw(encode_record(value.TYPE, 1, r.encode(value)))
+    assert index.entries[1] == before
+    assert index.rejected == 1
+    assert index.rejections[0].ordinal == len(told)
+
+
+def test_a_retired_segment_is_gone_for_good() -> None:
+    told: list[Told] = [
+        (r.SegmentOpened(0, 0), 1),
+        (r.SealSegment(1, 1), 1),
+        (r.CustomEvent(r.Schema.SEGMENT_RETIRED), 1),
+    ]
+    index = folded(told)
+    assert index.get(1) is None
+    assert len(index) == 0
+    for value in (r.SegmentOpened(0, 0), r.SealSegment(1, 1)):
+        with pytest.raises(IllegalTransition):
+            index.check(value, 1)
+
+
+def test_records_of_the_log_itself_are_checked_too() -> None:
+    index = ManifestIndex()
+    index.check(r.SnapshotMarker(0, 64, 1), 0)
+    index.check(r.Tier2DeleteQueued("manifest/7/1.mlog"), 0)
+    for value in (r.Tier2Deleted("manifest/7/1.mlog"), r.SealSegment(1, 1)):
+        with pytest.raises(IllegalTransition):
+            index.check(value, 0)
+
+
+def test_chunks_out_of_order_are_damage() -> None:
+    told = Story(2).many(20)
+    with pytest.raises(ManifestIntegrityError):
+        replay(ManifestIndex(), [chunk_of(told[10:], index=1, base=10)])
+    with pytest.raises(ManifestIntegrityError):
+        folded(told).fold_chunk(chunk_of(told, index=1, base=21))
+
+
+def test_the_minimal_records_fold_to_the_segments() -> None:
+    """Diagnostics: what is left of a history says the same about every segment's newest facts."""
+    story = Story(8)
+    story.many(400)
+    kept = list(story.index.minimal())
+    assert len(kept) < 100
+    assert len(set(kept)) == len(kept)

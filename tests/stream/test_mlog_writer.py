@@ -1,0 +1,302 @@
+"""The writer: what is committed is read back over any number of chunks and restarts, and costs what is new."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import DiskFull, InvalidConfig, OutOfRange, StoreClosed, StoreLocked, StoreUnusable
+from quire.core.settings import ManifestLogSettings
+from quire.durable import checksums
+from quire.durable.files import OsDisk
+from quire.stream import mlog_records as r
+from quire.stream import mlog_writer
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, GROWTH_BYTES
+from quire.stream.mlog_reader import ManifestLogReader, Position
+from quire.testing.clock import ManualClock
+from quire.testing.faults import Fault, FaultyDisk
+from tests.stream.logs import ONE_OF_EACH, SMALL, VALUES, all_chunks, all_values, files_at, open_writer, opened
+
+
+def test_what_is_committed_is_read_back(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        for number, value in enumerate(ONE_OF_EACH, 1):
+            writer.append(value, number, logical_offset=number * 10)
+        assert writer.commit() == writer.position
+    (chunk,) = all_chunks(files)
+    views = list(chunk.records())
+    assert [view.value() for view in views] == ONE_OF_EACH
+    assert [view.segment_id for view in views] == list(range(1, 17))
+    assert [view.logical_offset for view in views] == [number * 10 for number in range(1, 17)]
+    assert chunk.snapshot_id == 8
+
+
+def test_a_chunk_is_temporary_until_its_first_commit_and_never_sparse(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        assert os.listdir(files.directory) == ["writer.lock"]
+        writer.append(opened(1), 1)
+        assert sorted(os.listdir(files.directory)) == ["0.mlog.tmp", "writer.lock"]
+        assert files.chunks() == []
+        assert all_values(files) == []
+        writer.commit()
+        assert sorted(os.listdir(files.directory)) == ["0.mlog", "writer.lock"]
+        status = os.stat(files.chunk(0))
+        assert status.st_size == SMALL.chunk_bytes
+        assert status.st_blocks * 512 >= status.st_size
+        assert stat.S_ISREG(status.st_mode)
+
+
+def test_rotation_boundaries_leave_no_gap(tmp_path: Path) -> None:
+    """Seed 004, matrix: records of varying sizes over many rotations; ordinals and checksums go on without gaps."""
+    files, clock = files_at(tmp_path), ManualClock()
+    values: list[r.Payload] = []
+    with open_writer(files, clock) as writer:
+        for number in range(600):
+            value = r.UploadStarted("k" * (number * 37 % 900))
+            values.append(value)
+            writer.append(value, number + 1)
+            if number % 5 == 0:
+                writer.commit()
+            if writer.needs_rotation():
+                writer.rotate()
+    chunks = all_chunks(files)
+    assert len(chunks) > 10
+    assert all(chunk.header.sealed for chunk in chunks[:-1])
+    ordinals = [chunk.header.base_record + place for chunk in chunks for place in range(len(chunk.offsets))]
+    assert ordinals == list(range(600))
+    assert [view.value() for chunk in chunks for view in chunk.records()] == values
+    for chunk in chunks:
+        body = chunk.data[CHUNK_BYTES : chunk.header.committed_len]
+        assert checksums.crc64(body) == chunk.header.chunk_crc64
+
+
+@given(
+    groups=st.lists(st.tuples(st.lists(VALUES, max_size=6), st.sampled_from(["commit", "rotate", "reopen", "lose"])))
+)
+def test_any_sequence_of_commits_rotations_and_restarts(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[tuple[list[r.Payload], str]]
+) -> None:
+    files, clock = files_at(tmp_path_factory.mktemp("log")), ManualClock()
+    writer = open_writer(files, clock)
+    kept: list[r.Payload] = []
+    for values, step in groups:
+        for value in values:
+            writer.append(value, 1)
+        if step == "commit":
+            writer.commit()
+        elif step == "rotate":
+            writer.rotate()
+        elif step == "reopen":
+            writer.close()
+            writer = open_writer(files, clock)
+        else:
+            writer.abandon()
+            writer = open_writer(files, clock)
+        kept += [] if step == "lose" else values
+        assert writer.next_record == len(kept)
+        assert all_values(files) == kept
+    writer.close()
+
+
+def test_a_restart_goes_on_in_the_last_chunk(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    for number in range(5):
+        with open_writer(files) as writer:
+            writer.append(opened(number), 1)
+    assert files.chunks() == [0]
+    assert all_values(files) == [opened(number) for number in range(5)]
+
+
+def test_the_timer_rotates_only_news_about_data(tmp_path: Path) -> None:
+    files, clock = files_at(tmp_path), ManualClock()
+    with open_writer(files, clock) as writer:
+        writer.append(r.SnapshotMarker(0, 64, 1))
+        writer.append(r.Tier2DeleteQueued("manifest/7/0.mlog"))
+        writer.commit()
+        clock.advance(10)
+        assert not writer.needs_rotation()
+        writer.append(opened(1), 1)
+        writer.commit()
+        assert not writer.needs_rotation()
+        clock.advance(0.26)
+        assert writer.needs_rotation()
+        assert writer.rotate() == 0
+        assert writer.rotate() is None
+        assert not writer.needs_rotation()
+        assert writer.position == Position(1, CHUNK_BYTES)
+
+
+def test_a_large_record_makes_its_chunk_grow_in_steps(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    large = r.UploadDone("k" * 60_000, "e" * 60_000)
+    with open_writer(files) as writer:
+        writer.append(opened(1), 1)
+        writer.commit()
+        writer.append(large, 1)
+        assert writer.file_bytes == SMALL.chunk_bytes + 2 * GROWTH_BYTES
+        assert writer.needs_rotation()
+        writer.append(opened(2), 1)
+    assert os.path.getsize(files.chunk(0)) == SMALL.chunk_bytes + 2 * GROWTH_BYTES
+    assert all_values(files) == [opened(1), large, opened(2)]
+
+
+def test_a_chunk_that_can_grow_no_more_refuses_and_says_rotate(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    large = r.UploadDone("k" * 65_000, "e" * 65_000)
+    with open_writer(files) as writer:
+        for _ in range(7):
+            writer.append(large, 1)
+        with pytest.raises(OutOfRange, match="rotate"):
+            writer.append(large, 1)
+        writer.rotate()
+        writer.append(large, 1)
+    assert all_values(files) == [large] * 8
+
+
+def test_a_commit_checks_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def counting(data: bytes | bytearray | memoryview, value: int = 0, /) -> int:
+        checked.append(len(data))
+        return checksums.crc64(data, value)
+
+    monkeypatch.setattr(mlog_writer, "crc64", counting)
+    with open_writer(files_at(tmp_path)) as writer:
+        for number in range(100):
+            writer.append(opened(number), 1)
+            checked.clear()
+            writer.commit()
+            assert checked == [56]
+
+
+def test_timestamps_never_fall_although_the_clock_does(tmp_path: Path) -> None:
+    files, clock = files_at(tmp_path), ManualClock()
+    seconds = [5, -3600, 1, -10, 7200]
+    for jump in seconds:
+        with open_writer(files, clock) as writer:
+            clock.jump(jump)
+            writer.append(opened(1), 1)
+    stamps = [view.timestamp_ms for chunk in all_chunks(files) for view in chunk.records()]
+    assert stamps == sorted(stamps)
+    assert len(stamps) == 5
+
+
+def test_two_writers_on_one_log_are_one_too_many(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        with pytest.raises(StoreLocked):
+            open_writer(files)
+        writer.append(opened(1), 1)
+    with open_writer(files) as writer:
+        writer.append(opened(2), 1)
+    assert all_values(files) == [opened(1), opened(2)]
+
+
+def test_a_closed_writer_refuses(tmp_path: Path) -> None:
+    writer = open_writer(files_at(tmp_path))
+    writer.append(opened(1), 1)
+    writer.close()
+    writer.close()
+    for step in (lambda: writer.append(opened(1), 1), writer.commit, writer.rotate):
+        with pytest.raises(StoreClosed):
+            step()
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.LOST_ANSWER])
+def test_a_doubtful_commit_stops_the_writer(tmp_path: Path, fault: Fault) -> None:
+    disk = FaultyDisk(OsDisk(), fault, fail_at=4, operation="sync")  # two syncs make the chunk and two the first commit
+    files = files_at(tmp_path, disk)
+    writer = open_writer(files)
+    writer.append(opened(1), 1)
+    writer.commit()
+    writer.append(opened(2), 1)
+    with pytest.raises(StoreUnusable):
+        writer.commit()
+    for step in (lambda: writer.append(opened(3), 1), writer.commit, writer.rotate):
+        with pytest.raises(StoreUnusable):
+            step()
+    writer.close()
+    with open_writer(files_at(tmp_path)) as again:
+        assert all_values(files)[:1] == [opened(1)]
+        again.append(opened(4), 1)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_full_disk_while_growing_breaks_nothing(tmp_path: Path, fail_at: int) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, fail_at=fail_at, operation="allocate")
+    files = files_at(tmp_path, disk)
+    large = r.UploadStarted("k" * 30_000)
+    with open_writer(files) as writer:
+        for value in (opened(1), large):
+            try:
+                writer.append(value, 1)
+            except DiskFull:
+                writer.append(value, 1)
+        assert disk.fired
+    assert all_values(files_at(tmp_path)) == [opened(1), large]
+
+
+def test_fields_that_do_not_fit_are_refused_and_leave_no_trace(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        with pytest.raises(OutOfRange):
+            writer.append(opened(1), 2**64)
+        for payload in (b"", b"123"):
+            with pytest.raises(OutOfRange):
+                writer.append(r.UnknownRecord(99, payload), 1)
+        writer.append(r.UnknownRecord(4711, b"12345678"), 1)
+    assert all_values(files) == [r.UnknownRecord(4711, b"12345678")]
+
+
+def test_a_cursor_reads_in_bounded_steps_and_follows_the_writer(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        cursor = ManifestLogReader(files).cursor()
+        assert cursor.read(10) == []
+        for number in range(700):
+            writer.append(opened(number), 1)
+            if writer.needs_rotation():
+                writer.rotate()
+        writer.commit()
+        seen: list[r.Payload] = []
+        while step := cursor.read(33):
+            assert len(step) <= 33
+            seen += [view.value() for view in step]
+        assert seen == [opened(number) for number in range(700)]
+        writer.rotate()
+        assert cursor.read(5) == []
+        writer.append(opened(1000), 1)
+        writer.commit()
+        assert [view.value() for view in cursor.read(5)] == [opened(1000)]
+
+
+def test_a_chunk_of_the_smallest_size_has_room() -> None:
+    assert SMALL.chunk_bytes - COPY_BYTES > SMALL.record_bytes_max
+    assert ManifestLogSettings().chunk_bytes == 256 << 10
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk_bytes": 8 << 10},
+        {"chunk_bytes": 2 << 20},
+        {"chunk_bytes": (16 << 10) + 4},
+        {"record_bytes_max": 10},
+        {"record_bytes_max": 200 << 10},
+        {"rotation_seconds": 0},
+        {"snapshot_chunks": 0},
+        {"snapshots_kept": 0},
+        {"sealed_kept": -1},
+        {"bundle_seconds": 0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidConfig, match=next(iter(wrong))):
+        ManifestLogSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""How much the manifest log is believed, switched while the stream is open and between two openings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.stream.mlog_records import CompressionDone, CompressionStarted
+from quire.stream.mlog_recovery import recover
+from quire.stream.mlog_snapshot import same_state
+from quire.stream.state import Retention
+from tests.stream.streams import StreamWorld
+
+MODES = ["off", "shadow", "on"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[StreamWorld]:
+    made = StreamWorld(tmp_path)
+    yield made
+    made.check()
+    made.close()
+
+
+def work(world: StreamWorld) -> None:
+    """A bit of everything."""
+    world.fill(3)
+    last = world.segments()[-1].segment_id
+    world.stream.upload(last - 1, last)
+    world.stream.evict(last)
+    world.stream.evict(last, warm=True)
+    world.stream.append(b"open").result()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+def test_a_stream_is_the_same_whatever_mode_it_is_opened_in(
+    world: StreamWorld, first: str, second: str, crash: bool
+) -> None:
+    world.reopen(first)
+    work(world)
+    expected = world.payloads()
+    (world.crash if crash else world.reopen)(second)
+    assert world.payloads() == expected
+    work(world)
+    expected = world.payloads()
+    (world.crash if crash else world.reopen)("on")
+    assert world.payloads() == expected
+    assert world.stream.append(b"more").record == len(expected) + 1
+
+
+@pytest.mark.parametrize("path", [["off", "on"], ["shadow", "on"], ["off", "shadow", "on"], ["shadow", "off", "on"]])
+def test_switching_while_the_stream_is_open(world: StreamWorld, path: list[str]) -> None:
+    heard: list[str] = []
+    world.stream.ledger.gated.listen(lambda mode: heard.append(mode.value))
+    work(world)
+    for mode in path:
+        world.stream.switch(mode)
+        work(world)
+        world.stream.retain(Retention(bytes=2_000))
+        world.stream.retire()
+        expected = world.payloads()
+    assert heard == path
+    log = world.stream.ledger.log
+    assert same_state(recover(log.files, world.clock, None).index, log.index)
+    world.crash()
+    assert world.payloads() == expected
+
+
+def test_shadow_writes_the_log_and_compares(world: StreamWorld) -> None:
+    world.reopen("shadow")
+    work(world)
+    assert world.stream.compare() == []
+    assert world.stream.figures().manifest_shadow_divergence == 0
+    assert world.stream.ledger.log.index.records > 10
+    # Somebody else writes into the log: the two differ now, and nothing stops.
+    world.stream.ledger.log.append_all([(CompressionStarted(1), 1), (CompressionDone(1, 0), 1)])
+    assert [each.segment_id for each in world.stream.compare()] == [1]
+    assert world.stream.figures().manifest_shadow_divergence == 1
+    world.stream.compress(1)
+    assert world.stream.ledger.shadow_refused == 2
+
+
+def test_off_writes_no_log(world: StreamWorld) -> None:
+    world.reopen("off")
+    before = world.stream.ledger.log.index.records
+    work(world)
+    world.stream.tick()
+    assert world.stream.ledger.log.index.records == before

@@ -1,0 +1,276 @@
+"""Moves between tiers: what is logged, what a failing object store leads to, what is gone on with after a crash."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.core.errors import Corruption, IllegalTransition, InvalidInput, ObjectStoreUnavailable
+from quire.durable.failpoints import armed
+from quire.durable.names import Tier
+from quire.manifest.records import Residency, WalFormat, WalState
+from quire.stream.mlog_reader import ManifestLogReader
+from quire.stream.mlog_states import Hydration, Remote, Warm
+from tests.stream.streams import SMALL, StreamWorld
+
+
+class Died(BaseException):
+    """Stands for SIGKILL in this process."""
+
+
+def die(_point: str) -> None:
+    raise Died
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[StreamWorld]:
+    made = StreamWorld(tmp_path)
+    yield made
+    made.objects.down = False
+    made.check()
+    made.close()
+
+
+def told(world: StreamWorld) -> list[str]:
+    """The kinds of records in the log."""
+    chunks = ManifestLogReader(world.stream.ledger.log.files).chunks()
+    return [type(view.value()).__name__ for chunk in chunks for view in chunk.records()]
+
+
+def test_every_move_is_a_record(world: StreamWorld) -> None:
+    world.fill(1)
+    stream = world.stream
+    stream.upload()
+    stream.evict(warm=True)
+    stream.hydrate()
+    stream.tiers.retire(1)
+    stream.ledger.log.commit()
+    assert told(world) == [
+        "SegmentOpened",
+        "SealSegment",
+        "CompressionStarted",
+        "CompressionDone",
+        "UploadStarted",
+        "UploadDone",
+        "LocalEvicted",
+        "CustomEvent",
+        "HydrationStarted",
+        "HydrationDone",
+        "Tier2DeleteQueued",
+        "Tier2Deleted",
+        "CustomEvent",
+    ]
+    assert (world.on_disk(Tier.HOT), world.on_disk(Tier.WARM)) == ([], [])
+    assert not list(world.objects.list_pages("00000001"))
+
+
+def test_lmdb_follows(world: StreamWorld) -> None:
+    world.fill(1)
+    stream = world.stream
+    stream.ledger.project_now()
+    row = stream.ledger.projection.rows()[1]
+    assert (row.state, row.format, row.residency) == (WalState.SEALED, WalFormat.APPEND_ONLY, Residency.LOCAL)
+    assert (row.first_lsn, row.last_lsn) == (1, 20)
+    stream.upload()
+    assert stream.ledger.projection.rows()[1].residency is Residency.LOCAL_AND_REMOTE
+    stream.evict(warm=True)
+    assert stream.ledger.projection.rows()[1].residency is Residency.EVICTED
+    stream.tiers.retire(1)
+    assert stream.ledger.projection.rows() == {}
+
+
+def test_lmdb_that_missed_something_is_folded_again_at_opening(world: StreamWorld) -> None:
+    world.fill(2)
+    assert world.stream.ledger.projection.rows() == {}
+    world.crash()
+    assert sorted(world.stream.ledger.projection.rows()) == [1, 2]
+
+
+def test_moves_are_idempotent(world: StreamWorld) -> None:
+    world.fill(2)
+    stream = world.stream
+    assert (stream.compress(), stream.compress()) == (2, 0)
+    assert (stream.upload(), stream.upload()) == (2, 0)
+    assert (stream.evict(), stream.evict()) == (2, 0)
+    assert (stream.hydrate(), stream.hydrate()) == (2, 0)
+
+
+def test_the_last_copy_is_never_given_up(world: StreamWorld) -> None:
+    world.fill(1)
+    assert world.stream.evict() == 0
+    with pytest.raises(IllegalTransition):
+        world.stream.tiers.evict(1)
+    world.stream.compress()
+    world.stream.evict()
+    with pytest.raises(IllegalTransition):
+        world.stream.tiers.evict(1, warm=True)
+
+
+def test_what_cannot_move(world: StreamWorld) -> None:
+    world.stream.append(b"a").result()
+    with pytest.raises(InvalidInput, match="sealed"):
+        world.stream.tiers.compress(1)
+    with pytest.raises(InvalidInput, match="no such segment"):
+        world.stream.tiers.compress(7)
+
+
+def test_budgets_evict_what_was_longest_unused(world: StreamWorld) -> None:
+    world.fill(6, records=15, size=900)
+    world.clock.advance(1)
+    world.payloads(1, 2)
+    with world.stream.pin(2):
+        world.stream.tick()
+        hot = [each.segment_id for each in world.segments() if each.is_hot]
+        assert 2 in hot, "pinned"
+        assert 1 in hot, "used a moment ago"
+        assert sum(each.durable_bytes for each in world.segments() if each.is_hot) <= SMALL.hot_bytes
+    assert sum(each.warm_bytes for each in world.segments() if each.is_warm) <= SMALL.warm_bytes
+    assert all(each.is_remote for each in world.segments())
+
+
+# ── an object store that fails ────────────────────────────────────────────────────────────────────────────────────────
+def test_an_upload_that_fails_is_noted_and_tried_again_later(world: StreamWorld) -> None:
+    world.fill(1)
+    world.objects.down = True
+    with pytest.raises(ObjectStoreUnavailable):
+        world.stream.upload()
+    assert world.segments()[0].state.remote is Remote.FAILED
+    moved = world.stream.tick()
+    assert moved.failed
+    world.objects.down = False
+    assert world.stream.tick().uploaded == 0, "too early"
+    world.clock.advance(60)
+    assert world.stream.tick().uploaded == 1
+    world.stream.ledger.log.commit()
+    names = told(world)
+    assert names.count("UploadStarted") == 1
+    assert names.count("UploadFailed") == 2
+    assert names.count("UploadDone") == 1
+
+
+def test_appending_goes_on_while_the_object_store_is_down(world: StreamWorld) -> None:
+    world.objects.down = True
+    for _ in range(5):
+        world.fill(1)
+        world.clock.advance(100)
+        world.stream.tick()
+    world.reopen()
+    assert len(world.payloads()) == 100
+
+
+def test_another_object_of_the_same_name_is_not_overwritten(world: StreamWorld) -> None:
+    world.fill(1)
+    world.objects.put("00000001/00000001/wal:00000000", b"something else")
+    with pytest.raises(Corruption, match="another object"):
+        world.stream.upload()
+    assert world.objects.get("00000001/00000001/wal:00000000") == b"something else"
+    assert world.stream.tick().uploaded == 0
+    world.objects.delete("00000001/00000001/wal:00000000")
+
+
+def test_a_hydration_that_fails_is_noted_and_tried_again(world: StreamWorld) -> None:
+    world.fill(1)
+    world.stream.upload()
+    world.stream.evict(warm=True)
+    world.objects.down = True
+    with pytest.raises(ObjectStoreUnavailable):
+        world.stream.hydrate()
+    assert world.segments()[0].state.hydration is Hydration.FAILED
+    world.objects.down = False
+    assert world.stream.tick().hydrated == 1
+    assert world.segments()[0].is_hot
+
+
+# ── after a crash ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "point", ["stream.compress.started", "stream.compress.written", "stream.upload.started", "stream.upload.sent"]
+)
+def test_what_was_begun_is_gone_on_with_and_not_begun_again(world: StreamWorld, point: str) -> None:
+    world.fill(1)
+    with armed(point, die), pytest.raises(Died):
+        world.stream.upload()
+    world.crash()
+    world.stream.tick()
+    segment = world.segments()[0]
+    assert (segment.is_warm, segment.is_remote) == (True, True)
+    world.stream.ledger.log.commit()
+    names = told(world)
+    for kind in ("CompressionStarted", "CompressionDone", "UploadStarted", "UploadDone"):
+        assert names.count(kind) == 1
+    assert world.objects.puts == []  # put_file is what uploads: one object, under one name
+    assert len([each for page in world.objects.list_pages("00000001") for each in page]) == 1
+
+
+@pytest.mark.parametrize("point", ["stream.retire.queued", "stream.retire.deleted", "stream.retire.told"])
+def test_a_segment_that_was_going_is_gone_after_the_next_round(world: StreamWorld, point: str) -> None:
+    world.fill(2)
+    world.stream.upload()
+    with armed(point, die), pytest.raises(Died):
+        world.stream.tiers.retire(1)
+    assert world.stream.first_record == 21
+    world.crash()
+    assert world.stream.first_record == 21
+    world.stream.tick()
+    assert [each.segment_id for each in world.segments()] == [2]
+    assert 1 not in (*world.on_disk(Tier.HOT), *world.on_disk(Tier.WARM))
+
+
+def test_files_that_nobody_announced_are_swept(world: StreamWorld) -> None:
+    world.fill(2)
+    world.stream.compress()
+    with armed("stream.evict.told", die), pytest.raises(Died):
+        world.stream.evict(1)
+    assert 1 in world.on_disk(Tier.HOT)
+    Path(world.files.segment(Tier.WARM, 77)).write_bytes(b"?")
+    world.crash()
+    assert (world.on_disk(Tier.HOT), world.on_disk(Tier.WARM)) == ([2], [1, 2])
+
+
+def test_a_copy_that_somebody_removed_is_told_as_evicted(
+    world: StreamWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    payloads = world.fill(2)
+    world.stream.upload()
+    world.stream.close()
+    Path(world.files.segment(Tier.HOT, 1)).unlink()
+    Path(world.files.segment(Tier.WARM, 2)).unlink()
+    world.stream = world.open()
+    assert "stream.copy_missing" in capsys.readouterr().err
+    one, two = world.segments()
+    assert (one.is_hot, one.state.warm, two.is_hot, two.state.warm) == (False, Warm.DONE, True, Warm.NONE)
+    assert world.payloads() == payloads
+
+
+# ── dictionaries ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_dictionary_is_used_where_it_pays_and_found_again(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(SMALL, segment_bytes=8 << 20, hot_bytes=1 << 30, warm_bytes=1 << 30)
+    world = StreamWorld(tmp_path, settings=settings)
+    draw = random.Random(3)
+    words = [draw.randbytes(120) for _ in range(200)]
+
+    def fill() -> None:
+        payloads = [b"".join(draw.choices(words, k=2)) + draw.randbytes(4) for _ in range(12_000)]
+        for start in range(0, len(payloads), 400):
+            world.stream.append(payloads[start : start + 400]).result()
+        world.stream.seal()
+
+    fill()
+    world.stream.compress()
+    first = world.segments()[-1]
+    world.reopen()
+    fill()
+    world.stream.compress()
+    second = world.segments()[-1]
+    assert first.dictionary_id == second.dictionary_id == 1, "learned once, used twice"
+    world.stream.evict()
+    assert len(world.payloads()) == 24_000
+    world.stream.append([draw.randbytes(250) for _ in range(8_000)]).result()
+    world.stream.seal()
+    world.stream.compress()
+    assert world.segments()[-1].dictionary_id == 0, "noise has nothing in common"
+    world.check()
+    world.close()
