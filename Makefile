@@ -5,6 +5,7 @@ STORE  ?= ./quire-data
 JOBS   ?= 2
 NAME   ?=
 ARGS   ?=
+BUILD  ?= build
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -34,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[dev,spark]'
 	@touch $@
 
-run: $(STAMP) ## take the tour in STORE (./quire-data)
-	@$(BIN)/quire tour --store $(STORE)
+run: $(STAMP) ## take the tour in STORE (./quire-data), on local Spark
+	@$(BIN)/quire tour --spark --store $(STORE)
 
 test: $(STAMP) ## the fast tests
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
@@ -57,11 +58,11 @@ torture: $(STAMP) ## the slow tests, and many more examples for the properties
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as
 # the same Python is installed there. Spark brings its own part of pyspark.
 pack: $(STAMP) ## build/quire-env.tar.gz: quire and what it needs, for executors of a cluster
-	@rm -rf build/env && $(BIN)/python -m venv build/env
+	@mkdir -p $(BUILD) && rm -rf $(BUILD)/env && $(BIN)/python -m venv $(BUILD)/env
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	  build/env/bin/python -m pip install --quiet --quiet --no-input . 'pandas>=2.2,<3'
-	@tar -czf build/quire-env.tar.gz -C build/env . && rm -rf build/env
-	@ls -lh build/quire-env.tar.gz | awk '{print $$5, $$NF}'
+	  $(BUILD)/env/bin/python -m pip install --quiet --quiet --no-input . 'pandas>=2.2,<3'
+	@tar -cf - -C $(BUILD)/env . | gzip -1 > $(BUILD)/quire-env.tar.gz && rm -rf $(BUILD)/env
+	@ls -lh $(BUILD)/quire-env.tar.gz | awk '{print $$5, $$NF}'
 
 clean: ## remove what the other targets made, the tour's store included
 	rm -rf $(VENV) build dist quire-data .hypothesis .mypy_cache .ruff_cache .import_linter_cache .pytest_cache

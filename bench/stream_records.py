@@ -12,6 +12,7 @@ import shutil
 import statistics
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,8 +25,9 @@ from quire.durable.files import OsDisk, preallocate
 from quire.durable.names import Tier
 
 RECORD_SIZE = 256
-GROUP = 100
+GROUPS = (1, 10, 100)
 """Records appended one by one that are made durable together."""
+THREADS = 16
 BATCH = 1_000
 """Records of a batch."""
 
@@ -70,26 +72,71 @@ def _raw(directory: Path, records: int, groups: int) -> float:
 
 def stream_append(report: Report, directory: Path, quick: bool) -> None:
     """Append records one by one, each group with one wait; against writing and syncing the same bytes in the same groups."""
-    groups = 200 if quick else 2_000
-    payloads = [os.urandom(RECORD_SIZE) for _ in range(GROUP)]
+    for group in GROUPS:
+        groups = 200 if quick else 2_000
+        mine, raw = alternate(
+            3 if quick else 5, partial(_appended, directory, group, groups), partial(_raw, directory, group, groups)
+        )
+        name = "" if group == GROUPS[-1] else f"_{group}"
+        report.figure(f"stream_append{name}_per_second", mine)
+        detail = f"{rate(mine)} of {rate(raw)}, groups of {group}"
+        report.ratio(f"stream_append{name}_vs_raw", mine / raw, 0.5, "higher", detail)
 
-    def ours() -> float:
+
+def _appended(directory: Path, group: int, groups: int) -> float:
+    """Records per second of a stream."""
+    payloads = [os.urandom(RECORD_SIZE) for _ in range(group)]
+    engine = _Engine(directory, "append")
+    append = engine.stream.append
+
+    def work() -> None:
+        for _ in range(groups):
+            for payload in payloads:
+                guard = append(payload)
+            guard.result()
+
+    spent = seconds(work)
+    engine.close()
+    return groups * group / spent
+
+
+def stream_threads(report: Report, directory: Path, quick: bool) -> None:
+    """Threads that each wait for every record of theirs; against the same bytes in as many groups as they came to form."""
+    rounds = 100 if quick else 1_000
+
+    def ours() -> tuple[float, int]:
         engine = _Engine(directory, "append")
-        append = engine.stream.append
+        payload = os.urandom(RECORD_SIZE)
+
+        def one() -> None:
+            for _ in range(rounds):
+                engine.stream.append(payload).result()
+
+        threads = [threading.Thread(target=one) for _ in range(THREADS)]
 
         def work() -> None:
-            for _ in range(groups):
-                for payload in payloads:
-                    guard = append(payload)
-                guard.result()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
+        before = engine.stream.hot.syncs
         spent = seconds(work)
+        syncs = engine.stream.hot.syncs - before
         engine.close()
-        return groups * GROUP / spent
+        return THREADS * rounds / spent, syncs
 
-    mine, raw = alternate(3 if quick else 5, ours, lambda: _raw(directory, GROUP, groups))
-    report.figure("stream_append_per_second", mine)
-    report.ratio("stream_append_vs_raw", mine / raw, 0.5, "higher", f"{rate(mine)} of {rate(raw)}, groups of {GROUP}")
+    pairs = []
+    for _ in range(1 if quick else 5):
+        mine, syncs = ours()
+        group = max(round(THREADS * rounds / syncs), 1)
+        pairs.append((mine, _raw(directory, group, syncs), group))
+    mine, raw = (statistics.median(pair[place] for pair in pairs) for place in (0, 1))
+    report.figure("stream_append_threads_per_second", mine)
+    detail = (
+        f"{rate(mine)} of {rate(raw)}, {THREADS} threads in groups of {statistics.median(pair[2] for pair in pairs):g}"
+    )
+    report.ratio("stream_append_threads_vs_raw", mine / raw, 0.5, "higher", detail)
 
 
 def stream_batches(report: Report, directory: Path, quick: bool) -> None:

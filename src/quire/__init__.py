@@ -71,7 +71,8 @@ if TYPE_CHECKING:
         WrongThread,
     )
     from quire.service.client import connect
-    from quire.store.store import Store, open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
+    from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
+    from quire.store.store import Store
 
     __version__: str
 
@@ -145,7 +146,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would believe in 
         if name == "__version__":
             value: Any = import_module("importlib.metadata").version(__name__)
         else:
-            rooms = {"Store": "quire.store.store", "open": "quire.store.store", "connect": "quire.service.client"}
+            rooms = {"Store": "quire.store.store", "open": "quire.store.opening", "connect": "quire.service.client"}
             value = getattr(import_module(rooms.get(name, "quire.core.errors")), name)
         globals()[name] = value  # so that this function runs once per name
         return value

@@ -46,8 +46,9 @@ def test_programs_get_the_job(run: Run, shop: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "merge"])
-@pytest.mark.parametrize(("database", "code"), [("nothing", 3), ("clicks", 2)])
+@pytest.mark.parametrize(
+    ("command", "database", "code"), [("checkpoint", "nothing", 3), ("merge", "nothing", 3), ("merge", "clicks", 2)]
+)
 def test_other_databases_are_refused_and_no_job_is_made(
     run: Run, path: Path, command: str, database: str, code: int
 ) -> None:

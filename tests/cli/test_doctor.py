@@ -10,9 +10,13 @@ import pytest
 
 import quire
 from quire.cli.output import width_of
+from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
-ROWS = ["quire", "python", "platform", "lmdb", "disk", "store", "owner", "manifest", "readers", "map", "objects"]
+ROWS = [
+    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "manifest", "readers", "map", "clock",
+    "objects",
+]  # fmt: skip
 
 
 def rows(run: Run, *arguments: str, **options: Any) -> dict[str, dict[str, str]]:
@@ -76,7 +80,10 @@ def test_the_manifest_is_checked(run: Run, damage: Plant, planted: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "odd"), AssertionError("odd"), quire.DiskFull("odd")])
-@pytest.mark.parametrize("probe", ["_disk", "_store", "_owner", "_rules", "_readers", "_map", "_objects", "_version"])
+@pytest.mark.parametrize(
+    "probe",
+    ["_disk", "_store", "_owner", "_rules", "_readers", "_map", "_clock", "_objects", "_java", "_spark", "_version"],
+)
 def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: str, error: Exception) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -84,6 +91,24 @@ def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: s
     monkeypatch.setattr(f"quire.cli.doctor.{probe}", fail)
     failed = [name for name, each in rows(run).items() if each["state"] == "fail" and "odd" in each["detail"]]
     assert failed == {"_version": ["quire", "lmdb"], "_rules": ["manifest"]}.get(probe, [probe[1:]])
+
+
+def test_java_and_spark_are_optional(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.doctor._installed", lambda _: None)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    found = rows(run)
+    assert (found["java"]["state"], found["spark"]["state"]) == ("ok", "ok")
+    assert "quire[spark]" in found["spark"]["next"]
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    broken = rows(run)["java"]
+    assert (broken["state"], "JAVA_HOME" in broken["detail"] + broken["next"]) == ("fail", True)
+
+
+def test_a_clock_that_went_back_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows(run)["clock"]["state"] == "ok"
+    monkeypatch.setattr("quire.cli.doctor.CLOCK", ManualClock(1_000))
+    assert rows(run)["clock"]["state"] == "warn"
 
 
 def test_it_fits_80_columns(path: Path) -> None:

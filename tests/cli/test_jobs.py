@@ -16,6 +16,7 @@ import pytest
 
 import quire
 from quire.cli.output import width_of
+from quire.jobs.handlers import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from tests.cli.conftest import Run, on_a_terminal
 from tests.house.tree import SRC
@@ -30,7 +31,7 @@ def slow(ctx, job, progress):
         progress(step, 1_000)
         time.sleep(0.02)
 
-HANDLERS[JobKind.COMPACTION] = slow
+HANDLERS[JobKind.EVICT] = slow
 from quire.cli.main import main
 main()
 """
@@ -38,14 +39,15 @@ main()
 
 
 @pytest.fixture
-def queue(path: Path) -> Path:
+def queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Jobs: 1 succeeds, 2 fails for good, 3 nobody knows how to do, 4 is due in an hour."""
+    monkeypatch.delitem(HANDLERS, JobKind.EVICT)
     with quire.open(path) as store:
         jobs = store.manifest.jobs
         jobs.enqueue(JobKind.RETENTION, 1)
         jobs.enqueue(JobKind.VERIFY, 1, {"nonsense": 1})
-        store.maintain()
-        jobs.enqueue(JobKind.COMPACTION, 2)
+        store.worker.drain()
+        jobs.enqueue(JobKind.EVICT, 2)
         jobs.enqueue(JobKind.RETENTION, 1, delay_seconds=3600)
     return path
 
@@ -60,7 +62,7 @@ def test_ls_shows_every_job(run: Run, queue: Path) -> None:
     assert [(each["job_id"], each["kind"], each["database"], each["state"]) for each in data] == [
         (1, "retention", "shop", "succeeded"),
         (2, "verify", "shop", "failed_permanent"),
-        (3, "compaction", "clicks", "pending"),
+        (3, "evict", "clicks", "pending"),
         (4, "retention", "shop", "pending"),
     ]
     assert data[0]["result"] == {"dropped": 0, "kept": 0, "snapshots": []}
@@ -152,7 +154,7 @@ def test_work_once_runs_what_is_due_and_says_what_waits(run: Run, queue: Path) -
     assert (data["ran"], data["succeeded"], data["failed"], data["waiting"]) == (1, 1, 0, 1)
     assert [(each["job_id"], each["state"]) for each in data["jobs"]] == [(5, "succeeded")]
     lines = run("jobs", "work", "--once").out.splitlines()
-    assert lines == ["no job was due", "", "1 job waits, the first is due now"], "nobody knows how to do compactions"
+    assert lines == ["no job was due", "", "1 job waits, the first is due now"], "nobody knows how to evict"
 
 
 def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
@@ -164,7 +166,7 @@ def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
 def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
     """The program with the slow handler, as soon as its job is running."""
     with quire.open(path) as store:
-        job_id = store.manifest.jobs.enqueue(JobKind.COMPACTION, 1)
+        job_id = store.manifest.jobs.enqueue(JobKind.EVICT, 1)
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, "jobs", "work", *arguments, "--store", str(path)], env=env, **streams
@@ -215,5 +217,5 @@ def test_a_terminal_sees_progress(path: Path) -> None:
         pass  # the terminal is gone
     os.close(ours)
     assert process.wait(30) == 130
-    assert b"compaction shop" in shown
+    assert b"evict shop" in shown
     assert "stopping: what is running goes back into the queue" in shown.decode()

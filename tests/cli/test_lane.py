@@ -37,12 +37,12 @@ LINES = [
 ]
 
 
-def as_typer_has_it(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tuple[Cli, bool] | None:
+def as_typer_has_it(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tuple[Cli, dict[str, Any], bool] | None:
     """What typer makes of a command line; `None` if it does not come to running the command."""
-    seen: list[tuple[Cli, bool]] = []
+    seen: list[tuple[Cli, dict[str, Any], bool]] = []
 
-    def note(_: object, cli: Cli, __: dict[str, Any], *, debug: bool) -> int:
-        seen.append((cli, debug))
+    def note(_: object, cli: Cli, words: dict[str, Any], *, debug: bool) -> int:
+        seen.append((cli, {name: each for name, each in words.items() if each}, debug))
         return OK
 
     monkeypatch.setattr(typed, "perform", note)
@@ -52,21 +52,27 @@ def as_typer_has_it(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tu
 
 @pytest.mark.parametrize("variable", [None, "", "from the environment"])
 @pytest.mark.parametrize("rest", LINES, ids=" ".join)
-@pytest.mark.parametrize("name", list(lane.COMMANDS))
+@pytest.mark.parametrize(
+    "name", [("ls",), ("info",), ("tree",), ("snapshot", "ls"), ("snapshot", "ls", "shop")], ids=" ".join
+)
 def test_the_lane_agrees_with_typer(
-    monkeypatch: pytest.MonkeyPatch, name: str, rest: list[str], variable: str | None
+    monkeypatch: pytest.MonkeyPatch, name: tuple[str, ...], rest: list[str], variable: str | None
 ) -> None:
     monkeypatch.delenv("QUIRE_STORE", raising=False)
     if variable is not None:
         monkeypatch.setenv("QUIRE_STORE", variable)
-    understood = lane.understand([name, *rest])
+    understood = lane.understand([*name, *rest])
     if understood is not None:
-        assert (understood.cli, understood.debug) == as_typer_has_it(monkeypatch, [name, *rest])
+        words = {"database": understood.words[0]} if understood.words else {}
+        assert (understood.cli, words, understood.debug) == as_typer_has_it(monkeypatch, [*name, *rest])
 
 
 def test_the_lane_takes_what_is_usual() -> None:
     for rest in LINES[:6]:
         assert lane.understand(["ls", *rest]) is not None
+        assert lane.understand(["snapshot", "ls", "shop", *rest]) is not None
+        assert lane.understand(["snapshot", "ls", *rest]) is None, "which database?"
+        assert lane.understand(["tree", "--sizes", *rest]) is None, "that needs the whole manifest"
 
 
 @pytest.mark.parametrize("arguments", [[], ["create", "x"], ["--version"], ["manifest", "tables"], ["lsx"]])

@@ -27,6 +27,7 @@ from tests.house.tree import ROOT, SRC
 HEAVY = ("numpy", "pyarrow", "obstore", "awscrt", "structlog", "prometheus_client", "rich", "asyncio")
 UNNEEDED = (
     *HEAVY,
+    "msgspec", "dataclasses", "inspect", "typing_extensions", "tomllib", "uuid",
     "typer", "click", "argparse", "logging", "shutil", "subprocess", "concurrent.futures", "json", "socket",
     "quire.store.store", "quire.manifest.store", "quire.manifest.writer", "quire.manifest.check", "quire.manifest.feed",
     "quire.jobs", "quire.objects",
@@ -60,11 +61,11 @@ def test_the_commands_are_these() -> None:
         "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv backup", "kv backups",
         "kv restore",
         "stream append", "stream read", "stream tail", "stream ls", "stream info", "stream seal", "stream tier",
-        "stream verify", "stream retention",
+        "stream checkpoint", "stream verify", "stream retention",
         "retention show", "retention set", "retention clear", "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work",
         "feed tail", "feed cursors", "feed drop", "manifest check", "manifest tables", "manifest dump",
-        "manifest inspect", "manifest verify",
+        "manifest inspect", "manifest verify", "manifest bundle",
     ]  # fmt: skip
     assert {name.split()[0] for name in NAMES} == telling.COMMANDS, "hints may name these"
 
@@ -136,7 +137,18 @@ def test_light_commands_load_nothing_heavy(path: Path, arguments: list[str]) -> 
     assert loaded(path, arguments, (*HEAVY, "quire.store.store", "quire.jobs")) == []
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["info"], ["ls", "--json", "--store", "."]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["ls"],
+        ["info"],
+        ["tree"],
+        ["snapshot", "ls", "shop"],
+        ["ls", "--json", "--store", "."],
+        ["tree", "--json"],
+    ],
+)
 def test_the_lightest_load_next_to_nothing(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path)
     json_is_wanted = {"json"} if "--json" in arguments else set()

@@ -31,7 +31,7 @@ def test_what_is_not_text_is_shown_in_hexadecimal(run: Run, path: Path) -> None:
 def test_segments_move(run: Run) -> None:
     run("stream", "append", "clicks", "a", "b")
     assert run("stream", "seal", "clicks", "--json").data["sealed"] == 1
-    assert run("stream", "tier", "clicks", "upload").out == "upload: 1 segments of clicks\n"
+    assert run("stream", "tier", "clicks", "upload").out == "upload: 1 segment of clicks\n"
     assert run("stream", "tier", "clicks", "evict", "--warm", "--segment", "1", "--json").data["count"] == 2
     assert [row["tiers"] for row in run("stream", "ls", "clicks", "--json").data] == [["remote"]]
     assert run("stream", "tier", "clicks", "hydrate", "--json").data["count"] == 1

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.cli import quick
 from quire.cli import tree as command
+from quire.cli.lineage import SNAPSHOTS_SHOWN
 from quire.cli.output import width_of
 from tests.cli.conftest import Run, on_a_terminal, quire_program
 
@@ -91,7 +93,7 @@ def test_many_snapshots_are_cut_short_for_people(run: Run, family: Path) -> None
     lines = drawn(run("tree").out)
     assert lines[1] == "├── … 16 older snapshots  `--all` shows them"
     assert lines[2].startswith("├── @monday"), "it has forks"
-    assert sum("@s" in line for line in lines) == command.SNAPSHOTS_SHOWN
+    assert sum("@s" in line for line in lines) == SNAPSHOTS_SHOWN
     assert len(drawn(run("tree", "--all").out)) == 27
     assert len(run("tree", "--json").data[0]["snapshots"]) == 22
 
@@ -121,6 +123,7 @@ def test_forks_of_forks_may_be_many_deep(run: Run, shop: Path, monkeypatch: pyte
     assert sum("f59" in line for line in lines) == 1
     assert json.loads(quire_program("tree", "--json", "--store", str(shop)).stdout)
     monkeypatch.setattr(command, "DEPTH_MAX", 50)
+    monkeypatch.setattr(quick, "DEPTH_MAX", 50)
     refused = run("tree", "--json")
     assert (refused.code, "`quire ls --json` names every parent" in refused.err) == (2, True)
 

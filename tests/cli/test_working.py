@@ -45,13 +45,13 @@ def test_only_what_was_worked_on_since_counts_as_run(path: Path) -> None:
     with quire.open(path) as store:
         jobs = store.manifest.jobs
         jobs.enqueue(JobKind.RETENTION, 1)
-        store.maintain()
+        store.worker.drain()
         jobs.enqueue(JobKind.RETENTION, 1)
-        jobs.enqueue(JobKind.COMPACTION, 1)
+        jobs.enqueue(JobKind.EVICT, 1, delay_seconds=3_600)
         bench = Bench(store)
         jobs.enqueue(JobKind.RETENTION, 2)
         assert bench.ran() == []
-        store.maintain()
+        store.worker.drain()
         assert [each.job_id for each in bench.ran()] == [2, 4]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from quire.core.errors import StoreUnusable
+from quire.durable import group_sync
 from quire.durable.group_sync import GroupSync
 
 
@@ -112,6 +113,55 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
     assert log.durable == 1
     closed.set()
     join(heir)
+
+
+def test_who_has_led_goes_on_when_its_heir_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 4: otherwise the disk waits while the former leader makes its next transaction."""
+    monkeypatch.setattr(group_sync, "PATIENCE_SECONDS", 30.0)
+    log = Log()
+    log.gate.clear()
+    begun: list[int] = []
+
+    def lead() -> None:
+        log.group.until(log.write())
+        begun.append(log.syncs)
+
+    leader = start(1, lead)
+    assert log.began.acquire(timeout=30)
+    heir = start(1, lambda: log.group.until(log.write()))
+    eventually(lambda: log.group._begun is not None)
+    former, log.gate = log.gate, threading.Event()  # the heir's sync takes long
+    former.set()
+    join(leader)
+    assert begun == [2], "it went on before"
+    log.gate.set()
+    join(heir)
+
+
+def test_an_heir_that_does_not_get_to_it_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only speed depends on rule 4: with an heir that never begins the leader goes on all the same."""
+    monkeypatch.setattr(group_sync, "PATIENCE_SECONDS", 0.01)
+    log = Log()
+    stuck = threading.Lock()
+    stuck.acquire()
+    assert log.group._leader.acquire(blocking=False)
+    log.group._begun = stuck
+    log.group._lead(log.write())
+    assert log.durable == 1
+
+
+def test_with_an_heir_about_nobody_else_takes_the_lead() -> None:
+    log = Log()
+    log.gate.clear()
+    leader = start(1, lambda: log.group.until(log.write()))
+    assert log.began.acquire(timeout=30)
+    heir = start(1, lambda: log.group.until(log.write()))
+    eventually(lambda: log.group._begun is not None)
+    late = start(1, lambda: log.group.until(log.write()))
+    eventually(lambda: len(log.group._sleepers) == 1)
+    log.gate.set()
+    join(leader + heir + late)
+    assert (log.durable, log.syncs) == (3, 2)
 
 
 @pytest.mark.parametrize("writers", [2, 3, 9])

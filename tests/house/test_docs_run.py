@@ -1,6 +1,7 @@
 """Every ```python block of the README and of the pages in docs/ runs as it stands, in an empty directory.
 
-Blocks of one page are separate programs: a reader copies one of them. Formats and decisions have no programs, only bytes.
+Blocks of one page are separate programs: a reader copies one of them. Those that use Spark share the session of the test
+run. Formats and decisions have no programs, only bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,17 @@ def programs(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in BLOCK.finditer(text)]
 
 
+def marks(code: str) -> list[pytest.MarkDecorator]:
+    """A block that uses Spark runs in the process that has the session."""
+    return [pytest.mark.timeout(120), *([pytest.mark.xdist_group("spark")] if uses_spark(code) else [])]
+
+
+def uses_spark(code: str) -> bool:
+    return "quire.spark" in code
+
+
 BLOCKS = [
-    pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}", marks=pytest.mark.timeout(120))
+    pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}", marks=marks(code))
     for page in PAGES
     for line, code in programs(page)
 ]
@@ -41,8 +51,20 @@ def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:
+    """Run a block in this process, with the session of the test run; what it wrote to standard error."""
+    request.getfixturevalue("lent_spark")
+    captured: pytest.CaptureFixture[str] = request.getfixturevalue("capsys")
+    request.getfixturevalue("monkeypatch").chdir(directory)
+    exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+    return captured.readouterr().err
+
+
 @pytest.mark.parametrize("code", BLOCKS)
-def test_block_runs(code: str, tmp_path: Path) -> None:
+def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if uses_spark(code):
+        assert run_here(code, tmp_path, request) == "", "a program from the docs does not complain"
+        return
     ended = run(code, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr, "a program from the docs does not complain"
@@ -64,7 +86,7 @@ def test_make_targets_that_pages_name_exist() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     missing = [
         f"{page.relative_to(ROOT)}: {link}"
         for page in pages

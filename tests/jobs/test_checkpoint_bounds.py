@@ -114,19 +114,21 @@ def test_slots_beyond_the_size_are_dropped_and_come_back_empty(owner: Owner) -> 
 
 
 def test_frames_are_read_a_few_megabytes_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.jobs.checkpoint import run
+    from quire.jobs.checkpoint import bodies
+    from quire.pages.handles import ReadSegment
 
-    monkeypatch.setattr(run, "FRAME_BYTES_AT_ONCE", 2 * PAGE)
+    monkeypatch.setattr(bodies, "WINDOW_BYTES", 4 * PAGE)
+    monkeypatch.setattr(bodies, "RUN_BYTES", 2 * (PAGE + 64))
     store, model = owner.database(), Model()
     write(store, model, images(*range(8)))
     asked: list[int] = []
-    real = owner.engine.sources.frames
+    real = ReadSegment.read_raw
 
-    def frames(origin: int, segment: int, numbers: Any) -> Any:
-        asked.append(len(numbers))
-        return real(origin, segment, numbers)
+    def read_raw(segment: Any, first: int, count: int) -> bytes:
+        asked.append(count)
+        return real(segment, first, count)
 
-    monkeypatch.setattr(owner.engine.sources, "frames", frames)
+    monkeypatch.setattr(ReadSegment, "read_raw", read_raw)
     owner.checkpoint(store)
     assert asked == [2, 2, 2, 2]
     monkeypatch.undo()

@@ -65,7 +65,9 @@ def test_a_database_is_looked_after(run: Run, tmp_path: Path) -> None:
     for number in range(5):
         run("put", "cart", f"k{number}", "v", "--create")
     assert run("stats", "cart")[1]["memtable_keys"] == 5
-    assert run("compact", "cart")[1]["after"] > 0
+    done = run("compact", "cart", "--runner", "threads")[1]
+    assert (done["after"] > 0, done["runner"], done["job_id"] > 0) == (True, "threads", True)
+    assert run("compact", "cart", "--runner", "nobody")[0] == 2
     stats = run("stats", "cart")[1]
     assert (stats["rows"], stats["tables"], stats["memtable_keys"]) == (5, 1, 0)
     assert "tables" in run("stats", "cart", text=True)[1]

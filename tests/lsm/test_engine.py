@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with opened(tmp_path) as store:
         yield store
         assert_clean(store.manifest)
-        for kv in store.kvs.databases():
+        for kv in store.kvs.databases().values():
             if kv.failure is None:
                 assert_sound(kv)
 

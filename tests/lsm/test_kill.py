@@ -19,7 +19,7 @@ from tests.lsm.killed import batch
 from tests.lsm.test_kv_faults import POINTS
 from tests.lsm.worlds import assert_same, assert_sound, changed, open_kv
 
-RECOVERY_POINTS = ("lsm.recovery.manifest", "lsm.recovery.tables")
+RECOVERY_POINTS = ("lsm.recovery.manifest", "lsm.recovery.tables", "lsm.recovery.settled")
 
 
 @pytest.fixture(scope="module")

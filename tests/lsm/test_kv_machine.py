@@ -1,4 +1,4 @@
-"""The engine against a dictionary with a history: writes, snapshots, flushes, compactions, reopening and power loss."""
+"""The engine against a dictionary with a history: writes, loads, snapshots, flushes, compactions, reopening, power loss."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import shutil
 import tempfile
 from random import Random
 
+import pyarrow as pa
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from quire.lsm.bulk import BulkWriter, Place
 from quire.lsm.kv import Kv
+from quire.lsm.loading import begin_load, published
 from quire.lsm.reading import Snapshot
+from quire.lsm.sst_writer import TableOptions
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound
 
@@ -54,6 +58,23 @@ class KvMachine(RuleBasedStateMachine):
         self.model.write(lsn, batch)
         if sync:
             self.synced = lsn
+
+    @rule(rows=BATCHES, parts=st.integers(1, 3))
+    def load(self, rows: dict[bytes, bytes | None], parts: int) -> None:
+        """A bulk load by so many tasks, each with some of the rows in any order, and one more attempt that nobody names."""
+        number = self.db.last_lsn + 1
+        with begin_load(self.db) as load:
+            place = Place(directory=self.db.home.path, lsn=load.lsn, table_bytes=200, options=TableOptions())
+            attempts: list[list[int]] = []
+            for part in [0, *range(parts)]:
+                mine = [key for at, key in enumerate(rows) if at % parts == part]
+                writer = BulkWriter(self.disk, place, load.allocate, buffer_bytes=100)
+                writer.add(pa.array(mine, pa.binary()), pa.array([rows[key] for key in mine], pa.binary()))
+                attempts.append(writer.finish())
+            assert load.publish([sst_id for ids in attempts[1:] for sst_id in ids], number=number) == len(rows)
+        self.model.write(load.lsn, rows)
+        self.synced = load.lsn
+        assert published(self.db, number) == len(rows)
 
     @rule()
     def flush(self) -> None:

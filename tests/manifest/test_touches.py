@@ -13,6 +13,7 @@ from quire.core.errors import InvalidInput, QuireError, UnknownDatabase
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.lsm_records import LsmTableRecord
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
@@ -38,6 +39,7 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
+from quire.manifest.ops.lsm import FoldLsm
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
@@ -229,6 +231,9 @@ def story() -> Iterator[Op]:
 
 
 def _later() -> Iterator[Op]:
+    # a key-value database
+    yield RegisterDb(4, DbRecord("fir", DbKind.LSM, 0))
+    yield from (FoldLsm(4, [(n, LsmTableRecord(0, 9, 0, 100, n, n)) for n in (1, 2)]), FoldLsm(4, [], [1]), DropDb(4))
     # jobs
     yield from (EnqueueJob(7, JobRecord(JobKind.CHECKPOINT, 1, 1)), StartJob(7, "w", 9), RequeueJob(7, 1, 5, "again"))
     yield from (StartJob(7, "w", 9), CompleteJob(7, JobState.SUCCEEDED, 2), ForgetJob(7))

@@ -10,23 +10,25 @@ from hypothesis import strategies as st
 from quire.durable.checksums import Bytes
 from quire.pages.segment import (
     HEADER_BYTES,
+    Encoded,
     Geometry,
     PageWrite,
     SegmentHeader,
     check_frame,
     encode,
 )
-from quire.pages.segment_scan import SegmentScan, scan_segment
+from quire.pages.segment_scan import SegmentScan, entries_of, parse_heads, scan_segment
 
 DB_ID, SEGMENT_ID, FIRST_LSN, SALT = 7, 31, 4711, 0x0123456789ABCDEF
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Pages with the bytes that fill them (`None`: all zeros), and whether a sync follows."""
+    """Pages with the bytes that fill them (`None`: all zeros), whether a sync follows, and after it publication."""
 
     pages: tuple[tuple[int, int | None], ...]
     synced: bool = True
+    published: bool = False
 
     def writes(self, page_size: int, salt: int = 0) -> list[PageWrite]:
         return [(page, image(page, fill, page_size, salt), page + 1, 3) for page, fill in self.pages]
@@ -51,6 +53,7 @@ TRANSACTIONS = st.lists(
         Transaction,
         pages=st.lists(st.tuples(st.integers(0, 5), FILLS), min_size=1, max_size=4).map(tuple),
         synced=st.booleans(),
+        published=st.booleans(),
     ),
     max_size=6,
 )
@@ -93,14 +96,19 @@ class Segment:
         )
         for offset, piece in encoded.pieces:
             self.data[offset : offset + len(piece)] = piece
-        start = self.header.geometry.entry_offset(self.used)
-        self.data[start : start + len(encoded.entries)] = encoded.entries
+        self.enter(encoded)
         self.used += encoded.frame_count
         self.done.append(transaction)
         self.claims.append(self.durable_lsn)
         self.ends.append(self.used)
         if transaction.synced:
             self.durable_lsn = encoded.last_lsn
+
+    def enter(self, encoded: Encoded) -> None:
+        """Write the entries of frames, as publication does; and version 1 did it with each append."""
+        start = self.header.geometry.entry_offset(encoded.first_frame)
+        entries = entries_of(self.header, parse_heads(encoded.heads)).tobytes()
+        self.data[start : start + len(entries)] = entries
 
     def write_all(self, transactions: list[Transaction]) -> Segment:
         for transaction in transactions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +66,9 @@ class _Recorder(ModuleType):
 
     def get_tracer(self, _: str) -> _Recorder:
         return self
+
+    def get_current_span(self) -> Any:
+        return SimpleNamespace(get_span_context=lambda: SimpleNamespace(is_valid=False))
 
     @contextmanager
     def start_as_current_span(self, name: str) -> Iterator[Any]:

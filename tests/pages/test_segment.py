@@ -33,18 +33,19 @@ from quire.pages.segment import (
     encode_one,
     next_file_bytes,
 )
+from quire.pages.segment_scan import entries_of, parse_heads
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/segment.md").read_text("utf-8")
 PAGE_SIZES = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 
 # The example of the page, written down a second time: neither the code nor the page can drift alone.
 GOLDEN_HEADER = (
-    "5157414c53454731 0100 0000 00020000 07000000 1f000000 02000000 00000000 6712000000000000 efcdab8967452301"
-    " 0068e5cf8b010000 a3a1ba54bfdc84af"
+    "5157414c53454731 0200 0000 00020000 07000000 1f000000 02000000 00000000 6712000000000000 efcdab8967452301"
+    " 0068e5cf8b010000 d8d3c02eff0e255d"
 )
 GOLDEN_ENTRIES = (
-    "04000000 00000000 6712000000000000 0000000000000000 00000000 01000000 e179e87c8edc5133 b0af7255da4475e9"
-    "00000000 05000000 6812000000000000 6810000000000000 1e000000 00000000 22a1bc908e7ee276 8561a79a12228da0"
+    "04000000 00000000 6712000000000000 0000000000000000 00000000 01000000 4e8fa0631d6226bb ccdd25bcb0e336f1"
+    "00000000 05000000 6812000000000000 6810000000000000 1e000000 00000000 6a49377ad52e7d24 7497adf37cac5454"
 )
 
 
@@ -111,9 +112,10 @@ def test_the_pages_numbers_are_the_codes() -> None:
 def test_the_pages_example_is_what_the_code_writes_and_reads() -> None:
     segment = header()
     encoded = encode(segment, 0, EXAMPLE_PAGES, db_size=5, durable_upto_lsn=4710, commit_ms=1_700_000_000_123)
+    entries = entries_of(segment, parse_heads(encoded.heads)).tobytes()
     file = bytearray(segment.geometry.file_bytes)
     file[:HEADER_BYTES] = segment.encode()
-    file[HEADER_BYTES : HEADER_BYTES + len(encoded.entries)] = encoded.entries
+    file[HEADER_BYTES : HEADER_BYTES + len(entries)] = entries
     for offset, piece in encoded.pieces:
         file[offset : offset + len(piece)] = piece
     assert len(file) == 1312
@@ -121,7 +123,7 @@ def test_the_pages_example_is_what_the_code_writes_and_reads() -> None:
     assert len(dump) == 10 + 4 + 4
     assert {offset: bytes(file[offset : offset + 16]) for offset in dump} == dump
     assert segment.encode() == bytes.fromhex(GOLDEN_HEADER)
-    assert encoded.entries == bytes.fromhex(GOLDEN_ENTRIES)
+    assert entries == bytes.fromhex(GOLDEN_ENTRIES)
     assert decode_header(bytes(file), "x", db_id=7, segment_id=31) == segment
     commit = check_frame(segment, 1, file[0x2E0:])
     assert commit is not None
@@ -131,10 +133,10 @@ def test_the_pages_example_is_what_the_code_writes_and_reads() -> None:
 
 def test_the_seed_is_the_headers_checksum_and_the_frames_number() -> None:
     segment = header()
-    encoded = encode(segment, 0, EXAMPLE_PAGES, db_size=5)
+    entries = entries_of(segment, parse_heads(encode(segment, 0, EXAMPLE_PAGES, db_size=5).heads)).tobytes()
     assert segment.crc64 == crc64(segment.encode()[:HEADER_CHECKED_BYTES])
     for number in (0, 1):
-        entry = encoded.entries[48 * number : 48 * number + 48]
+        entry = entries[48 * number : 48 * number + 48]
         assert crc64(entry[:40], segment.crc64 ^ number) == int.from_bytes(entry[40:], "little")
 
 
@@ -251,7 +253,7 @@ def checked(*values: object) -> bytes:
 
 def test_a_newer_version_is_refused_as_such() -> None:
     with pytest.raises(FormatTooNew):
-        decode_header(checked(fmt.MAGIC, 2, 0, 512, 7, 31, 2, 0, 4711, 1, 0), "x")
+        decode_header(checked(fmt.MAGIC, 3, 0, 512, 7, 31, 2, 0, 4711, 1, 0), "x")
 
 
 @pytest.mark.parametrize(
@@ -295,6 +297,7 @@ def test_every_frame_is_valid_in_its_place_and_says_what_was_written(
     encoded = encode(segment, frame_no, pages, db_size=db_size, durable_upto_lsn=4710, commit_ms=commit_ms)
     assert (encoded.first_frame, encoded.frame_count) == (frame_no, len(pages))
     assert encoded.last_lsn == 4711 + frame_no + len(pages) - 1
+    entries = entries_of(segment, parse_heads(encoded.heads)).tobytes()
     data = bytearray(b"\xee" * segment.geometry.file_bytes)  # what a former life may have left
     for offset, piece in encoded.pieces:
         data[offset : offset + len(piece)] = piece
@@ -316,7 +319,7 @@ def test_every_frame_is_valid_in_its_place_and_says_what_was_written(
         assert bool(head.flags & ZERO) is (image is None)
         if image is not None:
             assert data[start + 64 : start + 64 + page_size] == image
-        entry = ENTRY.unpack_from(encoded.entries, 48 * each)
+        entry = ENTRY.unpack_from(entries, 48 * each)
         assert entry[:6] == head[:6]
         assert entry[6] == head.crc64
 
@@ -336,8 +339,8 @@ def test_a_single_page_is_encoded_as_one_of_several(
     """`encode_one` is `encode` without its loop."""
     segment, write = header(), (page, image, *prev)
     expected = encode(segment, frame_no, [write], db_size=db_size, durable_upto_lsn=durable, commit_ms=commit_ms)
-    entry, frame = encode_one(segment, frame_no, write, db_size, durable, commit_ms)
-    assert (entry, [(segment.geometry.frame_offset(frame_no), frame)]) == (expected.entries, expected.pieces)
+    head, frame = encode_one(segment, frame_no, write, db_size, durable, commit_ms)
+    assert (head, [(segment.geometry.frame_offset(frame_no), frame)]) == (expected.heads, expected.pieces)
 
 
 @pytest.mark.parametrize(("frame_no", "page", "size"), [(2, 1, 512), (-1, 1, 512), (0, 1, 511), (0, 2**32, 512)])

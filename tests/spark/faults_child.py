@@ -79,7 +79,7 @@ def main(base: str, master: str, failpoints: str, *more: str) -> None:
     if failpoints:
         config["spark.executorEnv.QUIRE_FAILPOINTS"] = failpoints
     if master.startswith("local-cluster"):
-        config |= SPECULATION
+        config |= SPECULATION | {"spark.shuffle.io.retryWait": "500ms"}  # a killed executor does not come back
     spark: Any = session(master, memory="700m", config=config)
     owner = Owner(Path(base))
     owner.manifest.jobs.recover()

@@ -12,6 +12,9 @@ from pathlib import Path
 from quire.core.errors import Corruption
 from quire.jobs.runner import Key, Tools
 
+HIGH = 2**64 - 100
+"""Numbers are unsigned: these would be negative as Spark has them."""
+
 
 @dataclass(frozen=True)
 class Words:
@@ -44,6 +47,15 @@ def gather(key: Key, task: Task | None, words: list[str], tools: Tools) -> tuple
     if task is not None and task.name == "refused":
         raise Corruption("a refused task", hint="take another", key=key)
     return (task.name if task else ""), sorted(words)
+
+
+def numbers_of(given: Words, tools: Tools) -> Iterator[tuple[int | None, str]]:
+    """Tell: each word under its length, then how many there were."""
+    for word in given.words:
+        if word == "bad":
+            raise Corruption("a bad word", hint="take another", db_id=given.db_id)
+        yield HIGH + len(word), word
+    yield None, f"{len(given.words)} words"
 
 
 def double(number: int, tools: Tools) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from quire.durable.failpoints import armed
 from quire.jobs.checkpoint.many import run_many
+from quire.jobs.runner import Runners
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
@@ -127,6 +128,50 @@ def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
     assert_all(owner, {1: model, 2: model})
     assert states(run(owner, runners=owner.runners)) == {JobState.SUCCEEDED}
     assert_all(owner, {1: model, 2: model})
+    Owner.settle(owner)
+
+
+def test_two_checkpoints_of_one_database_at_once(owner: SparkOwner) -> None:
+    """The second finds the job taken, a merge waits for the plan: one of them publishes, once."""
+    models = fill(owner, 2)
+    seen: list[Any] = []
+
+    def again(_: str) -> None:
+        if not seen:
+            seen.append(None)  # what is started here comes by, too
+            seen.append(run_many(owner.context(), JobKind.CHECKPOINT, [1, 2], Runners()))
+            merge = owner.ask(JobKind.MERGE)
+            owner.worker(JobKind.MERGE, JobKind.CHECKPOINT).drain()
+            seen.append(owner.state(merge))
+
+    with armed("jobs.checkpoint.planned", again):
+        jobs = run(owner, runners=owner.runners)
+    assert seen[1:] == [[], JobState.PENDING], "nobody else was given the databases"
+    assert states(jobs) == {JobState.SUCCEEDED}
+    assert [kind for kind, _ in owner.chain(0)] == ["BASE"]
+    assert_all(owner, models)
+    Owner.settle(owner)
+    assert_all(owner, models)
+
+
+def test_an_object_store_that_fails_for_a_while(owner: SparkOwner) -> None:
+    """Every put fails; the jobs are pending with what they met, and the next run goes on with the same plans."""
+    models = fill(owner, 3)
+    blocked = Path(owner.objects_url, ".tmp")
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.symlink_to("/sys")  # where nobody makes a file
+    jobs = run(owner, runners=owner.runners)
+    assert states(jobs) == {JobState.PENDING}
+    assert all(job.record.error for job in jobs.values())
+    plans = [owner.plans(db_id) for db_id in jobs]
+    assert all(plans)
+    blocked.unlink()
+    blocked.mkdir()
+    owner.clock.advance(RETRY_SECONDS)
+    jobs = run(owner, runners=owner.runners)
+    assert states(jobs) == {JobState.SUCCEEDED}
+    assert [[job.result["generation"]] for job in jobs.values()] == [list(each) for each in plans]
+    assert_all(owner, models)
     Owner.settle(owner)
 
 

@@ -18,6 +18,8 @@ from tests.pages.world import Version, assert_reads
 from tests.spark.faults_child import DATABASES, content
 
 CLUSTER = "local-cluster[2,1,1024]"
+SECONDS = 560
+"""Five JVMs are started on the way, on two cores perhaps."""
 
 
 def drive(base: Path, master: str, failpoints: str = "", *more: str, driver: str = "") -> tuple[int, list[str]]:
@@ -27,7 +29,7 @@ def drive(base: Path, master: str, failpoints: str = "", *more: str, driver: str
         del environment["QUIRE_FAILPOINTS"]
     command = [sys.executable, "-m", "tests.spark.faults_child", str(base), master, failpoints, *more]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=environment, cwd=SRC.parent
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment, cwd=SRC.parent
     )
     said = ended.stdout.splitlines()
     assert ended.returncode in (0, -signal.SIGKILL), ended.stderr[-4000:]

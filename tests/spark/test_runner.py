@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from quire.core.errors import Corruption, InternalError, InvalidConfig, InvalidInput, SparkUnavailable
+from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.jobs.runner import AUTO_BYTES, Answer, Runner, Runners, ThreadRunner, Tools
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.spark.runner import PARTITION_WEIGHT, PARTITIONS_MAX, SparkRunner, spread
-from tests.spark.runs import Task, Words, by_length, crash, double, gather, sleep
+from quire.spark.runner import (
+    PARTITION_WEIGHT,
+    PARTITIONS_MAX,
+    TASKS_PER_CORE,
+    WIDTH_UNKNOWN,
+    SparkRunner,
+    spread,
+    width_of,
+)
+from tests.spark.runs import HIGH, Task, Words, by_length, crash, double, gather, numbers_of, sleep
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -96,21 +108,60 @@ def test_progress_is_told_and_may_stop_the_run(runner: Runner) -> None:
     assert time.monotonic() - began < 25, "it ended long before the work was over"
 
 
+def test_only_differences_come_back(runner: Runner) -> None:
+    inputs = [Words(1, ("a", "bbbb", "cc")), Words(2, ("eeeee", "dd"))]
+    expected = np.array([HIGH + 1, HIGH + 2, HIGH + 3, HIGH + 9], np.uint64)
+    found = list(runner.unmatched(numbers_of, inputs, expected))
+    wanted = {(HIGH + 4, "bbbb"), (HIGH + 5, "eeeee"), (None, "3 words"), (None, "2 words")}
+    assert set(found) == wanted | {(HIGH + 3, None), (HIGH + 9, None)}
+    assert len(found) == len(wanted) + 2
+    assert list(runner.unmatched(numbers_of, [], expected[:1])) == [(HIGH + 1, None)]
+    found = list(runner.unmatched(numbers_of, [Words(1, ("a",))], expected[:0]))
+    assert set(found) == {(HIGH + 1, "a"), (None, "1 words")}
+    with pytest.raises(Corruption, match="a bad word"):
+        list(runner.unmatched(numbers_of, [Words(1, ("a", "bad"))], expected))
+
+
 # ── placing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_heavy_key_has_a_partition_of_its_own() -> None:
-    tasks: dict[tuple[int, int], Any] = {(1, slot): Task("light") for slot in range(500)}
+    tasks: dict[tuple[int, int], Any] = {(1, slot): Task("light") for slot in range(100)}
     tasks |= {(2, slot): Task("heavy", dirty=16_384) for slot in range(5)}
-    places = spread(tasks)
+    places = spread(tasks, 4)
     heavy = [places[2, slot] for slot in range(5)]
     assert len(set(heavy)) == 5
     assert not set(heavy) & {place for key, place in places.items() if key[0] == 1}
-    assert max(places.values()) + 1 <= 5 + 500 * (1 << 20) // PARTITION_WEIGHT + 1
+    assert max(places.values()) + 1 == 4 * TASKS_PER_CORE
+
+
+def test_there_are_a_few_tasks_for_each_core_and_none_is_large() -> None:
+    slots = {(1, slot): Task("heavy", dirty=16_384) for slot in range(256)}
+    assert max(spread(slots, 2).values()) + 1 == 256 * 64 * MIB // PARTITION_WEIGHT + 1
+    assert max(spread(slots, 50).values()) + 1 == 50 * TASKS_PER_CORE
+    loads = Counter(spread(slots, 2).values())
+    assert max(loads.values()) - min(loads.values()) <= 1
 
 
 def test_there_are_never_more_partitions_than_one_stage_takes() -> None:
-    places = spread({(db, 0): Task("light", dirty=8_000) for db in range(5_000)})
+    places = spread({(db, 0): Task("light", dirty=80_000) for db in range(5_000)}, 2)
     assert max(places.values()) + 1 == PARTITIONS_MAX
-    assert spread({}) == {}
+    assert spread({}, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"spark.master": "local[3]"}, 3),
+        ({"spark.master": "local[2,4]"}, 2),
+        ({"spark.master": "local"}, 1),
+        ({"spark.master": "local-cluster[2,3,1024]"}, 6),
+        ({"spark.master": "spark://head:7077"}, WIDTH_UNKNOWN),
+        ({"spark.master": "k8s://x", "spark.executor.instances": "8", "spark.executor.cores": "4"}, 32),
+        ({}, WIDTH_UNKNOWN),
+    ],
+)
+def test_how_many_tasks_a_session_runs_at_once(settings: dict[str, str], expected: int) -> None:
+    made: Any = SimpleNamespace(conf=SimpleNamespace(get=lambda name, default: settings.get(name, default)))
+    assert width_of(made) == expected
 
 
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,18 @@ def test_workers_run_this_python(spark: SparkSession) -> None:
 
     rows = spark.range(1).mapInArrow(who, "python string").collect()
     assert [row["python"] for row in rows] == [sys.executable]
+
+
+def test_another_python_may_be_named_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed environment; without `spark-submit` nobody but us looks at the setting."""
+    for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    room.choose_python({})
+    assert os.environ["PYSPARK_PYTHON"] == sys.executable
+    room.choose_python({"spark.pyspark.python": "./env/bin/python"})
+    assert os.environ["PYSPARK_PYTHON"] == "./env/bin/python"
+    assert os.environ["PYSPARK_DRIVER_PYTHON"] == sys.executable
 
 
 def test_filters_may_be_pushed(spark: SparkSession) -> None:

@@ -13,7 +13,7 @@ from quire.core.errors import CursorLost
 from quire.manifest.change import change_from_json
 from quire.spark.access import access_of
 from quire.spark.sources import changes
-from quire.spark.sources.changes import Span, read_span, split
+from quire.spark.sources.changes import SCHEMA, Span, read_span, split
 from tests.service.world import reserve
 from tests.spark.sourced import Owned, owned
 
@@ -54,6 +54,16 @@ def test_a_range_has_both_its_ends(owner: Owned) -> None:
     assert sorted(row.sequence for row in frame.collect()) == list(range(3, 10))
 
 
+def test_only_the_columns_that_are_asked_for(owner: Owned) -> None:
+    frame = owner.read("quire.changes", columns="kinds, sequence", last=2)
+    assert frame.columns == ["kinds", "sequence"]
+    local = owner.store.feed.fetch("keeps", 2, after=0).changes
+    wanted = [([type(op).__name__ for op in change.operations], change.sequence) for change in local]
+    assert [tuple(row) for row in frame.orderBy("sequence").collect()] == wanted
+    with pytest.raises(Exception, match="no such column"):
+        owner.read("quire.changes", columns="nope").collect()
+
+
 def test_parts_of_a_range_together_are_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "PARTITION_CHANGES_MIN", 1)
     assert split(Span(5, 4), 3) == []
@@ -73,7 +83,7 @@ def test_what_was_trimmed_is_an_error_and_not_a_gap(spark: SparkSession, tmp_pat
             owner.read("quire.changes", first=1).collect()
         access = access_of(owner.options)
         with pytest.raises(CursorLost):  # trimmed between planning and reading
-            list(read_span(access, Span(1, 20)))
+            list(read_span(access, Span(1, 20), SCHEMA))
         with pytest.raises(Exception, match="has not come this far"):
             owner.read("quire.changes", last=10_000).collect()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from quire.core.errors import InvalidInput, OutOfRange
 from quire.core.plain import plain
 from quire.manifest.change import ChangeRecord, change_json
 from quire.manifest.ops.base import Component, Counter, ReserveIds
+from quire.manifest.ops.cursors import TrimChanges
 from quire.manifest.ops.databases import RegisterDb
 from quire.manifest.records import DbKind, DbRecord
 from quire.spark.access import access_of, options_of
@@ -29,7 +31,7 @@ from quire.spark.sources.options import Options
 from quire.spark.sources.row_diff import merged
 from quire.spark.sources.shapes import arrow_schema, fitted, spark_schema
 from quire.spark.sources.sqlite_ranges import LEAST, MOST, _varint, rowid_ranges
-from quire.spark.sources.sqlite_rows import STEP_ROWS, batches, column
+from quire.spark.sources.sqlite_rows import STEP_ROWS, batches, column, gathered
 from quire.spark.sources.views import Piece, ReadAhead, Version, dealt, opened
 from tests.spark.sourced import QUIET
 
@@ -122,19 +124,20 @@ def test_a_misfit_is_an_error_that_names_it() -> None:
 def test_batches_have_all_rows_in_order() -> None:
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     rows = [(number, None if number % 5 else str(number)) for number in range(3 * STEP_ROWS + 7)]
-    made = list(batches(iter(rows), schema, null_misfits=False))
+    made = list(gathered(batches(iter(rows), schema, null_misfits=False)))
     assert len(made) == 1, "small steps become one batch"
     assert list(zip(*made[0].to_pydict().values())) == rows
     wide = [(number, "x" * 100_000) for number in range(200)]
-    made = list(batches(iter(wide), schema, null_misfits=False))
+    made = list(gathered(batches(iter(wide), schema, null_misfits=False)))
     assert [row for batch in made for row in zip(*batch.to_pydict().values())] == wide
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_operations_are_told_as_everywhere() -> None:
     record = DbRecord("shop", DbKind.PAGES, 7, config_hash=b"\x00\xff", tags={"a": "b"})
-    for op in (ReserveIds(Counter.JOB, 7), RegisterDb(3, record)):
-        assert told(op) == plain(op)
+    ops = [ReserveIds(Counter.JOB, 7), RegisterDb(3, record), ReserveIds(Counter.CURSOR, 2**63), TrimChanges()]
+    assert [json.loads(each) for each in told(ops)] == plain(ops)
+    assert [each.encode() for each in told(ops)] == [msgspec.json.encode(plain(op)) for op in ops], "byte for byte"
     change = ChangeRecord(
         5, 1_700_000_000_123, (RegisterDb(3, record),), ((int(Component.DATABASE), 2), (9_999, 1)), "t"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownSnapshot
@@ -271,6 +272,7 @@ def acked(owner: Owned) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_driver_that_is_killed_loses_and_doubles_nothing(owner: Owned, tmp_path: Path) -> None:
     dice = random.Random(7)
     for _ in range(3):
@@ -288,4 +290,15 @@ def test_a_driver_that_is_killed_loses_and_doubles_nothing(owner: Owned, tmp_pat
             driver.send_signal(signal.SIGKILL)
         assert acked(owner) > max(before, 0), "it has read something before it was killed"
     head = owner.store.feed.head()
-    assert read_all(owner, tmp_path, max_changes=2_000) == list(range(1, head + 1))
+    assert read_in_the_end(owner, tmp_path) == list(range(1, head + 1))
+
+
+def read_in_the_end(owner: Owned, base: Path) -> list[int]:
+    """As `read_all`. Spark gives a Python process ten seconds to start, and a busy machine takes longer: then ask again."""
+    for _ in range(5):
+        try:
+            return read_all(owner, base, max_changes=2_000)
+        except StreamingQueryException as error:
+            if "failed to connect back" not in str(error):
+                raise
+    raise AssertionError("the query never started")

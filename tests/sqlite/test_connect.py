@@ -70,6 +70,16 @@ def test_names_that_mean_something_in_a_uri_are_names(connect: Connect) -> None:
         connect(":memory:")
 
 
+def test_a_with_block_is_a_transaction_and_leaves_the_connection_open(shop: apsw.Connection, connect: Connect) -> None:
+    with shop:
+        shop.execute("delete from t where id = 0")
+        assert count(connect()) == 10, "nothing is committed yet"
+    assert count(connect()) == 9
+    with pytest.raises(apsw.SQLError), shop:
+        shop.execute("delete from t; delete from nosuch")
+    assert count(shop) == 9, "the connection goes on"
+
+
 def test_renaming_leaves_connections_alone(store: Store, shop: apsw.Connection, connect: Connect) -> None:
     store.rename("shop", "store")
     shop.execute("insert into t values (100, 'after')")
@@ -138,6 +148,16 @@ def test_fork_and_open_in_one_call(store: Store, shop: apsw.Connection, connect:
     assert (count(now), count(then)) == (5, 10)
     now.execute("delete from t")
     assert (count(now), count(then), count(shop)) == (0, 10, 5)
+
+
+def test_fork_at_takes_what_at_takes(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+    epoch = int(str(shop.pragma("quire_epoch")))
+    time.sleep(0.01)
+    moment = datetime.now(UTC)
+    time.sleep(0.01)
+    shop.execute("delete from t")
+    for number, at in enumerate((epoch, Epoch(epoch, 1), moment)):
+        assert count(connect(f"fork-{number}", fork_of="shop", fork_at=at)) == 10
 
 
 def test_a_fork_of_a_fork_and_a_name_that_is_taken(store: Store, shop: apsw.Connection, connect: Connect) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import apsw
 import pytest
+import sqlalchemy as sa
 
 from quire.core.errors import InvalidInput
+from quire.sqlite import dbapi
+from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, look, tell_once
 from quire.store.store import Store
+from tests.house.tree import ROOT
 from tests.sqlite.conftest import Connect, count
 
 PAGE_SIZES = [512 << step for step in range(8)]
@@ -203,6 +210,102 @@ def test_journal_modes(shop: apsw.Connection) -> None:
         shop.pragma("journal_mode", "off")
     shop.execute("begin; delete from t; rollback")
     assert count(shop) == 10
+
+
+def test_the_page_says_what_becomes_of_each_mode() -> None:
+    page = (ROOT / "docs" / "sqlite.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `memory` \| (.+) \|$", page, re.MULTILINE))
+    assert {mode for modes in rows for mode in re.findall(r"\w+", modes)} == {*NOTES, JOURNAL_MODE}
+    refusal = look("journal_mode", "off", page_size=4096).refusal
+    assert refusal is not None
+    assert f"| `off` | an error: `{refusal.partition(';')[0]}` |" in page
+
+
+def test_another_journal_mode_than_asked_for_is_told_once(
+    shop: apsw.Connection, connect: Connect, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer is SQLite's word for it; the reason is in the log."""
+    tell_once.cache_clear()
+    for mode in ("wal", "WAL", "persist", "memory"):
+        assert shop.pragma("journal_mode", mode) == "memory"
+        assert connect().execute(f"pragma journal_mode={mode}").get == "memory"
+    shop.pragma("locking_mode", "exclusive")
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(" note=")[0] for line in told] == [
+        "quire warning: sqlite.pragma pragma='journal_mode' asked='wal' answered='memory'",
+        "quire warning: sqlite.pragma pragma='journal_mode' asked='persist' answered='memory'",
+        "quire warning: sqlite.pragma pragma='locking_mode' asked='exclusive' answered='normal'",
+    ]
+    assert "never wait for each other" in told[0]
+
+
+LISTENER = """
+import apsw, sys, quire
+apsw.config(apsw.SQLITE_CONFIG_LOG, lambda code, message: print(code == apsw.SQLITE_NOTICE, message))
+with quire.open(sys.argv[1]) as store:
+    connection = store.sqlite("shop", create=True)
+    connection.pragma("journal_mode", "wal")
+    connection.close()
+"""
+
+
+def test_who_listens_to_the_log_of_sqlite_hears_of_it_too(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENER, str(tmp_path)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert ended.stdout.startswith("True PRAGMA journal_mode=wal is answered with 'memory': readers and the writer")
+
+
+def test_an_orm_that_asks_for_wal_mode_goes_on(store: Store) -> None:
+    """What SQLAlchemy's own documentation tells people to do for each new connection."""
+
+    def prepare(connection: dbapi.Connection, _: object) -> None:
+        cursor = connection.cursor()
+        for pragma in (
+            "journal_mode=WAL",
+            "synchronous=NORMAL",
+            "foreign_keys=ON",
+            "busy_timeout=5000",
+            "cache_size=-8000",
+        ):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    engine = sa.create_engine(
+        "sqlite://", module=dbapi, poolclass=sa.QueuePool, creator=lambda: dbapi.wrap(store.sqlite("shop", create=True))
+    )
+    sa.event.listen(engine, "connect", prepare)
+    items = sa.Table("item", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.Text))
+    items.create(engine)
+    with engine.begin() as connection:
+        connection.execute(sa.insert(items), [{"name": "tea"}, {"name": "milk"}])
+    with engine.connect() as connection:
+        assert connection.scalars(sa.select(items.c.name)).all() == ["tea", "milk"]
+    engine.dispose()
+
+
+def test_a_mode_for_all_databases_reaches_ours_through_a_file_and_loses_nothing(
+    store: Store, shop: apsw.Connection, tmp_path: Path
+) -> None:
+    """An unqualified pragma speaks to every attached database, and only the first one's file is asked."""
+    flags = apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+    plain = apsw.Connection(str(tmp_path / "plain.db"), flags=flags)
+    plain.execute(f"create table x(a); attach 'file:shop?vfs={store.sqlite_vfs}' as shop")
+    for mode in ("wal", "delete", "truncate", "persist", "off"):
+        assert plain.pragma("journal_mode", mode) == mode
+        plain.execute("begin; delete from shop.t; rollback")
+        assert count(shop) == count(plain, "shop.t") == 10
+        plain.execute("pragma shop.cache_size=5; begin; savepoint s")
+        plain.execute("update shop.t set b = hex(randomblob(9000)); insert into shop.t values (99, 'x')")
+        if mode != "off":  # without a journal SQLite cannot go back to a savepoint
+            plain.execute("rollback to s")
+        plain.execute("rollback")
+        assert shop.execute("select group_concat(length(b)) from t").get == ",".join("5" * 10)
+        plain.execute("begin; insert into shop.t values (50, 'kept'); insert into x values (1); commit")
+        assert count(shop) == 11
+        shop.execute("delete from t where id = 50")
+    plain.close()
+    assert not list(tmp_path.glob("*journal*"))
 
 
 def test_an_attached_database_keeps_its_journal_in_memory_too(shop: apsw.Connection, connect: Connect) -> None:

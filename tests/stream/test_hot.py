@@ -16,6 +16,7 @@ from quire.core.errors import DiskFull, InvalidInput, OutOfRange, StorageFault, 
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
+from quire.stream.segment import SegmentHeader
 from quire.stream.segment_scan import scan
 from quire.testing.faults import Fault, FaultyDisk
 from tests.stream.streams import SMALL, StreamWorld, ids, record
@@ -173,6 +174,11 @@ def test_files_of_evicted_segments_are_used_again_and_their_past_stays_dead(worl
     world.stream.evict(world.segments()[0].segment_id)
     assert world.stream.hot.spares.recycled == 1
     world.stream.append(b"new").result()
+    salts = [
+        SegmentHeader.decode(Path(world.files.segment(Tier.HOT, each)).read_bytes()).salt
+        for each in world.on_disk(Tier.HOT)
+    ]
+    assert len(set(salts)) == len(salts) == 2, "each life has a salt of its own"
     world.crash()
     assert world.payloads()[-1] == b"new"
     assert world.stream.end_record == 26
@@ -193,6 +199,19 @@ def test_timestamps_never_fall(world: StreamWorld) -> None:
 
 
 # ── recovery ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_timestamps_never_fall_over_a_crash(world: StreamWorld) -> None:
+    """The log knows when the segment was opened; the newest moment is in its blocks only."""
+    world.stream.append(b"a").result()
+    world.clock.advance(3600)
+    last = world.stream.append(b"b").result()
+    before = next(world.stream.read(last)).timestamp_ms
+    world.clock.jump(-86400)
+    world.crash()
+    last = world.stream.append(b"c").result()
+    assert next(world.stream.read(last)).timestamp_ms >= before
+    assert world.stream.seek(before) == 2
+
+
 def test_a_torn_tail_is_cut_and_never_appended_to(world: StreamWorld) -> None:
     world.stream.append([b"a", b"b"]).result()
     world.stream.append(b"c").result()

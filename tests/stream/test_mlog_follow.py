@@ -153,6 +153,25 @@ def test_a_follower_without_a_way_over_waits_and_says_so(world: World) -> None:
     assert same_state(mirror.index, world.log.index)
 
 
+def test_a_follower_never_goes_back_to_an_older_snapshot(world: World) -> None:
+    """The only snapshot is of before what the follower has seen: it waits at the gap instead."""
+    world.settings = world.settings.__class__(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=1000)
+    world.reopen()
+    world.tell(5)
+    world.log.snapshot()
+    world.chunks(3)
+    world.log.tick()
+    mirror = follower(world)
+    mirror.poll()
+    seen = mirror.index.records
+    assert seen == world.log.index.records
+    world.chunks(3)
+    world.log.tick()
+    world.store.delete(world.objects.chunk_key(mirror.next_chunk))
+    polled = mirror.poll()
+    assert (polled.jumped_to, polled.waiting_for, mirror.index.records) == (None, mirror.next_chunk, seen)
+
+
 def test_a_follower_reads_bundles(world: World) -> None:
     world.chunks(10)
     world.log.tick()

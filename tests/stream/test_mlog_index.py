@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -60,6 +60,32 @@ def test_a_sealed_segment_without_any_copy_is_one_whose_deletion_was_asked_for()
         if state.life.name == "SEALED" and not tiers_of(state):
             assert state.remote.name in ("DELETING", "DELETED", "UPLOADING", "FAILED"), state
     assert len(reachable()) > 50
+
+
+def test_what_the_table_promises_whatever_its_lines_say() -> None:
+    """Held against the meaning of the facets, not against `RULES`: no object, no copy and no work is forgotten."""
+    for state, event in product(reachable(), Event):
+        name, remote = event.name, state.remote.name
+        if not is_valid(state, event):
+            if name == "DELETE_QUEUED":
+                assert remote not in ("DONE", "FAILED"), "what may have left an object can be deleted"
+            if name in ("UPLOAD_FAILED", "UPLOAD_DONE"):
+                assert remote != "UPLOADING", "what was begun can end"
+            continue
+        new = after(state, event)
+        if name == "RETIRED":
+            assert remote in ("NONE", "DELETED"), "an object would be left that nobody knows"
+            assert new == NOTHING
+            continue
+        if state.life.name == "SEALED" and tiers_of(state) and not tiers_of(new):
+            assert name == "DELETE_QUEUED", f"{name} gives up the last copy"
+        if name.endswith("_FAILED"):
+            assert "FAILED" in (new.warm.name, new.remote.name, new.hydration.name), "it is to be tried again"
+        gained = tiers_of(new) - tiers_of(state)
+        assert gained <= {"OPENED": {0}, "HYDRATION_DONE": {0}, "COMPRESSION_DONE": {1}, "UPLOAD_DONE": {2}}.get(
+            name, set()
+        )
+        assert new.life.name in ("OPEN", "SEALED")
 
 
 def test_a_story_folds_the_same_live_and_replayed_and_however_it_is_cut() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import AlreadyExists, IllegalTransition, ManifestIntegrityError, ObjectNotFound, StoreLocked
+from quire.durable.failpoints import armed
 from quire.stream import mlog_records as r
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_metrics import ManifestLogCollector
 from quire.stream.mlog_recovery import local_facts, reconcile, recover, restore_chunk
 from quire.stream.mlog_snapshot import same_state
 from quire.testing.clock import ManualClock
+from quire.testing.faults import PowerCut
 from tests.stream.logs import SMALL, all_chunks, files_at, opened
 from tests.stream.tiers import World
 
@@ -58,6 +61,29 @@ def test_snapshot_replay(world: World) -> None:
     chunk = all_chunks(world.files)[0]
     marker = [view for view in chunk.records() if view.record_type == r.RecordType.SNAPSHOT_MARKER]
     assert marker[0].value() == r.SnapshotMarker(0, marker[0].offset, 1)
+
+
+@pytest.mark.parametrize("point", ["stream.mlog.snapshot.writing", "stream.mlog.snapshot.written"])
+def test_a_snapshot_is_of_committed_records_and_its_marker_comes_after_it(world: World, point: str) -> None:
+    """Death just before and just after the snapshot's file is durable: no marker yet, and no record that is not committed."""
+    world.tell(10)
+    for value, segment_id in world.story.many(5):
+        world.log.append(value, segment_id)
+
+    def die(_point: str) -> None:
+        raise PowerCut
+
+    live = copy.deepcopy(world.log.index)
+    with armed(point, die), pytest.raises(PowerCut):
+        world.log.snapshot()
+    world.log.abandon()
+    assert world.files.snapshots() == ([] if point.endswith("writing") else [1])
+    kinds = [view.record_type for chunk in all_chunks(world.files) for view in chunk.records()]
+    assert r.RecordType.SNAPSHOT_MARKER not in kinds
+    recovered = recover(world.files, world.clock)
+    assert same_state(recovered.index, live), "what a snapshot was to hold was committed first"
+    world.log = world.open()
+    assert world.log.snapshot() == (1 if point.endswith("writing") else 2)
 
 
 def test_outstanding_work_survives_without_being_issued_again(world: World) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire.stream.ledger import facts_of_index
+from quire.stream.mlog_modes import compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
@@ -90,3 +94,38 @@ def test_off_writes_no_log(world: StreamWorld) -> None:
     work(world)
     world.stream.tick()
     assert world.stream.ledger.log.index.records == before
+
+
+def test_a_slice_of_an_object_that_was_made_while_the_log_was_off(world: StreamWorld) -> None:
+    """The log was told that there is an object, not how long it is: nothing is brought back to read two records of it."""
+    world.reopen("off")
+    payloads = world.fill(1)
+    world.stream.upload()
+    world.stream.evict(warm=True)
+    world.stream.switch("on")
+    for again in (False, True):
+        if again:
+            world.reopen("on")
+        assert world.payloads(3, 5) == payloads[2:4]
+        assert not world.segments()[0].is_hot
+    assert world.payloads() == payloads
+
+
+def test_a_comparison_sees_what_either_side_alone_knows(world: StreamWorld) -> None:
+    world.fill(2)
+    index, known = world.stream.ledger.index, facts_of_index(world.stream.ledger.index)
+    assert compare(index, known) == []
+    only_log = compare(index, {1: known[1]})
+    assert [(each.segment_id, each.log, each.projection) for each in only_log] == [(2, known[2], None)]
+    only_projection = compare(index, {**known, 9: known[2]})
+    assert [(each.segment_id, each.log, each.projection) for each in only_projection] == [(9, None, known[2])]
+    others: list[tuple[str, Any]] = [
+        ("etag", "other"),
+        ("key", "k"),
+        ("hot", False),
+        ("warm_bytes", 5),
+        ("durable_bytes", 1),
+    ]
+    for field, value in others:
+        changed = compare(index, {**known, 1: dataclasses.replace(known[1], **{field: value})})
+        assert [each.segment_id for each in changed] == [1], field

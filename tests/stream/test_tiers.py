@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from quire.core.errors import Corruption, IllegalTransition, InvalidInput, ObjectStoreUnavailable
+from quire.core.errors import Corruption, IllegalTransition, InvalidInput, ObjectNotFound, ObjectStoreUnavailable
 from quire.durable.failpoints import armed
 from quire.durable.names import Tier
 from quire.manifest.records import Residency, WalFormat, WalState
+from quire.stream import tiers
 from quire.stream.mlog_reader import ManifestLogReader
 from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.segment_scan import sealed_blocks
+from quire.stream.warm import FOOTER_BYTES, compress
 from tests.stream.streams import SMALL, StreamWorld
 
 
@@ -132,6 +137,34 @@ def test_budgets_evict_what_was_longest_unused(world: StreamWorld) -> None:
     assert all(each.is_remote for each in world.segments())
 
 
+def test_pinned_segments_stay(world: StreamWorld) -> None:
+    world.fill(2)
+    world.stream.upload()
+    with world.stream.pin(1):
+        assert world.stream.evict(warm=True) == 2
+        assert not world.stream.tiers.retire(1)
+        one, two = world.segments()
+        assert (one.is_hot, one.is_warm, two.is_hot, two.is_warm) == (True, True, False, False)
+    assert world.stream.evict(warm=True) == 2
+
+
+def test_what_cannot_be_read_back_is_not_announced(world: StreamWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressor that loses something: sound in itself, and not the segment."""
+    world.fill(2)
+    first = Path(world.files.segment(Tier.HOT, 1)).read_bytes()
+    whole = sealed_blocks(first, world.segments()[0].durable_bytes)
+
+    def wrong(*_: Any, **__: Any) -> Iterator[bytes]:
+        return compress(first[: whole.cut], whole)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "compress", wrong)
+        with pytest.raises(Corruption, match="does not survive compression"):
+            world.stream.tiers.compress(2)
+    assert (world.on_disk(Tier.WARM), world.segments()[1].state.warm) == ([], Warm.FAILED)
+    assert world.stream.compress() == 2
+
+
 # ── an object store that fails ────────────────────────────────────────────────────────────────────────────────────────
 def test_an_upload_that_fails_is_noted_and_tried_again_later(world: StreamWorld) -> None:
     world.fill(1)
@@ -172,6 +205,36 @@ def test_another_object_of_the_same_name_is_not_overwritten(world: StreamWorld) 
     world.objects.delete("00000001/00000001/wal:00000000")
 
 
+@pytest.mark.parametrize("what", ["another footer", "another size"])
+def test_an_upload_is_announced_only_when_the_object_is_what_was_sent(
+    world: StreamWorld, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """An object store that says yes and keeps something else."""
+    world.fill(1)
+    key = "00000001/00000001/wal:00000000"
+    with monkeypatch.context() as patch:
+        if what == "another footer":
+            patch.setattr(world.objects, "get_range", lambda *_: bytes(FOOTER_BYTES), raising=False)
+        else:
+            put_file = world.objects.put_file
+
+            def half(*args: Any, **kwargs: Any) -> Any:
+                done = put_file(*args, **kwargs)
+                return dataclasses.replace(done, size_bytes=done.size_bytes - 1)
+
+            patch.setattr(world.objects, "put_file", half, raising=False)
+        with pytest.raises(Corruption, match="not what was sent"):
+            world.stream.upload()
+    (segment,) = world.segments()
+    assert (segment.is_remote, segment.state.remote) == (False, Remote.FAILED)
+    assert "UploadDone" not in told(world)
+    world.stream.tiers.evict(1)
+    with pytest.raises(IllegalTransition):
+        world.stream.tiers.evict(1, warm=True)  # nobody vouches for the object: this is the last copy
+    assert world.stream.upload() == 1
+    assert world.objects.head(key).size_bytes == world.segments()[0].warm_bytes
+
+
 def test_a_hydration_that_fails_is_noted_and_tried_again(world: StreamWorld) -> None:
     world.fill(1)
     world.stream.upload()
@@ -183,6 +246,25 @@ def test_a_hydration_that_fails_is_noted_and_tried_again(world: StreamWorld) -> 
     world.objects.down = False
     assert world.stream.tick().hydrated == 1
     assert world.segments()[0].is_hot
+
+
+def test_a_sound_copy_of_another_segment_is_not_brought_back(world: StreamWorld) -> None:
+    """Somebody has mixed up two objects: both decompress, and neither is where it belongs."""
+    payloads = world.fill(2)
+    world.stream.upload()
+    world.stream.evict(warm=True)
+    one, two = (each.key for each in world.segments())
+    former = world.objects.get(one)
+    world.objects.delete(one)
+    world.objects.put(one, world.objects.get(two))
+    with pytest.raises(Corruption, match="not the one that was sealed"):
+        world.stream.tiers.hydrate(1)
+    assert world.on_disk(Tier.HOT) == []
+    assert world.segments()[0].state.hydration is Hydration.FAILED
+    world.objects.delete(one)
+    world.objects.put(one, former)
+    assert world.stream.hydrate() == 2
+    assert world.payloads() == payloads
 
 
 # ── after a crash ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,3 +356,37 @@ def test_a_dictionary_is_used_where_it_pays_and_found_again(tmp_path: Path) -> N
     assert world.segments()[-1].dictionary_id == 0, "noise has nothing in common"
     world.check()
     world.close()
+
+
+# ── tier 2 after an opening ───────────────────────────────────────────────────────────────────────────────────────────
+def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld) -> None:
+    """Seed 004, start-up: list, compare, rebuild from what is here; else it needs repair, and that is told."""
+    payloads = world.fill(4)
+    stream = world.stream
+    stream.upload()
+    stream.evict(2, 3)
+    stream.evict(1, warm=True)
+    stream.tiers.evict(4, warm=True)
+    one, two, _, four = (each.key for each in world.segments())
+    log = stream.ledger.log
+    assert log.objects is not None
+    chunk = log.objects.chunk_key(0)
+    before = world.objects.get(two)
+    for key in (one, two, four, chunk):
+        world.objects.delete(key)
+    world.reopen()
+    world.objects.down = True
+    assert world.stream.tick().failed
+    world.objects.down = False
+    assert world.stream.upkeep.needs_repair == [], "nothing is concluded from a store that does not answer"
+    world.clock.advance(60)
+    assert world.stream.tick().uploaded == 2, "from the compressed copy, and from the hot one"
+    assert world.stream.upkeep.needs_repair == [1]
+    assert world.objects.get(two) == before
+    assert world.objects.head(chunk).size_bytes > 0
+    assert world.stream.tick().uploaded == 0
+    world.stream.evict(warm=True)
+    assert world.payloads(21) == payloads[20:]
+    with pytest.raises(ObjectNotFound, match="missing"):
+        world.payloads(1, 3)
+    world.stream.tiers.retire(1)

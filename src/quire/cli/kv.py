@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.named import Database
@@ -123,21 +124,26 @@ def stats(cli: Cli, database: Database) -> Facts:
         ("keys, about", f"{found.rows - 2 * found.tombstones + found.memtable_keys:,}"),
         ("last lsn", f"{found.last_lsn:,}"),
         ("tables", f"{found.tables:,}, {size(found.table_bytes)}"),
-        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(found.levels)) or "none"),
-        ("in memory", f"{found.memtable_keys:,} keys, {size(found.memtable_bytes)}"),
+        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(found.levels) if count) or "none"),
+        ("in memory", f"{count_of(found.memtable_keys, 'key')}, {size(found.memtable_bytes)}"),
         ("manifest log", size(found.manifest_log_bytes)),
     ]
     return Facts(lines=lines, data=found)
 
 
-def compact(cli: Cli, database: Database) -> Note:
+def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
     """Merge all tables into one level: what was overwritten or deleted goes."""
+    from quire.cli.working import failure_of
+
+    need_runner(runner)
     with cli.owner() as store:
-        kv = store.kv(database)
-        before = kv.stats().table_bytes
-        kv.compact()
-        after = kv.stats().table_bytes
-    return Note(text=f"compacted {database}: {size(before)} → {size(after)}", data={"before": before, "after": after})
+        job = store.heavy.compact(database, runner=runner)
+    if (failure := failure_of(job, f"the compaction of {database}")) is not None:
+        raise failure
+    result = job.result or {}
+    before, after = result.get("before_bytes", 0), result.get("after_bytes", 0)
+    data = {"before": before, "after": after, "job_id": job.job_id, "runner": result.get("runner", "")}
+    return Note(text=f"compacted {database}: {size(before)} → {size(after)}", data=data)
 
 
 def verify(cli: Cli, database: Database) -> Verdict:

@@ -25,10 +25,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = lane.run(arguments)
         if code is None:
-            from quire.cli.app import app
+            from quire.cli.app import app_for
             from quire.cli.typed import run_app
 
-            code = run_app(app, arguments)
+            code = run_app(app_for(arguments), arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -1,33 +1,39 @@
-"""Commands that look into the manifest logs of streams: inspect and verify.
+"""Commands about the manifest logs of streams: inspect, verify and bundle.
 
 Rules
-  1. Both read only and work beside a live owner; what it has not committed is not there for them.
+  1. The first two read only and work beside a live owner; what it has not committed is not there for them.
   2. Damage is a problem for `verify`, with exit code 1, and an error for `inspect`, which shows what stands before it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict
 from quire.cli.exits import OK, PROBLEMS
-from quire.cli.output import Listing, Row
+from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, pairs
 from quire.cli.typed import command
-from quire.core.errors import ObjectNotFound, UnknownDatabase, WrongKind
+from quire.core.errors import UnknownDatabase, WrongKind
 from quire.core.plain import plain
 
 if TYPE_CHECKING:
+    from quire.jobs.runner import ThreadRunner
     from quire.objects.api import ObjectStore
+    from quire.spark.runner import SparkRunner
     from quire.stream.mlog_files import LogFiles
     from quire.stream.mlog_tier2 import LogObjects
     from quire.stream.mlog_verify import LogRow, Problem
+
+THREADS = 8
+"""Logs that are looked at together: most of the time goes into waiting for disk and object store."""
 
 Stream = Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")]
 
@@ -36,6 +42,7 @@ def add_to(group: typer.Typer) -> None:
     """Register these commands in the group `manifest`."""
     command(group, "inspect", example="quire manifest inspect clicks --limit 20")(inspect)
     command(group, "verify", example="quire manifest verify clicks")(verify)
+    command(group, "bundle", example="quire manifest bundle clicks")(bundle)
 
 
 def inspect(
@@ -57,18 +64,25 @@ def verify(
     cli: Cli,
     stream: Annotated[str, typer.Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
     shallow: Annotated[bool, typer.Option("--shallow", help="Do not read objects whole.")] = False,
+    runner: Runner = "",
 ) -> Verdict:
-    """Hold manifest logs to their rules; exit code 1 if one is broken."""
-    from quire.stream.mlog_verify import verify as problems_of
+    """Hold manifest logs to their rules, many at once.
 
-    settings = cli.settings().manifest_log
+    Exit code 1 if one is broken.
+    """
+    from quire.jobs.stream_verify.logs import verify_logs
+    from quire.jobs.stream_verify.run import LogTask
+
+    need_runner(runner)
     streams = _streams(cli, stream)
-    rows: list[Row] = []
+    names = dict(streams)
+    root, settings = os.path.abspath(cli.path), cli.settings().manifest_log
     with _store(cli) as store:
-        for stream_id, name in streams:
-            files, objects = _log(cli, store, stream_id)
-            found = problems_of(files, objects, settings=settings, object_exists=_existence(store), deep=not shallow)
-            rows += [_problem(each, stream_id, name) for each in found]
+        tasks = [LogTask(stream_id=each, root=root, url=store.url, settings=settings) for each in names]
+        here = _threads(root, store)
+        chosen = _spark(root, store.url) if runner == "spark" and tasks else here
+        found = list(verify_logs(tasks, chosen, here, deep=not shallow))
+    rows = [_problem(each, stream_id, names[stream_id]) for stream_id, each in sorted(found, key=lambda it: it[0])]
     sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
     shown = Listing(
         columns=["stream", "rule", "kind", "what"],
@@ -77,6 +91,29 @@ def verify(
         closing=count_of(len(rows), "problem") if rows else "",
     )
     return Verdict(shown, PROBLEMS if rows else OK)
+
+
+def bundle(
+    cli: Cli,
+    stream: Annotated[str, typer.Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    runner: Runner = "",
+) -> Note:
+    """Make one object of each week's old chunks of manifest logs.
+
+    The owner's upkeep does it too.
+    """
+    from quire.cli.working import failure_of
+
+    need_runner(runner)
+    if stream:
+        _one(cli, stream)
+    with cli.owner() as store:
+        job = store.heavy.bundle(stream, runner=runner)
+        if (failure := failure_of(job, "the bundle job")) is not None:
+            raise failure
+        result = job.result
+    made = f"{count_of(result['bundles'], 'bundle')} of {count_of(result['streams'], 'manifest log')}"
+    return Note(text=f"{made}, {count_of(result['retired'], 'chunk')} retired", data=result)
 
 
 def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
@@ -122,15 +159,21 @@ def _log(cli: Cli, store: ObjectStore, stream_id: int) -> tuple[LogFiles, LogObj
     return LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id), LogObjects(store, stream_id)
 
 
-def _existence(store: ObjectStore) -> Callable[[str], bool]:
-    def exists(key: str) -> bool:
-        try:
-            store.head(key)
-        except ObjectNotFound:
-            return False
-        return True
+def _threads(root: str, store: ObjectStore) -> ThreadRunner:
+    from quire.durable.files import OsDisk
+    from quire.jobs.runner import ThreadRunner, Tools
+    from quire.pages.cache import PageCache
+    from quire.pages.sources import Sources
 
-    return exists
+    sources = Sources(root=root, disk=OsDisk(), open_store=lambda _: store, cache=PageCache(0))
+    return ThreadRunner(Tools(sources, lambda _: store, OsDisk(), root), THREADS, label="quire-verify")
+
+
+def _spark(root: str, objects_url: str) -> SparkRunner:
+    from quire.spark.runner import SparkRunner
+    from quire.spark.session import session
+
+    return SparkRunner(session(), root=root, objects_url=objects_url)
 
 
 def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:

@@ -16,7 +16,7 @@ Rules
   5. Text shows what would move the cursor or turn the line around instead of doing it (`plain.visible`), wherever it
      comes from; JSON has every character as it is.
 
-Not thread-safe: one command, one output. Structs, not dataclasses: making nine of those costs as much as listing a store.
+Not thread-safe: one command, one output. Importing this module loads neither msgspec nor dataclasses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TextIO
 
-import msgspec
-
 from quire.cli.plain import visible
+from quire.cli.values import Value
 from quire.core.errors import QuireError
-from quire.core.plain import plain
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
@@ -39,14 +37,14 @@ COLUMN_WIDTH_MIN = 16
 """A last column narrower than this is not worth wrapping into."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(Value):
     """One row: its cells as text, and the object it is in JSON."""
 
     cells: Sequence[str]
     data: Any
 
 
-class Listing(msgspec.Struct, frozen=True, kw_only=True):
+class Listing(Value, kw_only=True):
     """Rows under columns. `columns` that begin with `>` are aligned to the right."""
 
     columns: Sequence[str]
@@ -57,28 +55,28 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     """Last lines, for people only."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(Value, kw_only=True):
     """Names and values."""
 
     lines: Sequence[tuple[str, str]]
     data: Any
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class Note(Value, kw_only=True):
     """What was done."""
 
     text: str
     data: Any
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(Value, kw_only=True):
     """Facts, listings and notes under each other. A part's own data is not written: `data` is all of it."""
 
     parts: Sequence[Facts | Listing | Note]
     data: Any
 
 
-class Node(msgspec.Struct, frozen=True):
+class Node(Value):
     """A node of a tree: its name, what is said of it, and the nodes below."""
 
     name: str
@@ -88,7 +86,7 @@ class Node(msgspec.Struct, frozen=True):
     """It is there only for what is below it."""
 
 
-class Tree(msgspec.Struct, frozen=True, kw_only=True):
+class Tree(Value, kw_only=True):
     """Nodes below nodes."""
 
     roots: Sequence[Node]
@@ -98,6 +96,10 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Shown = Listing | Facts | Note | Report | Tree
+
+
+class Ready(dict[str, Any]):
+    """Data that is plain already (`quire.core.plain`): it is written as it is."""
 
 
 class Output(Protocol):
@@ -114,15 +116,8 @@ class JsonOutput:
     """One JSON document on stdout; an error is one JSON object on stderr."""
 
     def show(self, value: Shown) -> None:
-        out = sys.stdout
-        if not isinstance(value, Listing):
-            out.write(_json(plain(value.data)) + "\n")
-            return
-        before = "["
-        for row in value.rows:
-            out.write(f"{before}\n{_json(plain(row.data))}")
-            before = ","
-        out.write("[]\n" if before == "[" else "\n]\n")
+        for part in json_parts(value):
+            sys.stdout.write(part)
 
     def fail(self, error: QuireError) -> None:
         from quire.cli.telling import for_programs
@@ -134,8 +129,8 @@ class TextOutput:
     """Text for people."""
 
     def show(self, value: Shown) -> None:
-        for line in _lines(value, Look.of(sys.stdout)):
-            sys.stdout.write(line + "\n")
+        for part in text_parts(value, Look.of(sys.stdout)):
+            sys.stdout.write(part)
 
     def fail(self, error: QuireError) -> None:
         from quire.cli.telling import for_people, next_step
@@ -147,7 +142,7 @@ class TextOutput:
             sys.stderr.write("\n".join(lines) + "\n")
 
 
-class Look(msgspec.Struct, frozen=True):
+class Look(Value):
     """What the stream can show: its width (0: no limit) and whether it has colours."""
 
     width: int
@@ -164,6 +159,24 @@ class Look(msgspec.Struct, frozen=True):
 
     def styled(self, text: str, style: str) -> str:
         return f"\x1b[{style}m{text}\x1b[0m" if self.colours else text
+
+
+def json_parts(value: Shown) -> Iterator[str]:
+    """A value as one JSON document, in parts (rule 4)."""
+    if not isinstance(value, Listing):
+        yield _json(_ready(value.data)) + "\n"
+        return
+    before = "["
+    for row in value.rows:
+        yield f"{before}\n{_json(_ready(row.data))}"
+        before = ","
+    yield "[]\n" if before == "[" else "\n]\n"
+
+
+def text_parts(value: Shown, look: Look) -> Iterator[str]:
+    """A value as lines of text."""
+    for line in _lines(value, look):
+        yield line + "\n"
 
 
 def width_of(text: str) -> int:
@@ -187,7 +200,7 @@ def _lines(value: Shown, look: Look) -> Iterator[str]:
     if isinstance(value, Report):
         return _report(value, look)
     if isinstance(value, Tree):
-        from quire.cli.drawing import tree_lines  # loads rich
+        from quire.cli.drawing import tree_lines
 
         return tree_lines(value, look)
     return iter(wrapped(visible(value.text), look.width))
@@ -263,6 +276,14 @@ def wrapped(text: str, width: int) -> list[str]:
     from textwrap import wrap
 
     return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _ready(data: Any) -> Any:
+    if isinstance(data, Ready) or (isinstance(data, list) and data and all(isinstance(each, Ready) for each in data)):
+        return data
+    from quire.core.plain import plain
+
+    return plain(data)
 
 
 def _json(value: Any) -> str:

@@ -1,18 +1,18 @@
 """Values as people want them: records by their telling fields, sizes, times, names that stay on their line.
 
-Pure functions, but for the local time zone. What programs get is `quire.core.plain`.
+Pure functions, but for the local time zone. What programs get is `quire.core.plain`; that and msgspec are loaded by those
+functions that need them: listing a store needs neither.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from quire.core.ids import ArtifactKey
 from quire.core.limits import GIB, KIB, MIB
-from quire.core.plain import plain
+
+if TYPE_CHECKING:
+    import msgspec
 
 SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
@@ -20,7 +20,11 @@ SHORT_CHARACTERS = 48
 
 def telling(record: msgspec.Struct) -> dict[str, Any]:
     """The fields of a record that differ from their defaults: what a person wants to see of it."""
-    defaults = {each.name: each.default for each in msgspec.structs.fields(type(record)) if not each.required}
+    from msgspec.structs import fields
+
+    from quire.core.plain import plain
+
+    defaults = {each.name: each.default for each in fields(type(record)) if not each.required}
     shown: dict[str, Any] = {}
     for name in record.__struct_fields__:
         value = getattr(record, name)
@@ -35,7 +39,11 @@ def pairs(values: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return short(value if isinstance(value, str) else msgspec.json.encode(value).decode())
+    if isinstance(value, str):
+        return short(value)
+    from msgspec.json import encode
+
+    return short(encode(value).decode())
 
 
 def short(text: str) -> str:
@@ -49,10 +57,13 @@ def short(text: str) -> str:
 def in_words(value: Any) -> str:
     """A coordinate of an error or a problem, for people: no Python in it.
 
-    >>> from quire.core.ids import ArtifactKind
+    >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
     ('base 5 of database 1, generation 3', 'ghost', '1/2', 'nothing')
     """
+    from quire.core.ids import ArtifactKey
+    from quire.core.plain import plain
+
     if value is None:
         return "nothing"
     if isinstance(value, ArtifactKey):
@@ -115,6 +126,11 @@ def count_of(number: int, one: str, many: str = "") -> str:
     ('1 database', '2,000 batches')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def tags_text(tags: dict[str, str]) -> str:
+    """`a=1, b=2`."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(tags.items()))
 
 
 def article(word: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.bar import bar
-from quire.cli.checkpoint import Runner, need_runner
+from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli
 from quire.cli.named import Database, Snapshot, need_pages, snapshot_named
 from quire.cli.output import Note
@@ -27,6 +27,7 @@ def restore(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")],
     replace: Annotated[bool, typer.Option("--replace", help="Replace the file if there is one.")] = False,
     runner: Runner = "",
+    dry_run: DryRun = False,
 ) -> Note:
     """Write a snapshot to a file.
 
@@ -36,6 +37,11 @@ def restore(
     with cli.owner() as store:
         need_pages(store.database(database), "are restored page by page")
         found = snapshot_named(store, database, snapshot)
+        if dry_run:
+            view = store.view(database, found.snapshot_id)
+            pages, plain = view.size_pages, view.size_pages * view.page_size
+            planned = {"path": file, "pages": pages, "bytes": plain, "lsn": view.lsn, "dry_run": True}
+            return Note(text=f"would write {file}: {count_of(pages, 'page')}, {size(plain)}", data=planned)
         with bar(f"restore of {database}") as told:
             done = store.heavy.restore(database, found.snapshot_id, file, runner=runner, replace=replace, progress=told)
     text = f"{done['path']}: {count_of(done['pages'], 'page')}, {size(done['bytes'])}, as of lsn {done['lsn']:,}"

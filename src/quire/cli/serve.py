@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.command import Cli
+from quire.cli.logging import Log, log_to
 from quire.cli.output import Note
 from quire.cli.plain import count_of
 from quire.cli.typed import command
@@ -51,35 +52,33 @@ def serve(
             show_default="neither",
         ),
     ] = "",
+    log: Log = "",
 ) -> Note:
     """Own the store and let other processes use it.
 
     Until Ctrl-C or SIGTERM. On the network every call shows a token: `quire.connect(ADDRESS, token_file=…)`.
     With --http 127.0.0.1:7448 a browser on this machine shows the store.
     """
+    from quire.cli.away import run_here
     from quire.cli.working import LOOK_SECONDS, until_interrupted
+    from quire.service.commands import install
     from quire.service.server import Credentials, Server
     from quire.service.web.server import WebServer
 
+    log_to(log)
+    install(run_here)
     with until_interrupted() as ending, cli.owner(upkeep=True) as store:
         servers: list[Server | WebServer] = [store.serve()]
         if listen:
-            servers.append(
-                store.serve(
-                    listen,
-                    admin_token_file=admin_token,
-                    read_token_file=read_token,
-                    tls_cert_file=tls_cert,
-                    tls_key_file=tls_key,
-                )
-            )
+            tls = {"tls_cert_file": tls_cert, "tls_key_file": tls_key}
+            servers.append(store.serve(listen, admin_token_file=admin_token, read_token_file=read_token, **tls))
         if http:
-            with_tls = http.startswith("https://")
+            pair = (tls_cert, tls_key) if http.startswith("https://") else ("", "")
             credentials = Credentials(
                 admin_token_file=admin_token,
                 read_token_file=read_token,
-                tls_cert_file=tls_cert if with_tls else "",
-                tls_key_file=tls_key if with_tls else "",
+                tls_cert_file=pair[0],
+                tls_key_file=pair[1],
             )
             servers.append(store.serve_http(http, credentials))
         addresses = [each.address for each in servers]

@@ -1,18 +1,21 @@
 """Commands that only look at a store: ls and info.
 
-They have no arguments, and so a short way in (`quire.cli.lane`); and they glance at the store instead of opening it.
+What they show is made of values with the fields of `DatabaseInfo` and `StoreInfo`, whoever has read them: the quick way in
+(`quire.cli.quick`) has no dataclasses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import Cli
 from quire.cli.output import Facts, Listing, Row
-from quire.cli.plain import count_of, moment, size
+from quire.cli.plain import count_of, moment, size, tags_text
 
 if TYPE_CHECKING:
-    from quire.store.info import DatabaseInfo
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.store.info import DatabaseInfo, StoreInfo
 
 
 def ls(cli: Cli) -> Listing:
@@ -21,9 +24,14 @@ def ls(cli: Cli) -> Listing:
 
     with Glance(cli.path) as store:
         found = store.databases()
+    return listing(found, found)
+
+
+def listing(found: Sequence[DatabaseInfo], data: Sequence[Any]) -> Listing:
+    """Databases as rows; `data` is what each is for programs."""
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from"],
-        rows=[Row(_cells(each), each) for each in found],
+        rows=[Row(_cells(each), told) for each, told in zip(found, data)],
         empty="no databases yet: `quire create NAME --kind pages` makes one",
     )
 
@@ -44,6 +52,11 @@ def info(cli: Cli) -> Facts:
 
     with Glance(cli.path) as store:
         found = store.info()
+    return facts(found, found)
+
+
+def facts(found: StoreInfo, data: Any) -> Facts:
+    """A store as names and values; `data` is what it is for programs."""
     databases = ", ".join(f"{count:,} {kind}" for kind, count in found.databases.items() if count) or "none"
     changes = f"{found.oldest_change:,} to {found.newest_change:,}" if found.oldest_change else "none"
     artifacts = (
@@ -65,5 +78,24 @@ def info(cli: Cli) -> Facts:
             ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
             ("readers", f"{count_of(found.readers, 'slot')} in use"),
         ],
-        data=found,
+        data=data,
     )
+
+
+def snapshot_listing(database: str, found: Sequence[SnapshotInfo], data: Sequence[Any]) -> Listing:
+    """Snapshots as rows; `data` is what each is for programs."""
+    return Listing(
+        columns=[">id", "name", "created", ">size", "tags"],
+        rows=[Row(_snapshot_cells(each), told) for each, told in zip(found, data)],
+        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
+    )
+
+
+def _snapshot_cells(each: SnapshotInfo) -> list[str]:
+    return [
+        str(each.snapshot_id),
+        each.name or "-",
+        moment(each.created_at_ms),
+        size(each.size_pages * each.page_size),
+        tags_text(each.tags) or "-",
+    ]

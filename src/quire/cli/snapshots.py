@@ -16,7 +16,8 @@ from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.exits import PROBLEMS
 from quire.cli.named import Database, Snapshot, Yes, need_pages, settled, snapshot_named, tags_of, title_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, size, span
+from quire.cli.plain import count_of, moment, size, span, tags_text
+from quire.cli.show import snapshot_listing
 from quire.cli.typed import command, new_app
 from quire.core.errors import UnknownSnapshot
 from quire.core.plain import plain
@@ -107,21 +108,7 @@ def ls(cli: Cli, database: Database) -> Listing:
     """List the snapshots of a database, oldest first."""
     with cli.reader() as manifest:
         found = manifest.snapshots.of(database)
-    return Listing(
-        columns=[">id", "name", "created", ">size", "tags"],
-        rows=[Row(_cells(each), snapshot_json(each, database)) for each in found],
-        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
-    )
-
-
-def _cells(each: SnapshotInfo) -> list[str]:
-    return [
-        str(each.snapshot_id),
-        each.name or "-",
-        moment(each.created_at_ms),
-        size(each.size_pages * each.page_size),
-        tags_text(each.tags) or "-",
-    ]
+    return snapshot_listing(database, found, [snapshot_json(each, database) for each in found])
 
 
 def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
@@ -329,8 +316,3 @@ def share_clause(share: Share, holders: int = 1) -> str:
 def share_later(share: Share) -> str:
     """What a drop has led to, for the end of a sentence."""
     return f"; {share_words(share)} will be deleted (`quire gc --dry-run` says when)" if share.artifacts else ""
-
-
-def tags_text(tags: dict[str, str]) -> str:
-    """`a=1, b=2`."""
-    return ", ".join(f"{key}={value}" for key, value in sorted(tags.items()))

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import Cli, Verdict, on_terminal
 from quire.cli.exits import OK
+from quire.cli.logging import Log, log_to
 from quire.cli.named import Database, need_pages, settled, snapshot_named, title_of
 from quire.cli.output import Note
 from quire.cli.plain import count_of, moment, size, visible
@@ -131,6 +132,7 @@ def follow(
     name: Name = "",
     once: Annotated[bool, typer.Option("--once", help="Take over what is new, and end.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the file.")] = 0.25,
+    log: Log = "",
 ) -> Note:
     """Follow a SQLite file that another program writes.
 
@@ -140,6 +142,7 @@ def follow(
     from quire.cli.working import until_interrupted
     from quire.sqlite.follow import Follower
 
+    log_to(log)
     if not interval >= INTERVAL_SECONDS_MIN:
         hint = f"say {INTERVAL_SECONDS_MIN} or more"
         raise InvalidInput("`--interval` takes seconds", hint=hint, given=interval)
@@ -235,7 +238,7 @@ class Bars:
     """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.copying.Progress`."""
 
     def __init__(self) -> None:
-        self._wanted = sys.stderr.isatty()
+        self._wanted = on_terminal()
         self._closing = ExitStack()
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.bar import bar
+from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli
 from quire.cli.output import Listing, Row
 from quire.cli.plain import size
@@ -24,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
 def stats(
     cli: Cli,
     snapshots: Annotated[bool, typer.Option("--snapshots", help="Also each snapshot by itself.")] = False,
+    runner: Runner = "",
 ) -> Listing:
     """Show what each database takes, alone and shared.
 
@@ -32,8 +35,13 @@ def stats(
     """
     from quire.jobs.stats.compute import usage
 
-    with cli.reader() as manifest, manifest.read() as txn:
-        found = usage(txn, manifest.clock.now_ms())
+    need_runner(runner)
+    if runner:
+        with cli.owner() as store, bar("stats") as told:
+            found = store.heavy.stats(runner=runner, progress=told)
+    else:
+        with cli.reader() as manifest, manifest.read() as txn:
+            found = usage(txn, manifest.clock.now_ms())
     shown = [each for each in found if snapshots or not each.snapshot]
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">compression", ">last day", "tiers"],

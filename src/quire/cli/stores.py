@@ -51,7 +51,7 @@ def init(
     from quire.durable.files import OsDisk
     from quire.objects.open import open_store
     from quire.store.layout import Found, check_objects_url, look
-    from quire.store.store import open as open_quire
+    from quire.store.opening import open as open_quire
 
     target = path or cli.path
     if object_store:

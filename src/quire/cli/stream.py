@@ -1,4 +1,4 @@
-"""Commands about streams: append, read, tail, ls, info, seal, tier, verify, retention.
+"""Commands about streams: append, read, tail, ls, info, seal, tier, checkpoint, verify, retention.
 
 Rules
   1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
@@ -25,6 +25,7 @@ from quire.cli.typed import command, new_app
 from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from quire.store.store import Store
     from quire.stream.catalogue import Segment
     from quire.stream.reading import Record
     from quire.stream.stream import Stream
@@ -48,6 +49,7 @@ def add_to(app: typer.Typer) -> None:
     command(group, "info", example="quire stream info clicks")(info)
     command(group, "seal", example="quire stream seal clicks")(seal)
     command(group, "tier", example="quire stream tier clicks upload")(tier)
+    command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
     command(group, "verify", example="quire stream verify clicks")(verify)
     command(group, "retention", example="quire stream retention clicks --days 30")(retention)
     app.add_typer(group, name="stream")
@@ -75,8 +77,13 @@ def append(
             while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
                 stream.append(lines).result()
         end = stream.sync()
-    text = f"appended {count_of(end - first, 'record')} to {database}, from id {first}"
-    return Note(text=text, data={"first": first, "count": end - first})
+    return appended(database, first, end - first)
+
+
+def appended(database: str, first: int, count: int) -> Note:
+    """So many records from this id on were appended."""
+    text = f"appended {count_of(count, 'record')} to {database}, from id {first}"
+    return Note(text=text, data={"first": first, "count": count})
 
 
 def read(
@@ -191,8 +198,32 @@ def tier(
     with _open(cli, database) as stream:
         how: dict[str, Any] = {"warm": True} if warm and move == "evict" else {}
         count = getattr(stream, move)(*(segment or ()), **how)
-    what = "copies" if move == "evict" else "segments"
-    return Note(text=f"{move}: {count} {what} of {database}", data={"move": move, "count": count})
+    what = count_of(count, "copy", "copies") if move == "evict" else count_of(count, "segment")
+    return Note(text=f"{move}: {what} of {database}", data={"move": move, "count": count})
+
+
+def checkpoint(cli: Cli, database: Database) -> Note:
+    """Publish sealed segments as chunks, as they are.
+
+    The owner's upkeep does it too.
+    """
+    with cli.owner() as store:
+        return published(store, database)
+
+
+def published(store: Store, database: str) -> Note:
+    """A checkpoint of a stream, and what it did."""
+    from quire.cli.working import failure_of
+
+    store.stream(database)  # says so if it is none
+    job = store.checkpoint(database)
+    if (failure := failure_of(job, f"the checkpoint of {database}")) is not None:
+        raise failure
+    result = job.result
+    text = f"{database}: {count_of(result['chunks'], 'segment')} published as chunks, {size(result['bytes'])}"
+    if result["missing"]:
+        text += f"; {count_of(result['missing'], 'segment')} without a copy: `quire stream verify {database}`"
+    return Note(text=text, data=result)
 
 
 def verify(

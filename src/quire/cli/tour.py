@@ -4,20 +4,22 @@ Rules
   1. It can be run again and again: what is there is used, what the last run left for trying out is dropped first, so the
      store grows only by its change feed and its audit.
   2. It touches only databases it has made, which it knows by their tag: in a store of somebody's own it is harmless.
-  3. For the burst it makes catalog rows, not objects: the chunks of warehouse have no bytes. So what nobody refers to any
-     more may go at once there; the rows of shop are real, and its chunks go as the collector lets them.
+  3. For the burst it makes catalog rows, not objects: the chunks of warehouse have no bytes. So warehouse is dropped when it
+     has been measured, and its rows go at once; what shop holds is real, and goes as the collector lets it.
   4. Everything it says it has measured or read back.
 
-Each step is a function of the store, those about versions in `tour_versions`; `Guide` is how they talk to people.
+Each step is a function of the store, those about versions in `tour_versions`, about
+streams, key-value databases and Spark in `tour_engines`; `Guide` is how they talk to people.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli import tour_engines as engines
 from quire.cli import tour_versions as versions
 from quire.cli.command import Cli, Verdict
 from quire.cli.exits import OK, PROBLEMS
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from quire.store.info import DatabaseInfo
     from quire.store.store import Store
 
-DATABASES = ((SHOP, "pages"), ("warehouse", "pages"), ("clicks", "stream"), ("sessions", "lsm"))
+WAREHOUSE = "warehouse"
+DATABASES = ((SHOP, "pages"), (WAREHOUSE, "pages"), (engines.CLICKS, "stream"), (engines.SESSIONS, "lsm"))
 TAGS = {"made by": "quire tour"}
 DIRECTORY = "./quire-data"
 """Where the tour goes when nobody says where: never the current directory itself."""
@@ -49,9 +52,11 @@ def add_to(app: typer.Typer) -> None:
     command(app, "tour", example="quire tour --store ./quire-data", store=DIRECTORY)(tour)
 
 
-def tour(cli: Cli) -> Verdict:
+def tour(
+    cli: Cli, spark: Annotated[bool, typer.Option("--spark", help="Run jobs and queries on Spark as well.")] = False
+) -> Verdict:
     """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
-    from quire.store.store import open as open_quire
+    from quire.store.opening import open as open_quire
 
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
@@ -70,6 +75,9 @@ def tour(cli: Cli) -> Verdict:
             "retention": versions.retention(store, guide),
             "collector": versions.collection(store, guide),
             "audit": versions.audit(store, guide),
+            "stream": engines.stream(store, guide),
+            "kv": engines.key_values(store, guide),
+            "spark": engines.spark(store, guide) if spark else None,
             "tables": show_tables(store, guide),
             "changes": show_changes(store, guide),
             "problems": check(store, guide),
@@ -135,7 +143,7 @@ def burst(store: Store, guide: Guide) -> dict[str, Any]:
 
     guide.title("A burst", f"{BURST_OPS:,} operations in batches of {BATCH_OPS}, while a reader takes snapshots")
     manifest = store.manifest
-    warehouse = store.database("warehouse").db_id
+    warehouse = store.database(WAREHOUSE).db_id
     generation = manifest.reserve_generation(warehouse)
     record = _chunk(lsn=generation)
     guards: list[ManifestGuard] = []
@@ -185,13 +193,14 @@ def publish_slots(store: Store, db_id: int, generation: int) -> None:
 
 
 def collect(store: Store, guide: Guide) -> int:
-    """What nobody refers to any more: rows of the last tour's burst, which have no bytes (rule 3)."""
+    """The burst's database is dropped, and what nobody refers to any more goes: its rows, which have no bytes (rule 3)."""
     from quire.core.ids import ArtifactKind
     from quire.manifest import tables as t
     from quire.manifest.ops.base import Op
     from quire.manifest.ops.refs import RemoveArtifact
     from quire.manifest.ops.slots import CollectLeaf
 
+    store.drop(WAREHOUSE, snapshots=True)
     hollow = _without_bytes(store)
     removed = 0
     while True:
@@ -213,7 +222,7 @@ def collect(store: Store, guide: Guide) -> int:
     store.maintain()  # delete jobs find nothing left to delete, and take the tombstones of dropped databases
     if removed:
         guide.title("Collection", "what nobody refers to any more is removed, and never comes back")
-        guide.say(f"{count_of(removed, 'artifact')} of the last tour removed from the catalog")
+        guide.say(f"{WAREHOUSE} dropped: {count_of(removed, 'artifact')} removed from the catalog")
     return removed
 
 

@@ -106,11 +106,14 @@ class Guide:
 
     def tree(self, root: Node) -> None:
         """A lineage, as `quire tree` draws it."""
-        from rich.padding import Padding
+        from rich.text import Text
 
-        from quire.cli.drawing import drawn
+        from quire.cli.drawing import tree_lines
+        from quire.cli.output import Look, Tree
 
-        self._console.print(Padding(drawn(root)[0], (0, 0, 0, 2), expand=False))
+        look = Look(self._console.width - 2, self._console.is_terminal and not self._console.no_color)
+        for line in tree_lines(Tree(roots=[root], data=None), look):
+            self._console.print(Text.from_ansi(f"  {line}"), soft_wrap=True)
 
     @contextmanager
     def progress(self, text: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -3,7 +3,8 @@
 Rules
   1. What was not looked at for longest comes first, and what was seen when is in the manifest: `--max-duration` in a nightly
      run, day after day, goes through everything.
-  2. The exit code is 1 if something is missing or altered now, whenever that was found out.
+  2. The exit code is 1 if something is missing or altered now, whenever that was found out; with `--audit` also if a count, a
+     head or a floor is not what rows add up to.
   3. `--report` writes a table of all that is damaged (and, with `--orphans`, of objects that no row speaks of) as Parquet.
 """
 
@@ -44,6 +45,9 @@ def verify(
         bool, typer.Option("--orphans", help="Also list objects, and look for those no row speaks of.")
     ] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="As --orphans, and delete them.")] = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Also compute reference counts, heads and floors again from rows.")
+    ] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Report | Verdict:
@@ -61,20 +65,23 @@ def verify(
 
     with cli.owner(upkeep=True) as store:
         bench, ran, found = Bench(store), [], []
+        counted: list[dict[str, Any]] = []
 
         def work() -> None:
             ran.append(store.heavy.verify(max_age_seconds=age, max_duration_seconds=longest, runner=runner))
             if orphans or sweep:
                 found.append(store.heavy.sweep(delete=sweep, runner=runner))
+            if audit:
+                counted.extend(store.heavy.recount(runner=runner))
 
         bench.watch(work)
         for job in (*ran, *found):
             if (failure := failure_of(job, f"the {job.kind.name.lower()}")) is not None:
                 raise failure
-        damage = store.heavy.damaged()
+        damage = [*store.heavy.damaged(), *counted]
         strays = [{"state": "ORPHANED", **each} for each in (found[0].result["orphans"] if found else [])]
         if report:
-            store.heavy.write_report(report, strays)
+            store.heavy.write_report(report, [*counted, *strays])
     return _verdict(ran[0].result, damage, strays, found[0].result if found else {})
 
 
@@ -90,10 +97,16 @@ def _verdict(
         "left for the next run": f"{result['left']:,}",
     }
     data: dict[str, Any] = {**result, "damaged": damage}
+    logs: list[str] = result.get("logs", [])
+    if logs:
+        facts["manifest logs"] = "; ".join(logs[:LISTED])
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
-    rows = [Row([each["state"].lower(), each["artifact"], size(each["size_bytes"])], each) for each in damage[:LISTED]]
+    rows = [
+        Row([each["state"].lower(), each.get("artifact") or each["what"], size(each.get("size_bytes", 0))], each)
+        for each in damage[:LISTED]
+    ]
     left = len(damage) - len(rows)
     listing = Listing(
         columns=["state", "artifact", ">size"],
@@ -102,7 +115,7 @@ def _verdict(
         closing=f"{left:,} more: `--report FILE` has all" if left else "",
     )
     shown = Report(parts=[Facts(lines=list(facts.items()), data=facts), listing], data=data)
-    return Verdict(shown, PROBLEMS if damage else OK)
+    return Verdict(shown, PROBLEMS if damage or logs else OK)
 
 
 def _outlook(manifest: ManifestStore, age: float) -> Report:

@@ -32,7 +32,7 @@ def why(
     if answer.kind != "database":
         facts.append(("references", str(answer.references)))
     rows = [Row([each.kind, each.name, each.what, each.release], each) for each in answer.holders]
-    columns = ["HELD BY", "NAME", "BECAUSE", "RELEASED BY"]
+    columns = ["held by", "name", "because", "released by"]
     return Report(
         parts=(Facts(lines=facts, data=None), Listing(columns=columns, rows=rows, empty="nothing holds it")),
         data=answer,

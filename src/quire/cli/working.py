@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from quire.cli.command import on_terminal
 from quire.cli.named import names_of
 from quire.cli.plain import visible
 from quire.core import errors
@@ -90,7 +91,7 @@ class Bench:
                 over.set()
 
         threading.Thread(target=body, name="quire-work", daemon=True).start()
-        with _Display(self.store) as display:
+        with Display(self.store) as display:
             try:
                 while not over.wait(LOOK_SECONDS):
                     display.look()
@@ -106,7 +107,7 @@ class Bench:
         """Run jobs as they come, until `stop` is set; then put back what is running, and return."""
         worker = worker_of(self.store)
         worker.start()
-        with _Display(self.store) as display:
+        with Display(self.store) as display:
             try:
                 while not stop.is_set():  # not `wait`: the handler that sets it runs in this very thread
                     time.sleep(LOOK_SECONDS)
@@ -166,18 +167,19 @@ def failure_of(job: Job, what: str) -> QuireError | None:
 
 
 # ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────
-class _Display:
+class Display:
     """Bars of the jobs that are running (rule 2). Use it as a context manager."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
+        """Of `store` only the manifest is looked at."""
         self._store = store
         self._began = CLOCK.monotonic()
-        self._wanted = sys.stderr.isatty()
+        self._wanted = on_terminal()
         self._progress: Progress | None = None
         self._bars: dict[int, TaskID] = {}
         self._closing = ExitStack()
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *_: object) -> None:

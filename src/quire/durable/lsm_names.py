@@ -18,6 +18,7 @@ from quire.core.ids import U64_MAX, some_u32, u64
 from quire.durable.names import LSM
 
 _NUMBER = re.compile("([0-9]{6}|[1-9][0-9]{6,19})")
+_LOAD = re.compile("([0-9a-f]{16})\\.json")
 
 
 def lsm_home(db_id: int) -> str:
@@ -45,6 +46,10 @@ class LsmHome:
     def sst(self, sst_id: int) -> str:
         return f"{self.path}/{sst_entry_path(sst_id)}"
 
+    def load(self, number: int) -> str:
+        """The note about a bulk load."""
+        return f"{self.path}/loads/{u64('number', number):016x}.json"
+
 
 def sst_entry_path(sst_id: int) -> str:
     """A table's path as the manifest of its database has it, relative to the database's directory."""
@@ -55,6 +60,12 @@ def lsm_number(name: str, suffix: str) -> int | None:
     """The number in the name of a WAL (`.log`) or a table (`.sst`) of a key-value database; `None` if it is foreign."""
     match = _NUMBER.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
     return int(match[1]) if match is not None and int(match[1]) <= U64_MAX else None
+
+
+def load_number(name: str) -> int | None:
+    """The number in the name of a note about a bulk load; `None` if it is foreign."""
+    match = _LOAD.fullmatch(name)
+    return int(match[1], 16) if match is not None else None
 
 
 def lsm_snapshot_dir(db_id: int, number: int) -> str:

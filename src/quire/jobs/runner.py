@@ -6,6 +6,7 @@ Terms
   tools    the bytes of the store, as this process reaches them: segments and chunks, object stores, the disk
   split    takes one input apart into (key, value) pairs; those of one key are brought together
   join     makes one result of all values of a key
+  tell     gives (number, value) pairs of what a task finds, one after the other; a number that is `None` matches nothing
   answer   what became of one task: its result, or the error that it met
 
 Rules
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from quire.core.errors import InternalError, InvalidInput, QuireError, SparkUnavailable
 from quire.core.events import emit
@@ -34,6 +35,12 @@ from quire.core.limits import MIB
 from quire.durable.files import Disk
 from quire.jobs.places import OpenStore
 from quire.pages.sources import Sources
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers: TypeAlias = NDArray[np.uint64]
 
 AUTO_BYTES = 256 * MIB
 """Work below this is done by threads unless somebody says otherwise (docs/decisions/006-runner-auto.md)."""
@@ -51,6 +58,9 @@ Key = tuple[int, int]
 """What `regroup` brings together by: (database, slot)."""
 
 Tick = Callable[[int, int], None]
+
+BLOCK = 4_096
+"""Numbers that are looked up together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class Answer(Generic[K, R]):
 Split = Callable[[P, Tools], Iterable[tuple[Key, V]]]
 Join = Callable[[Key, T | None, list[V], Tools], R]
 Run = Callable[[T, Tools], R]
+Tell = Callable[[T, Tools], Iterable[tuple[int | None, V]]]
 
 
 def no_tick(_done: int, _total: int) -> None:
@@ -98,6 +109,10 @@ class Runner(Protocol):
     @property
     def shares_disk(self) -> bool:
         """Whether tasks see the files of the store; if not, they need objects of what they read."""
+
+    @property
+    def width(self) -> int:
+        """About how many tasks run at once: work that can be cut anywhere is cut into a few times as many."""
 
     def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
         """Run each task; answers carry the task's place in `tasks`."""
@@ -118,6 +133,16 @@ class Runner(Protocol):
         error comes under (the first part of the keys it would have had, -1), see `owner_of`.
         """
 
+    def unmatched(
+        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+    ) -> Iterator[tuple[int | None, V | None]]:
+        """Compare what tasks find with what is expected, and give only the differences: what is told under a number that is
+        not expected, or under none, and (number, `None`) for each expected number under which nothing was told.
+
+        `expected` are rising u64. What is told stays where it was found, and differences come a few at a time; an error of a
+        task is raised, because without its answer nothing is known to be missing.
+        """
+
 
 # ── threads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class ThreadRunner:
@@ -128,7 +153,7 @@ class ThreadRunner:
 
     def __init__(self, tools: Tools, threads: int = 1, *, label: str = "quire-run") -> None:
         self._tools = tools
-        self._threads = max(threads, 1)
+        self._threads = self.width = max(threads, 1)
         self._label = label
 
     def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:
@@ -166,6 +191,31 @@ class ThreadRunner:
             return join(key, tasks[key] if tasks is not None else None, found, self._tools)
 
         yield from self._each(sound, run, len(sound), tick)
+
+    def unmatched(
+        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+    ) -> Iterator[tuple[int | None, V | None]]:
+        """See `Runner`."""
+        import numpy as np
+
+        seen = np.zeros(len(expected), np.bool_)
+
+        def run(task: T) -> list[tuple[int | None, V]]:
+            found, told = list[tuple[int | None, V]](), iter(tell(task, self._tools))
+            while block := list(islice(told, BLOCK)):
+                numbers = np.array([number or 0 for number, _ in block], np.uint64)
+                places = np.searchsorted(expected, numbers)
+                matches = places < len(expected)
+                matches[matches] = expected[places[matches]] == numbers[matches]
+                matches &= np.array([number is not None for number, _ in block], np.bool_)
+                seen[places[matches]] = True
+                found += [each for each, known in zip(block, matches.tolist()) if not known]
+            return found
+
+        for answer in self._each(enumerate(tasks), run, len(tasks), tick):
+            yield from answer.result()
+        for number in expected[~seen].tolist():
+            yield number, None
 
     def _each(
         self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from quire.core.errors import JobAlreadyPending, NameTaken, QuireError, StoreClosed, StoreUnusable, WouldDropEverything
 from quire.core.events import emit
 from quire.jobs.context import JobContext
+from quire.jobs.stream_checkpoint.plan import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.ops.audit import PruneAudit
@@ -35,6 +37,9 @@ UNABSORBED = frozenset({WalState.INDEXED, WalState.CHECKPOINT_READY})
 
 PRUNED_PER_ROUND = 10_000
 """Answers to keyed batches forgotten in one round."""
+
+BUNDLE_EVERY_MS = 86_400_000
+"""Between two bundle jobs: a listing for each stream."""
 
 MakeSnapshot = Callable[[int, str, dict[str, str]], None]
 """Makes a scheduled snapshot: (database, name, tags). An engine with an open segment seals it first."""
@@ -52,6 +57,7 @@ class Round:
     answers_forgotten: int = 0
     audit_pruned: int = 0
     checkpoints: int = 0
+    bundles: int = 0
     jobs: int = 0
 
     @property
@@ -62,10 +68,18 @@ class Round:
 class Upkeep:
     """The owner's maintenance loop."""
 
-    def __init__(self, ctx: JobContext, worker: Worker, make_snapshot: MakeSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        ctx: JobContext,
+        worker: Worker,
+        make_snapshot: MakeSnapshot | None = None,
+        sweep_versions: Callable[[], int] | None = None,
+    ) -> None:
         self._ctx = ctx
         self._worker = worker
         self._make_snapshot = make_snapshot or self._publish
+        self._sweep_versions = sweep_versions
+        """Removes the files of key-value snapshots that were dropped; `None` where there are none."""
         self._made: dict[tuple[int, str], str] = {}
         """The last snapshot of each schedule: one that was dropped again is not made twice."""
         self._next_slow = 0.0
@@ -77,8 +91,9 @@ class Upkeep:
         """Do a round now and then, in the background, and run jobs."""
         if self._thread is None:
             self._stopping.clear()
-            self._thread = threading.Thread(target=self._loop, name="quire-upkeep", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name="quire-upkeep", daemon=True)
+            thread.start()
+            self._thread = thread  # once it runs: only then can `stop` wait for it
 
     def stop(self) -> None:
         """End the loop and the worker."""
@@ -111,8 +126,8 @@ class Upkeep:
         steps: list[Callable[[Round], None]] = [self._schedules, self._leases, self._deletions, self._checkpoints]
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
-            steps += [self._retention, self._deletions, self._tombstones, self._feed]
-            steps += [self._old_jobs, self._old_answers, self._old_audit]
+            steps += [self._retention, self._deletions, self._tombstones, self._feed, self._stream_checkpoints]
+            steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
         for step in steps:
             try:
                 step(done)
@@ -199,6 +214,36 @@ class Upkeep:
                 except JobAlreadyPending:
                     pass  # somebody was quicker
 
+    def _stream_checkpoints(self, done: Round) -> None:
+        """The same for streams, once a minute: their sealed segments become chunks."""
+        manifest, settings = self._ctx.manifest, self._ctx.settings
+        oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
+        due: list[int] = []
+        with manifest.read() as txn:
+            for db_id, record in txn.databases():
+                if record.kind is not DbKind.STREAM or record.status is DbStatus.TOMBSTONED:
+                    continue
+                rows = [row for _, row in unpublished(txn, db_id)]
+                heavy = sum(row.used_bytes for row in rows) >= settings.checkpoint_bytes
+                if rows and (heavy or min(row.sealed_at_ms for row in rows) <= oldest):
+                    due.append(db_id)
+        for db_id in due:
+            if not manifest.jobs.outstanding(db_id, JobKind.CHECKPOINT):
+                with suppress(JobAlreadyPending):  # somebody was quicker
+                    manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id)
+                    done.checkpoints += 1
+
+    def _bundles(self, done: Round) -> None:
+        """Once a day, if there are streams: old chunks of their manifest logs become bundles."""
+        manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
+        with manifest.read() as txn:
+            if not any(record.kind is DbKind.STREAM and not record.dropped_at_ms for _, record in txn.databases()):
+                return
+            jobs = [record for _, record in txn.scan(t.JOB_QUEUE) if record.kind is JobKind.BUNDLE]
+        if all(record.created_at_ms <= now - BUNDLE_EVERY_MS for record in jobs):
+            manifest.jobs.enqueue(JobKind.BUNDLE, 0)
+            done.bundles += 1
+
     def _tombstones(self, done: Round) -> None:
         """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""
         manifest = self._ctx.manifest
@@ -206,6 +251,11 @@ class Upkeep:
             dropped = [db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED]
             bare = [db_id for db_id in dropped if next(iter(txn.raw_scan(t.GC_REFCOUNTS, db_id)), None) is None]
         done.delete_jobs += manifest.jobs.ensure_deletions(bare)
+
+    def _versions(self, _: Round) -> None:
+        """After retention: what it dropped of key-value databases are directories of links."""
+        if self._sweep_versions is not None:
+            self._sweep_versions()
 
     def _feed(self, _: Round) -> None:
         self._ctx.manifest.feed.maintain()

@@ -36,6 +36,7 @@ from quire.core.errors import (
     UnknownJob,
 )
 from quire.core.events import emit
+from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
 from quire.jobs.handler import HOPELESS, Done, Handler, Interrupted
@@ -206,7 +207,8 @@ class Worker:
         job = running.job
         try:
             hit("jobs.worker.claimed")
-            self._attempt(running)
+            with span("Job.run", job_id=job.job_id, kind=job.kind.name.lower(), db_id=job.db_id):
+                self._attempt(running)
         except Interrupted:
             if not running.lost:
                 self._put_back(job)

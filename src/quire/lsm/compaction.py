@@ -10,6 +10,8 @@ Rules
   2. `run` reads immutable tables and writes new ones: it knows no manifest and no engine, holds one part in memory, and
      may run anywhere. Its outputs are garbage until a `Compaction` event names them.
   3. A tombstone may go only if no other table could have something older of its key (rule 3 of merge.py).
+  4. Loaded tables with disjoint ranges enter the first level that has room for them and nothing where they are: a load then
+     waits for no compaction and makes none wait. Which version is newest is a matter of lsns, not of levels.
 
 Threads: any. Raises what reading and writing tables raise; outputs of a run that failed are removed.
 """
@@ -32,6 +34,9 @@ from quire.lsm.sst_writer import TableOptions, TableWriter
 
 GROWTH = 10
 """How much more each level may hold than the one above it."""
+
+LEVELS_MAX = 7
+"""The deepest level that a load may begin: every level is a place where a read must look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,33 @@ def pick_all(levels: Levels) -> Job | None:
     return Job(tables, deepest, max(table.meta.lsn_max for table in tables) + 1)
 
 
+def level_for(levels: Levels, tables: Sequence[Table], settings: LsmSettings) -> int:
+    """The level for tables that are loaded (rule 4); 0, where ranges may overlap, if no other takes them."""
+    if clusters(tables):
+        return 0
+    size, limit = sum(table.size_bytes for table in tables), settings.level_bytes
+    for level in range(1, LEVELS_MAX + 1):
+        there = levels.level(level)
+        if size + sum(table.size_bytes for table in there) <= limit and not clusters([*there, *tables]):
+            return level
+        limit *= GROWTH
+    return 0
+
+
+def clusters(tables: Sequence[Table]) -> list[list[Table]]:
+    """Tables whose ranges overlap, directly or through others; none for tables with disjoint ranges."""
+    found: list[list[Table]] = []
+    reach = b""
+    for table in sorted(tables, key=lambda each: each.meta.key_min):
+        if found and table.meta.key_min <= reach:
+            found[-1].append(table)
+            reach = max(reach, table.meta.key_max)
+        else:
+            found.append([table])
+            reach = table.meta.key_max
+    return [each for each in found if len(each) > 1]
+
+
 def job(levels: Levels, chosen: Sequence[Table], level: int) -> Job:
     """Merge these tables into a level, with those of that level that they overlap."""
     low, high = min(t.meta.key_min for t in chosen), max(t.meta.key_max for t in chosen)
@@ -98,6 +130,7 @@ def run(
     new_table: Callable[[], tuple[int, str]],
     low: bytes = b"",
     high: bytes | None = None,
+    stage: str = "",
 ) -> list[tuple[str, TableMeta]]:
     """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
     outputs: list[tuple[str, TableMeta]] = []
@@ -110,11 +143,11 @@ def run(
                 writer = TableWriter(sst_id, level, options)
             writer.add(batch)
             if writer.raw_bytes >= table_bytes:
-                outputs.append((path, writer.write(disk, path)))
+                outputs.append((path, writer.write(disk, path, stage)))
                 writer = None
                 hit("lsm.compaction.output")
         if writer is not None:
-            outputs.append((path, writer.write(disk, path)))
+            outputs.append((path, writer.write(disk, path, stage)))
     except Exception:
         for written, _ in outputs:
             with suppress(StorageFault, FileNotFoundError):

@@ -14,7 +14,10 @@ Rules
      error, not a new database.
   4. Dropping a database or a snapshot takes its row; the files go with the next sweep. Forks have names of their own for the
      tables that they share, so nothing of theirs goes.
-  5. After fork() the child's databases are closed (M12).
+  5. Compactions, whoever begins them, are jobs in the store's manifest (job_rows.py).
+  6. The store's manifest has a row for every live table, folded from the database's own manifest (projection.py); folded again
+     when it is opened.
+  7. After fork() the child's databases are closed (M12).
 
 Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `UnknownSnapshot`, `NameTaken`, `ReadOnly`,
 `Corruption`, `StoreClosed`.
@@ -25,6 +28,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import (
@@ -39,10 +44,13 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.core.settings import LsmSettings
 from quire.durable.files import Disk
-from quire.durable.lsm_names import lsm_home, lsm_number, lsm_snapshot_dir
+from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.names import LSM, check_name
 from quire.lsm.cache import BlockCache
+from quire.lsm.job_rows import JobRows
 from quire.lsm.kv import Kv
+from quire.lsm.manifest import Manifest
+from quire.lsm.projection import Projection
 from quire.lsm.sst_reader import Block
 from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_tree
 from quire.manifest import tables as t
@@ -57,6 +65,16 @@ MakeFiles = Callable[[str], object]
 
 FILES_MADE = b"lsm-files-1"
 """In a row's `config_hash`: the database's directory is on disk (rule 3)."""
+
+
+class Version(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of a database: where it is, and its tables."""
+
+    db_id: int
+    snapshot_id: int
+    lsn: int
+    directory: str
+    sst_ids: tuple[int, ...]
 
 
 class KvEngine:
@@ -107,7 +125,10 @@ class KvEngine:
         if made and not self._disk.exists(home):
             hint = "restore the database from a backup: `quire kv restore`"
             raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
-        kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache)
+        rows = JobRows(self._manifest, db_id)
+        kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=rows)
+        kv.follower = Projection(self._manifest, db_id)
+        kv.fold()
         if not made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
         return kv
@@ -128,14 +149,16 @@ class KvEngine:
         if kv is not None:
             kv.close()
 
-    def databases(self) -> list[Kv]:
-        """Those that are open."""
+    def databases(self) -> dict[int, Kv]:
+        """Those that are open, by id."""
         with self._lock:
-            return list(self._open.values())
+            return dict(self._open)
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
-        """Keep a database as it is now, under a name or without one."""
+    def snapshot(
+        self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
+    ) -> SnapshotInfo:
+        """Keep a database as it is now, under a name or without one; until a moment, if one is given."""
         with self._lock:
             if name:
                 check_name("snapshot", name)
@@ -146,7 +169,9 @@ class KvEngine:
             target = self._path(lsm_snapshot_dir(db_id, number))
             try:
                 lsn = copy_live(kv, target)
-                return self._manifest.snapshots.publish(db_id, name, anchor=Anchor(lsn, number), tags=tags)
+                return self._manifest.snapshots.publish(
+                    db_id, name, anchor=Anchor(lsn, number), tags=tags, expires_at_ms=expires_at_ms
+                )
             except Exception:
                 remove_tree(self._disk, target)
                 raise
@@ -154,6 +179,14 @@ class KvEngine:
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
         """A snapshot by name or id, to be read."""
         return FrozenKv(self._disk, self._snapshot_path(db, snapshot), self.cache)
+
+    def version(self, db: int | str, snapshot: int | str) -> Version:
+        """A snapshot as a value: what a process that sees the directory needs to read it."""
+        info, path = self._manifest.snapshots.get(db, snapshot), self._snapshot_path(db, snapshot)
+        with Manifest.open(self._disk, LsmHome(path)) as manifest:
+            state = manifest.state()
+        ids = tuple(entry.id for entry in state.sstables)
+        return Version(info.db_id, info.snapshot_id, info.anchor_lsn, path, ids)
 
     def _snapshot_path(self, db: int | str, snapshot: int | str) -> str:
         info = self._manifest.snapshots.get(db, snapshot)
@@ -277,7 +310,7 @@ class KvEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """Rule 5."""
+        """Rule 7."""
         self._closed = True
         self._lock = threading.RLock()
         for kv in self._open.values():

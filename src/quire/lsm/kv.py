@@ -60,6 +60,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.cache import BlockCache
+from quire.lsm.ledger import CompactionLedger, Follower, NoLedger
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
@@ -110,6 +111,7 @@ class Kv(Reader):
         cache: BlockCache[Block],
         *,
         background: bool,
+        ledger: CompactionLedger | None = None,
     ) -> None:
         # constant after construction
         self.disk = disk
@@ -130,7 +132,9 @@ class Kv(Reader):
         self.view: View = opened.view
         # only ever set
         self.failure: QuireError | None = None
-        self.upkeep = Upkeep(self, background=background)
+        self.follower: Follower | None = None
+        """Set by the engine once the database is open; it then folds what it has missed."""
+        self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -143,16 +147,19 @@ class Kv(Reader):
         clock: Clock | None = None,
         cache: BlockCache[Block] | None = None,
         background: bool = True,
+        ledger: CompactionLedger | None = None,
     ) -> Kv:
         """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
 
         `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`.
+        `ledger`: is told of every compaction.
         """
         settings = settings or LsmSettings()
         cache = cache if cache is not None else BlockCache(settings.cache_bytes)
         home = LsmHome(path)
         opened = open_files(disk, home, cache)
-        return cls(disk, home, opened, settings, clock or SystemClock(), cache, background=background)
+        clock = clock or SystemClock()
+        return cls(disk, home, opened, settings, clock, cache, background=background, ledger=ledger)
 
     def close(self) -> None:
         """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
@@ -311,6 +318,11 @@ class Kv(Reader):
             levels = view.levels.changed(added, removed) if added or removed else view.levels
             self.view = View(view.memtable, frozen, levels)
             self._viewing.notify_all()
+
+    def fold(self) -> None:
+        """Tell who follows the tables that they have changed."""
+        if self.follower is not None:
+            self.follower.fold(lambda: self.view.levels)
 
     def notify(self) -> None:
         """Something that writers wait for may have changed."""

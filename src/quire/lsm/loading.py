@@ -8,10 +8,13 @@ Rules
      newer, although it may be there before them.
   2. Ids come from the database's manifest, so that loads at the same time never collide.
   3. Everything older than the load is in tables before it is published (recovery's rule 1 counts on it); then one
-     `Compaction{added, removed: []}` makes all of it visible at once.
+     `Compaction{added, removed: []}` makes all of it visible at once. Its level is chosen then (rule 4 of compaction.py).
   4. A snapshot that was taken while the load was under way does not see it. Tombstones that hide its rows stay until it
      is over.
-  5. A load that is not published leaves files that the next open sweeps, and nothing else.
+  5. A load that is not published leaves files that go when it is closed, with the next compaction (those of who wrote on
+     after that), or at the next open; and nothing else.
+  6. A key comes once in a load: all its rows have the same lsn, so nobody could say which of two is the newer one.
+  7. A load that has a number is remembered with it (load_notes.py): publishing it again answers, and does nothing.
 
     with begin_load(kv) as load:
         for sst_id in load.allocate(2):
@@ -26,11 +29,16 @@ Threads: one for each load. Raises `InvalidInput` for tables that do not belong 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from quire.core.errors import InvalidInput, StorageFault
+import numpy as np
+
+from quire.core.errors import InvalidInput
+from quire.lsm.compaction import clusters
+from quire.lsm.load_notes import LoadNote, read_note
+from quire.lsm.merge import PART_BYTES, merged, parts
 from quire.lsm.sst_reader import Table
+from quire.lsm.sst_writer import key_changes
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -55,31 +63,37 @@ class Load:
         """Where the table with this id is to be written."""
         return self._kv.home.sst(sst_id)
 
-    def publish(self, ids: Iterable[int]) -> int:
-        """Have these tables in the database, all at once (rule 3); how many rows they bring."""
+    def publish(self, ids: Iterable[int], *, number: int = 0) -> int:
+        """Have these tables in the database, all at once (rules 3 and 7); how many rows they bring."""
         kv = self._kv
         chosen = sorted(set(ids))
         if self._over or not self._ids.issuperset(chosen):
             raise InvalidInput("these tables are not of this load", hint="use ids from `allocate`", ids=chosen)
-        tables = [Table.open(kv.disk, self.path(sst_id), sst_id, kv.cache) for sst_id in chosen]
+        tables = [Table.open(kv.disk, self.path(sst_id), sst_id) for sst_id in chosen]
         try:
             for table in tables:
-                meta = table.meta
-                if (meta.level, meta.lsn_min, meta.lsn_max) != (0, self.lsn, self.lsn):
-                    raise InvalidInput(
-                        "a loaded table has level 0 and the load's lsn in every row",
-                        sst_id=meta.sst_id,
-                        level=meta.level,
-                        lsns=(meta.lsn_min, meta.lsn_max),
-                    )
-            kv.upkeep.add_tables(tables)
-        except BaseException:
+                self._check(table)
+            _refuse_doubles(tables)
+        finally:
             for table in tables:
                 table.close()
+        rows = sum(table.meta.rows for table in tables)
+        note = LoadNote(number=number, at_ms=kv.clock.now_ms(), rows=rows, ids=tuple(chosen)) if number else None
+        self._ids.difference_update(chosen)  # from here on an event may name them: they are not this load's to remove
+        try:
+            kv.upkeep.add_tables(tables, self.lsn, note)
+        except BaseException:
+            if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
+                self._ids.update(chosen)
             raise
-        self._ids.difference_update(chosen)
         self.close()
-        return sum(table.meta.rows for table in tables)
+        return rows
+
+    def _check(self, table: Table) -> None:
+        meta = table.meta
+        if (meta.lsn_min, meta.lsn_max) != (self.lsn, self.lsn):
+            lsns = (meta.lsn_min, meta.lsn_max)
+            raise InvalidInput("a loaded table has the load's lsn in every row", sst_id=meta.sst_id, lsns=lsns)
 
     def close(self) -> None:
         """The load is over; tables that were not published are removed. A second time: nothing."""
@@ -87,9 +101,7 @@ class Load:
             return
         self._over = True
         self._kv.end_load(self.lsn)
-        for sst_id in self._ids:
-            with suppress(StorageFault, FileNotFoundError):
-                self._kv.disk.remove(self.path(sst_id))
+        self._kv.upkeep.forsake(self._ids)
 
     def __enter__(self) -> Self:
         return self
@@ -101,3 +113,26 @@ class Load:
 def begin_load(kv: Kv) -> Load:
     """Begin a load (rule 1)."""
     return Load(kv, kv.begin_load())
+
+
+def published(kv: Kv, number: int) -> int | None:
+    """How many rows a load with this number has brought; `None` if it was not published (rule 7)."""
+    note = read_note(kv.disk, kv.home, number)
+    return note.rows if note is not None and note.done else None
+
+
+def _refuse_doubles(tables: list[Table]) -> None:
+    """Rule 6. Inside a table the writer has seen to it, so only tables that overlap are read."""
+    for together in clusters(tables):
+        for low, high in parts(together, b"", None, first_bytes=PART_BYTES):
+            keys = merged(together, low, high).column(0)
+            changes = key_changes(keys)
+            if not changes.all():
+                raise double_key(keys[int(np.argmin(changes))].as_py())
+
+
+def double_key(key: bytes = b"") -> InvalidInput:
+    """The error for a key that comes twice in a load."""
+    text = "a key comes twice in a load, and nobody can say which value is the newer one"
+    where = {"key": key[:60]} if key else {}
+    return InvalidInput(text, hint="keep one row of each key first: dropDuplicates, or an aggregate", **where)

@@ -23,7 +23,6 @@ from quire.core.errors import Corruption, FormatTooNew, OutOfRange, SnapshotChec
 from quire.core.ids import U64_MAX
 from quire.durable.checksums import crc32
 from quire.lsm.manifest_data import (
-    NUMBER_EFFECTS,
     AddFrozenWal,
     AddSst,
     AllocateSstId,
@@ -59,16 +58,19 @@ SNAPSHOT = struct.Struct("<8sHHIQQQ")
 DATA = struct.Struct("<QQQQII")
 """version, last_lsn, active_wal, next_sst_id, frozen WALs, tables; then the WALs' numbers and the entries"""
 NUMBER = struct.Struct("<Q")
+ADD = struct.Struct("<BQH")
+"""tag of an added table and its entry, before the path"""
 
 ONE_BYTES = 9
 ENTRY_BYTES = 10
+ADD_BYTES = 11
 COUNTS_BYTES = 9
 SNAPSHOT_BYTES = 40
 DATA_BYTES = 40
 CHECKSUM_OFFSET = 12
 PATH_BYTES_MAX = 0xFFFF
 
-if (ONE.size, ENTRY.size, COUNTS.size) != (ONE_BYTES, ENTRY_BYTES, COUNTS_BYTES):
+if (ONE.size, ENTRY.size, COUNTS.size, ADD.size) != (ONE_BYTES, ENTRY_BYTES, COUNTS_BYTES, ADD_BYTES):
     raise AssertionError("the manifest's event structs disagree with their literal sizes")
 if SNAPSHOT.size != SNAPSHOT_BYTES or DATA.size != DATA_BYTES or struct.calcsize("<8sHH") != CHECKSUM_OFFSET:
     raise AssertionError("the manifest's snapshot structs disagree with their literal sizes")
@@ -127,28 +129,50 @@ def decode_event(record: bytes, path: str = "", offset: int = 0) -> ManifestEven
 
 
 def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: str) -> None:
-    """Apply the events of a log: `data.apply(decode_event(record))` for each, without making the events of the common kinds."""
+    """Apply the events of a log: `data.apply(decode_event(record))` for each, without making the events of the common kinds.
+
+    Entries are made in the end, of the tables that are live by then: most that ever were are not.
+    """
     # Locals: this loop is half of what opening a manifest costs.
-    unpack, unpack_entry, effects, entry_type = ONE.unpack, ENTRY.unpack_from, _NUMBER_EFFECTS, ManifestSstEntry
-    add, add_tag, path_at, live = data.tables.setdefault, TAGS[AddSst], 1 + ENTRY_BYTES, data.tables
+    unpack, unpack_add, live = ONE.unpack, ADD.unpack_from, data.tables
+    waiting: dict[int, bytes] = {}
+    last_lsn, next_id = data.last_lsn, data.next_sst_id
     for at, record in enumerate(records):
         size = len(record)
-        if size == ONE_BYTES and record[0] in effects:
+        if size == ONE_BYTES:
             tag, number = unpack(record)
-            effects[tag](data, number)
-        elif size > path_at and record[0] == add_tag and size - path_at == unpack_entry(record, 1)[1]:
-            number = unpack_entry(record, 1)[0]
-            if number not in live:
-                try:
-                    add(number, entry_type(number, record[path_at:].decode()))
-                except UnicodeDecodeError:
-                    decode_event(record, path, offsets[at])  # raises, and says where
-        else:
-            data.apply(decode_event(record, path, offsets[at]))
+            if tag == _UPDATE:
+                if number > last_lsn:
+                    last_lsn = number
+                continue
+            if tag == _ALLOCATE:
+                if number >= next_id:
+                    next_id = number + 1
+                continue
+            if tag == _REMOVE:
+                if waiting.pop(number, None) is None:
+                    live.pop(number, None)
+                continue
+        elif size > ADD_BYTES:
+            tag, number, length = unpack_add(record)
+            if tag == _ADD and length == size - ADD_BYTES and record.isascii():
+                if number not in live:
+                    waiting.setdefault(number, record)
+                continue
+        _settle(live, waiting)
+        data.apply(decode_event(record, path, offsets[at]))
+    _settle(live, waiting)
+    data.last_lsn, data.next_sst_id = max(data.last_lsn, last_lsn), max(data.next_sst_id, next_id)
     data.dirty = data.dirty or bool(records)
 
 
-_NUMBER_EFFECTS = {TAGS[kind]: effect for kind, effect in NUMBER_EFFECTS.items()}
+_ADD, _REMOVE, _UPDATE, _ALLOCATE = TAGS[AddSst], TAGS[RemoveSst], TAGS[UpdateLsn], TAGS[AllocateSstId]
+
+
+def _settle(live: dict[int, ManifestSstEntry], waiting: dict[int, bytes]) -> None:
+    for number, record in waiting.items():
+        live[number] = ManifestSstEntry(number, record[ADD_BYTES:].decode())
+    waiting.clear()
 
 
 def _unknown(record: bytes, path: str, offset: int) -> NoReturn:

@@ -4,8 +4,8 @@ Terms
   task   a range of keys to be merged: everything an executor needs, small and picklable
 
 Rules
-  1. `run_task` reads immutable tables and writes new ones under ids that only this task has: run twice, or killed, it does
-     no harm. It needs no manifest and no engine, only the directory.
+  1. `run_task` reads immutable tables and writes new ones under ids that only this task has, each named when it is whole: run
+     twice, two at a time even, or killed, it does no harm. It needs no manifest and no engine, only the directory.
   2. Ids are reserved in the database's manifest before a task leaves the process.
   3. While the work is out no other compaction of the database begins; writes and flushes go on. One `Compaction` event
      makes the result live.
@@ -20,14 +20,16 @@ Threads: one for each plan. Raises what reading and writing tables raise, `Inval
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput, StorageFault
+from quire.core.errors import InvalidInput
 from quire.durable.files import Disk, OsDisk
 from quire.durable.lsm_names import LsmHome
+from quire.durable.names import TEMPORARY
 from quire.lsm import compaction
 from quire.lsm.merge import Retention, parts
 from quire.lsm.sst_reader import Table
@@ -76,6 +78,7 @@ def run_task(task: Task, disk: Disk | None = None) -> list[int]:
             new_table=new_table,
             low=task.low,
             high=task.high,
+            stage=f".{secrets.token_hex(4)}{TEMPORARY}",
         )
     finally:
         for table in tables:
@@ -100,15 +103,18 @@ class Plan:
         if self._job is not None:
             kv = self._kv
             added = [Table.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]
-            kv.upkeep.publish(self._job, added)
+            self._ids.difference_update(chosen)  # from here on an event may name them: they are not to be removed
+            try:
+                kv.upkeep.publish(self._job, added)
+            except BaseException:
+                if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
+                    self._ids.update(chosen)
+                raise
             self._job = None
-            self._ids.difference_update(chosen)
 
     def abandon(self) -> None:
         """Remove what was written and not published."""
-        for sst_id in self._ids:
-            with suppress(StorageFault, FileNotFoundError):
-                self._kv.disk.remove(self._kv.home.sst(sst_id))
+        self._kv.upkeep.forsake(self._ids)
 
 
 @contextmanager

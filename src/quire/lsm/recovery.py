@@ -4,7 +4,8 @@ Steps
   1. the manifest: its snapshot, then its log
   2. every table that it names is opened; one that is missing or altered is an error
   3. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error
-  4. files that it does not name are removed: leftovers of flushes, compactions and loads that no event ever named
+  4. notes about bulk loads that say no end get one: their tables are live, or they are not
+  5. files that it does not name are removed: leftovers of flushes, compactions and loads that no event ever named
 
 Rules
   1. A batch whose lsn is not above that of every table is skipped: a flush that was cut off between its two events has
@@ -29,6 +30,7 @@ from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome, lsm_number
 from quire.lsm.cache import BlockCache
 from quire.lsm.levels import Levels
+from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
@@ -66,6 +68,8 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block]) -> Opened:
         hit("lsm.recovery.tables")
         memtables = [_replay(disk, home, number, levels.lsn_max, wals) for number in _numbers(state)]
         active = wals.pop()
+        settle_notes(disk, home, state.tables)
+        hit("lsm.recovery.settled")
         _sweep(disk, home, state)
     except BaseException:
         for table in tables:
@@ -119,7 +123,7 @@ def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[W
 
 
 def _sweep(disk: Disk, home: LsmHome, state: ManifestData) -> None:
-    """Step 4 (rule 3)."""
+    """Step 5 (rule 3)."""
     live = {entry.path for entry in state.sstables}
     wals = {*state.frozen_wals, state.active_wal}
     for name in disk.names(f"{home.path}/sst"):

@@ -10,6 +10,7 @@ Rules
   2. Any Arrow reader reads the file: it looks at Arrow's footer, which knows nothing of the section.
   3. We read a block by its place in the index, check its crc64, and only then decode it. The section has a crc64 of its own.
   4. A tombstone has a null value.
+  5. A table never changes once a manifest names it. Before that its level may: a load's is chosen when all of it is there.
 
 Pure functions; importable on executors. Format page: `docs/formats/sstable.md`.
 Raises `Corruption`, `ChecksumMismatch`, `FormatTooNew`.
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import pyarrow as pa
 
-from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew
+from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError
 from quire.durable.checksums import crc64
 from quire.durable.files import File
 from quire.lsm.bloom import Bloom
@@ -97,8 +99,33 @@ def encode_section(meta: TableMeta, bloom: Bloom, offset: int) -> bytes:
     return covered + crc64(covered).to_bytes(8, "little") + MAGIC
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """What is between the last record batch and Arrow's end, checked."""
+
+    offset: int
+    size: int
+    meta: TableMeta
+    bloom: Bloom
+
+
 def read_section(file: File, path: str) -> tuple[TableMeta, Bloom]:
     """The index and the filter of a table; raises if the file is not a whole, unaltered table."""
+    found = _find_section(file, path)
+    return found.meta, found.bloom
+
+
+def set_level(file: File, path: str, level: int) -> None:
+    """Give another level to a table that no manifest names yet; synced on return (rule 5)."""
+    found = _find_section(file, path)
+    section = encode_section(msgspec.structs.replace(found.meta, level=level), found.bloom, found.offset)
+    if len(section) != found.size:
+        raise InternalError("a table's index would move", path=path, level=level)
+    file.write_at(section, found.offset)
+    file.sync()
+
+
+def _find_section(file: File, path: str) -> _Section:
     size = file.size()
     if size < ARROW_END_BYTES + TAIL_BYTES:
         raise _not_a_table("the file is too short to be a table", path, size)
@@ -127,7 +154,7 @@ def read_section(file: File, path: str) -> tuple[TableMeta, Bloom]:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
     except msgspec.MsgspecError as error:
         raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
-    return meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes])
+    return _Section(offset, section_bytes, meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes]))
 
 
 _DECODER = msgspec.msgpack.Decoder(TableMeta)

@@ -144,12 +144,15 @@ class TableWriter:
         self._arrow.close()
         return self._sink.pieces, meta
 
-    def write(self, disk: Disk, path: str) -> TableMeta:
-        """Finish, and have the file durable under its name (rule 3)."""
+    def write(self, disk: Disk, path: str, stage: str = "") -> TableMeta:
+        """Finish, and have the file durable under its name (rule 3).
+
+        With a `stage`, a suffix that nobody else has, it gets its name in one step: for work that may be done twice at a time.
+        """
         pieces, meta = self.finish()
         hit("lsm.sst.built")
         try:
-            file = disk.open(path, create=True)
+            file = disk.open(path + stage, create=True)
             try:
                 file.truncate(0)
                 offset = 0
@@ -161,10 +164,12 @@ class TableWriter:
             finally:
                 file.close()
             hit("lsm.sst.synced")
+            if stage:
+                disk.rename(path + stage, path)
             disk.sync_dir(os.path.dirname(path))
         except Exception:
             with suppress(StorageFault, FileNotFoundError):
-                disk.remove(path)
+                disk.remove(path + stage)
             raise
         hit("lsm.sst.named")
         return meta

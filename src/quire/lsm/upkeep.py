@@ -25,19 +25,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.errors import InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.lsm_names import sst_entry_path
 from quire.lsm import compaction
+from quire.lsm.ledger import CompactionLedger, NoLedger
+from quire.lsm.load_notes import LoadNote, remove_note, write_note
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
 from quire.lsm.merge import Retention
+from quire.lsm.sst_format import set_level
 from quire.lsm.sst_reader import Table
 from quire.lsm.sst_writer import TableWriter
 
@@ -48,11 +53,16 @@ RETRY_SECONDS = 1.0
 """Between two tries of something that failed."""
 
 
+FORSAKEN_MAX = 10_000
+"""Files of loads that are over and are still looked for; what others leave is swept at the next open."""
+
+
 class Upkeep:
     """The background of one database."""
 
-    def __init__(self, kv: Kv, *, background: bool) -> None:
+    def __init__(self, kv: Kv, ledger: CompactionLedger, *, background: bool) -> None:
         self._kv = kv
+        self._ledger = ledger
         self._options = compaction.table_options(kv.settings)
         self._flushing = threading.Lock()
         self._compacting = threading.Lock()
@@ -64,6 +74,8 @@ class Upkeep:
         """Files that nobody can reach; filled by finalizers, in any thread."""
         self._dead: set[str] = set()
         """Files that no event names any more, and that may still be read."""
+        self._forsaken: set[str] = set()
+        """Files of loads that are over: a task that nobody waits for may still write one."""
         self._trouble: QuireError | None = None
         self.flushes = 0
         self.compactions = 0
@@ -94,6 +106,7 @@ class Upkeep:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self._ledger.close()
         self.collect()
 
     def raise_trouble(self) -> None:
@@ -148,6 +161,7 @@ class Upkeep:
             with suppress(StorageFault, FileNotFoundError):
                 kv.disk.remove(kv.home.wal(oldest.wal))
             hit("lsm.flush.done")
+            kv.fold()
             self._checkpoint_manifest()
         self._compact_due.set()
         return True
@@ -184,17 +198,63 @@ class Upkeep:
             with self._recording(()):
                 self._kv.manifest.checkpoint()
 
-    def add_tables(self, tables: Sequence[Table]) -> None:
-        """Have loaded tables in the database, when everything older is in tables too."""
+    def add_tables(self, loaded: Sequence[Table], lsn: int, note: LoadNote | None) -> None:
+        """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
         kv = self._kv
-        lsn = min(table.meta.lsn_min for table in tables) if tables else 0
         while any(each.memtable.lsn_max < lsn for each in kv.view.frozen):
             self.flush_one()
         hit("lsm.load.flushed")
-        with self._compacting, self._recording(tables):
-            kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
-            kv.install(added=tables)
+        with self._compacting:  # until the note is done: rule 1 of load_notes.py
+            kv.require()
+            tables = self._levelled(loaded)
+            if note is not None:
+                write_note(kv.disk, kv.home, note)
+                hit("lsm.load.announced")
+            if tables:
+                try:
+                    with self._recording(tables):
+                        kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
+                except StorageFault:
+                    if note is not None:
+                        remove_note(kv.disk, kv.home, note.number)
+                    raise
+                hit("lsm.load.recorded")
+                kv.install(added=tables)
+                kv.fold()
+            if note is not None:
+                try:
+                    write_note(kv.disk, kv.home, msgspec.structs.replace(note, done=True))
+                except BaseException as error:
+                    kv.fail(error)  # what a repeated commit would be told is known again after the next open
+                    raise
+                hit("lsm.load.remembered")
         self._compact_due.set()
+
+    def _levelled(self, loaded: Sequence[Table]) -> list[Table]:
+        """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
+        kv = self._kv
+        level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
+        for table in loaded:
+            if table.meta.level == level:
+                continue
+            file = kv.disk.open(table.path)
+            try:
+                set_level(file, table.path, level)
+            finally:
+                file.close()
+        return [Table.open(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
+
+    def forsake(self, ids: Iterable[int]) -> None:
+        """Nobody will name these tables: their files go now, and those that somebody still writes with the next look."""
+        self._forsaken.update(self._kv.home.sst(sst_id) for sst_id in ids)
+        self._remove_forsaken()
+
+    def _remove_forsaken(self) -> None:
+        for path in list(self._forsaken):
+            with suppress(StorageFault, FileNotFoundError):
+                self._kv.disk.remove(path)
+        if len(self._forsaken) > FORSAKEN_MAX:
+            self._forsaken.clear()
 
     # ── compaction ────────────────────────────────────────────────────────────────────────────────────────────────────
     def compact_all(self) -> None:
@@ -203,12 +263,12 @@ class Upkeep:
             self._kv.require()
             job = compaction.pick_all(self._kv.view.levels)
             if job is not None:
-                self._compact(job)
+                self._compact(job, self._ledger)
                 del job  # it holds the tables that are to go
             self.collect()
 
-    def compact_due(self) -> bool:
-        """Do one compaction that is due, in the caller's thread; whether there was one."""
+    def compact_due(self, *, told: bool = True) -> bool:
+        """Do one compaction that is due, in the caller's thread; whether there was one. `told`: the ledger hears of it."""
         with self._compacting:
             self._kv.require()
             job = compaction.pick(self._kv.view.levels, self._kv.settings, self._turn)
@@ -216,12 +276,13 @@ class Upkeep:
                 self.collect()
                 return False
             self._turn += 1
-            self._compact(job)
+            self._compact(job, self._ledger if told else NoLedger())
             return True
 
-    def _compact(self, job: compaction.Job) -> None:
+    def _compact(self, job: compaction.Job, ledger: CompactionLedger) -> None:
         """REQUIRES the compaction lock."""
         kv = self._kv
+        ledger.begin(job)
         retention = self.retention(job)
         hit("lsm.compaction.begun")
         written = compaction.run(
@@ -236,6 +297,8 @@ class Upkeep:
         added = [Table.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
         hit("lsm.compaction.written")
         self.publish(job, added)
+        size = sum(table.size_bytes for table in added)
+        ledger.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
 
     def retention(self, job: compaction.Job) -> Retention:
         """What a compaction that begins now must keep (rule 4).
@@ -260,6 +323,7 @@ class Upkeep:
             self._dead.add(table.path)
             table.on_last(partial(self._garbage.append, table.path))  # rule 2
         self.compactions += 1
+        kv.fold()
         with self._flushing:  # who flushes may be checkpointing
             self._checkpoint_manifest()
 
@@ -277,8 +341,9 @@ class Upkeep:
             yield
 
     def dead_paths(self) -> frozenset[str]:
-        """Files of tables that are dead and may still be read."""
-        return frozenset(self._dead)
+        """Files of tables that are dead and may still be read, or that nobody will name."""
+        self._remove_forsaken()
+        return frozenset(self._dead | self._forsaken)
 
     def _new_table(self) -> tuple[int, str]:
         sst_id = self._kv.manifest.allocate_sst_id()
@@ -287,6 +352,7 @@ class Upkeep:
     def collect(self) -> int:
         """Remove the files that nobody can reach any more; how many."""
         removed = 0
+        self._remove_forsaken()
         while self._garbage:
             path = self._garbage.popleft()
             with suppress(StorageFault, FileNotFoundError):

@@ -7,6 +7,7 @@ Rules that are checked
   V4  what is open is what the manifest names
   V5  every file in the database's directories is named, or waits for its last reader
   V6  every WAL that the manifest names is there and can be read
+  V7  the rows of the store's manifest are those of the live tables (S1)
 
 Threads: any; a database in use may be flushed or compacted meanwhile, so the walk holds the view that it began with.
 Raises nothing about damage: that is what it yields.
@@ -48,6 +49,9 @@ def problems(kv: Kv) -> Iterator[Problem]:
         dead = kv.upkeep.dead_paths()  # before the listing: what it lists may go meanwhile
         files = kv.disk.names(f"{kv.home.path}/sst")
         yield from _wals(kv)
+        if kv.follower is not None:
+            for what in kv.follower.differences(view.levels):
+                yield Problem("V7", what)
     named = {entry.id for entry in state.sstables}
     opened = {table.meta.sst_id for table in view.levels}
     if named != opened:

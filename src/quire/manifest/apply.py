@@ -109,7 +109,7 @@ class Applier:
             done: Any = guard.ops
             sequence += 1
             reached = sequence + ahead
-            record = ChangeRecord(sequence, at_ms, done, ((component, reached),))
+            record = ChangeRecord(sequence, at_ms, done, ((component, reached),), guard.trace_id)
             changes.append((pack(sequence), version + encode(record)))
             guard.sequence, guard.reached, guard.touched, guard.committed_at_ms = sequence, reached, touched, at_ms
         state.generations[component] = sequence + ahead
@@ -132,7 +132,8 @@ class Applier:
                 touched = sorted({op.component for op in logged})
                 updates = tuple([(component, state.generations.get(component, 0) + 1) for component in touched])
                 sequence = state.head + 1 if logged else 0
-                row = CHANGE_LOG.codec.encode(ChangeRecord(sequence, at_ms, logged, updates)) if logged else b""
+                change = ChangeRecord(sequence, at_ms, logged, updates, guard.trace_id)
+                row = CHANGE_LOG.codec.encode(change) if logged else b""
                 _sound(guard.ops, row if len(logged) == len(guard.ops) else None)
                 if overlay.notes:
                     overlay.write_notes(sequence, updates, at_ms)

@@ -159,6 +159,7 @@ def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
         t.SLOT_LEAF,
         t.LIVE_LEAF,
         t.SNAPSHOT_INDEX,
+        t.LSM_CATALOG,
         t.PAGE_VERSION_INDEX,
         t.PAGE_VERSION_HEAD,
     ):

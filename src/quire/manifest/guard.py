@@ -154,6 +154,8 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     repeated: bool = False
     result_bytes: bytes = b""
     waiter: Doorbell | None = None
+    trace_id: str = ""
+    """The trace of whoever submitted it, for the change record."""
 
     def result(self, timeout: float | None = None) -> Receipt:
         """The receipt, once durable. Raises the batch's own error, `StoreUnusable`, or `TimedOut`."""

@@ -78,6 +78,20 @@ def count_holders(txn: ReadTxn) -> Iterator[Finding]:
     yield from _compare_catalog(held, np.concatenate([np.zeros((0, 2), np.uint64), *catalog]), txn)
 
 
+def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]]:
+    """What R1, S2 and R4 compare, for who compares it elsewhere: ("held" or "row", codes, no counts) and ("stored", codes,
+    `in_use`), block by block. What does not decode is left out: K1 names it."""
+    none, catalog, namespaces = np.zeros(0, np.int64), list[Codes](), list[Codes]()
+    for codes in [*_leaf_holders(txn), *_chains(txn, catalog, []), _wal_holders(txn)]:
+        yield "held", codes, none
+    for codes in [*catalog, *_catalog(txn, namespaces, [])]:
+        yield "row", codes, none
+    for codes in namespaces:
+        yield "held", codes, none
+    stored, in_use, _ = _stored_counts(txn)
+    yield "stored", stored, in_use
+
+
 def _packed(table: t.Table[Any], keys: list[bytes]) -> Any:
     return np.frombuffer(b"".join(keys), dtype=table.key.numpy_fields())
 

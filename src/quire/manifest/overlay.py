@@ -306,6 +306,7 @@ class Overlay:
         self.remote_namespace = view(t.REMOTE_NAMESPACE, keep=True)
         self.snapshot_index = view(t.SNAPSHOT_INDEX)
         self.retention = view(t.RETENTION)
+        self.lsm_catalog = view(t.LSM_CATALOG)
         self.audit = view(t.AUDIT)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)

@@ -17,6 +17,10 @@ from typing import Annotated
 
 import msgspec
 
+from quire.manifest.kinds import DbKind as DbKind
+from quire.manifest.kinds import DbStatus as DbStatus
+from quire.manifest.kinds import SnapshotKind as SnapshotKind
+
 UInt = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is never negative: checked when bytes are decoded."""
 
@@ -26,20 +30,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class DbKind(IntEnum):
-    PAGES = 1
-    STREAM = 2
-    LSM = 3
-
-
-class DbStatus(IntEnum):
-    """ACTIVE ⇄ READ_ONLY → TOMBSTONED; a tombstone is removed once no artifact of the database is left."""
-
-    ACTIVE = 1
-    READ_ONLY = 2
-    TOMBSTONED = 3
-
-
 class Compression(IntEnum):
     NONE = 0
     ZSTD = 1
@@ -265,12 +255,6 @@ class PageHeadRecord(Record, frozen=True):
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class SnapshotKind(IntEnum):
-    NAMED = 1
-    ANONYMOUS = 2
-    LEASED = 3
-
-
 class Pin(Record, frozen=True):
     """A WAL segment that a snapshot or fork needs, up to an lsn."""
 
@@ -356,6 +340,9 @@ class JobKind(IntEnum):
     COMPACTION = 10
     BUNDLE = 11
     SWEEP = 12
+    AUDIT = 13
+    RESTORE = 14
+    STATS = 15
 
 
 EXCLUSIVE_JOBS = frozenset({JobKind.CHECKPOINT, JobKind.MERGE, JobKind.DELETE, JobKind.RETENTION, JobKind.TRUNCATE})

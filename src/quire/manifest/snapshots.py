@@ -36,6 +36,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.differences import SnapshotDiff, View, compare, read_leaves
+from quire.manifest.lineage import grow
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.reads import ReadTxn
@@ -263,18 +264,7 @@ class Snapshots:
         """Every database as a tree of forks; roots first, oldest first."""
         with self._manifest.read() as txn:
             records = dict(txn.databases())
-        children: dict[int, list[int]] = {}
-        for db_id, record in records.items():
-            children.setdefault(record.parent_db_id, []).append(db_id)
-        roots = [*children.get(0, ()), *sorted(parent for parent in children if parent and parent not in records)]
-        order = list(roots)
-        for db_id in order:  # grows while it is walked: parents before their forks
-            order += sorted(children.get(db_id, ()))
-        nodes: dict[int, LineageNode] = {}
-        for db_id in reversed(order):  # no recursion: forks of forks may be many deep
-            forks = tuple(nodes[child] for child in sorted(children.get(db_id, ())))
-            nodes[db_id] = _node(db_id, records.get(db_id), forks)
-        return [nodes[db_id] for db_id in roots]
+        return grow(records, _node)
 
     def _db(self, db: int | str) -> int:
         if isinstance(db, int):

@@ -20,6 +20,7 @@ from typing import Any, Generic
 from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
 from quire.manifest.keys import KeyCodec, Width
+from quire.manifest.lsm_records import LsmTableRecord
 
 
 class Policy(Enum):
@@ -125,6 +126,13 @@ SNAPSHOT_INDEX = Table(
 )
 RETENTION = Table(
     "retention", (("db_id", "u32"),), r.RetentionRecord, _LOGGED, "which snapshots are kept, which are made"
+)
+LSM_CATALOG = Table(
+    "lsm_catalog",
+    (("db_id", "u32"), ("sst_id", "u64")),
+    LsmTableRecord,
+    _LOGGED,
+    "live tables of key-value databases, folded from their own manifests",
 )
 AUDIT = Table(
     "audit",

@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import errno
 import resource
+import sys
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import lmdb
 
@@ -47,6 +49,7 @@ from quire.core.errors import (
 )
 from quire.core.events import listening
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
+from quire.core.tracing import TRACE_API, span, trace_id
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.apply import Applied, Applier, as_input_error
@@ -128,6 +131,8 @@ class ManifestWriter:
             raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
         if result:
             guard.result_bytes = result
+        if TRACE_API in sys.modules:
+            guard.trace_id = trace_id()
         self._queue.put(guard, count, timeout)
         return guard
 
@@ -194,7 +199,8 @@ class ManifestWriter:
         started = self._clock.monotonic()
         committed = self._env.last_txn_id()
         try:
-            applied, rows, pages = self._transact_until_it_fits(group, started)
+            with span("Manifest.commit", batches=len(group)) if TRACE_API in sys.modules else nullcontext():
+                applied, rows, pages = self._transact_until_it_fits(group, started)
         except (QuireError, lmdb.Error, OSError) as error:
             self._overlay.discard()
             self._give_up(group, error, committed)

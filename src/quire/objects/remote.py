@@ -22,6 +22,7 @@ Raises: see `quire.objects.api`.
 from __future__ import annotations
 
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -356,7 +357,7 @@ def _backend(scheme: str, bucket: str, options: StoreOptions) -> Backend:
     common: dict[str, Any] = {
         "config": config,
         "client_options": {
-            "allow_http": options.allow_http,
+            "allow_http": options.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
             "timeout": timedelta(seconds=options.request_timeout_seconds),
         },

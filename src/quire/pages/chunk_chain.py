@@ -34,7 +34,7 @@ def merge(chain: Sequence[ChunkReader], *, pages_below: int | None = None) -> It
 
     `pages_below` leaves out the pages at that offset and beyond: those that a shrunk database no longer has (P15).
     """
-    _check_chain(chain)
+    check_chain(chain)
     taken = BitMap()
     if pages_below is not None:
         taken.add_range(pages_below, chain[0].identity.pages_per_chunk)
@@ -56,7 +56,8 @@ def read_newest(chain: Sequence[ChunkReader], offset: int) -> bytes | None:
     return None
 
 
-def _check_chain(chain: Sequence[ChunkReader]) -> None:
+def check_chain(chain: Sequence[ChunkReader]) -> None:
+    """Rule 1."""
     if not chain:
         raise InvalidInput("a chain has at least one chunk")
     for older, newer in pairwise(chain):

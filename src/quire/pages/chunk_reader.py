@@ -128,6 +128,22 @@ class ChunkReader:
                 for rank, offset in wanted.pages:
                     yield offset, self._page(footer, plain, rank, offset)
 
+    def iter_frames(self, offsets: Iterable[int]) -> Iterator[tuple[list[int], list[int], Bytes]]:
+        """The same frame by frame, for who moves many: (offsets, where among the frame's pages each is, all its pages)."""
+        footer = self.footer
+        size = footer.identity.page_size
+        for piece in self._pieces(footer, offsets):
+            begin = piece[0].place.offset
+            data = memoryview(self._read(begin, piece[-1].place.offset + piece[-1].place.length - begin))
+            for wanted in piece:
+                at = wanted.place.offset - begin
+                plain = memoryview(self._plain(wanted.place, data[at : at + wanted.place.length], wanted.pages[0][1]))
+                indexes = [rank % PAGES_PER_FRAME for rank, _ in wanted.pages]
+                for index, (rank, offset) in zip(indexes, wanted.pages):
+                    if crc64(plain[index * size : (index + 1) * size]) != footer.page_crc(rank):
+                        self._page(footer, plain, rank, offset)  # which says where it is
+                yield [offset for _, offset in wanted.pages], indexes, plain
+
     def _pieces(self, footer: ChunkFooter, offsets: Iterable[int] | None) -> Iterator[list[_Wanted]]:
         """The frames that hold wanted pages, those together that are fetched together."""
         placed: Iterable[tuple[int, int]]

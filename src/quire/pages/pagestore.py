@@ -246,8 +246,10 @@ class PageStore:
         return self._find_and_open(at, tags, ttl_seconds)
 
     def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
+        durable = self.wal.durable
+        self._have_indexed()
         with self._manifest.read() as txn:
-            found = find_version(txn, self._regions, self.db_id, at, self.wal.durable, self._objects_url)
+            found = find_version(txn, self._regions, self.db_id, at, durable, self._objects_url)
             view = (
                 view_of(txn, self.db_id, found.snapshot_id, found.record, self._objects_url, at=found.mark)
                 if found.record is not None
@@ -257,6 +259,14 @@ class PageStore:
             return self.read_view(view)
         lease = self.readers.open(found.mark.lsn, tags=tags, ttl_seconds=ttl_seconds)
         return Snapshot(self, self.readers, lease, found.mark, page_size=self.page_size, cache=self.sources.cache)
+
+    def _have_indexed(self) -> None:
+        """Earlier versions are looked for in index regions: have them say everything that is durable."""
+        wal = self.wal
+        if wal.failure is None:
+            wal.publish()
+        elif wal.unpublished_bytes:
+            wal.require()
 
     def read_view(self, view: SnapshotView) -> ViewReader:
         """A reader of a view of this database, which hears when the snapshot behind it is dropped."""

@@ -8,14 +8,17 @@ Terms
 Rules
   1. Publication goes in the order of lsns, in batches of about 8 k rows, never beyond what is durable (P5). That is the end of
      a transaction, so a large one may be published in steps; only its end moves the applied mark and the size.
-  2. Repeating a batch gives the same rows: a crash between two of them is repaired by recovery doing it again.
+  2. A batch's entries are written into their segments' index regions and synced before the batch is committed: at or below
+     `indexed_upto_lsn` the region can be trusted, and a row says Sealed only of a region that is whole (docs/decisions/008).
+     Repeating a batch gives the same entries and rows: a crash between two steps is repaired by recovery doing it again.
   3. A segment becomes Sealed and Indexed in one batch, when it has ended and nothing of it, or before it, is left to publish
      (P6).
   4. A segment's row has the size at its end; one that ends within a transaction has the larger of the sizes before and after
      it, so that no checkpoint takes pages for gone that the rest of the transaction keeps (P15).
+  5. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
 
-Threads: `add` and `end` by the writer, under its append lock; `publish` by any, one at a time. Between the two there is no
-lock: each side has counters of its own, and a deque's ends are atomic.
+Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by
+any, one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
 """
 
 from __future__ import annotations
@@ -29,16 +32,18 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.events import emit
 from quire.durable.failpoints import hit
+from quire.durable.files import Disk
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
-from quire.pages.segment_file import Appended, SegmentFile
-from quire.pages.segment_scan import as_rows, parse_entries
+from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_scan import as_rows, entries_of, parse_heads
 
 PUBLISH_ROWS = 8_192
 """Rows of the page index in one batch, about: it holds the manifest's writer for some 25 ms."""
@@ -72,10 +77,13 @@ class Piece(NamedTuple):
     """Frames of one append that are not published yet."""
 
     segment: Segment
-    appended: Appended
+    first_frame: int
+    frame_count: int
+    last_lsn: int
+    heads: bytes
+    """Of its frames: what their entries and rows are made of."""
     mark: Mark | None
     """`None` if the transaction goes on in the next segment."""
-    bytes: int
 
 
 _segment_of = attrgetter("segment")
@@ -84,13 +92,23 @@ _segment_of = attrgetter("segment")
 class Publication:
     """See the rules above."""
 
-    def __init__(self, db_id: int, manifest: ManifestStore, forget: Callable[[list[int], int], None]) -> None:
+    def __init__(
+        self,
+        *,
+        db_id: int,
+        disk: Disk,
+        manifest: ManifestStore,
+        forget: Callable[[list[int], int], None],
+        poison: Callable[[BaseException], None],
+    ) -> None:
         # constant after construction
         self._db_id = db_id
+        self._disk = disk
         self._manifest = manifest
         self._forget = forget
+        self._poison = poison
         # at its right end the writer's, at its left end the publisher's
-        self._pieces: deque[Piece] = deque()
+        self.pieces: deque[Piece] = deque()
         self.ended: deque[Segment] = deque()
         """Segments that have ended and whose rows do not say so yet."""
         # the writer's
@@ -100,12 +118,6 @@ class Publication:
         self._taken: list[Piece] = []
         """The batch that is under way, or has failed and will be tried again."""
         self.published_bytes = 0
-
-    def add(self, piece: Piece) -> None:
-        """Frames were written."""
-        piece.segment.added += 1
-        self.added_bytes += piece.bytes
-        self._pieces.append(piece)
 
     def end(self, segment: Segment) -> None:
         """A segment takes no more frames."""
@@ -124,25 +136,22 @@ class Publication:
 
     def _take(self, durable_lsn: int) -> bool:
         """Have about a batch of pieces in hand; whether there is one. What a failed attempt has taken comes first."""
-        pieces, taken = self._pieces, self._taken
-        rows = sum(each.appended.frame_count for each in taken)
-        while pieces and rows < PUBLISH_ROWS and pieces[0].appended.last_lsn <= durable_lsn:
-            rows += pieces[0].appended.frame_count
+        pieces, taken = self.pieces, self._taken
+        rows = sum(each.frame_count for each in taken)
+        while pieces and rows < PUBLISH_ROWS and pieces[0].last_lsn <= durable_lsn:
+            rows += pieces[0].frame_count
             taken.append(pieces.popleft())
         return bool(taken)
 
     def _publish(self, pieces: list[Piece]) -> int:
         # A segment at a time, not a piece at a time: 20 µs of numpy for each small commit would be most of the work.
-        parts = [
-            as_rows(segment.file.header, parse_entries(b"".join([each.appended.entries for each in run])))
-            for segment, run in groupby(pieces, _segment_of)
-        ]
+        parts = [self._index(segment, list(run)) for segment, run in groupby(pieces, _segment_of)]
         packed = b"".join([part.tobytes() for part in parts])
         ops: list[Op] = [
             PublishPages(self._db_id, packed[start : start + PUBLISH_ROWS * ROW.size])
             for start in range(0, len(packed), PUBLISH_ROWS * ROW.size)
         ]
-        upto = pieces[-1].appended.last_lsn
+        upto = pieces[-1].last_lsn
         mark = next((each.mark for each in reversed(pieces) if each.mark is not None), None)
         applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
         ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
@@ -151,9 +160,21 @@ class Publication:
         hit("pages.wal.published")
         for each in pieces:
             each.segment.published += 1
-            self.published_bytes += each.bytes
+            self.published_bytes += each.frame_count * each.segment.file.header.geometry.stride
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
         return len(packed) // ROW.size
+
+    def _index(self, segment: Segment, pieces: list[Piece]) -> NDArray[np.void]:
+        """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
+        file, header = segment.file, segment.file.header
+        entries = entries_of(header, parse_heads(b"".join([each.heads for each in pieces])))
+        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 5)
+            try:
+                index.write(pieces[0].first_frame, entries.tobytes())
+            except BaseException as error:
+                self._poison(error)
+                raise
+        return as_rows(header, entries)
 
     def _seal_rows(self) -> None:
         """Rule 3."""

@@ -5,7 +5,8 @@ What a crash can leave, and what is done about it
   an open segment that holds nothing     discarded: its row ends, its file is deleted by the collector
   an open segment with commits           cut after its last whole transaction, sealed there, indexed; never appended to (P4)
   several open segments                  in order; once one is cut, what later ones hold never happened either
-  a sealed segment that is not indexed   indexed from its own index region
+  a sealed segment that is not indexed   indexed from what it holds
+  frames without index entries           their entries are made from the frames and written, before they are published
   published rows without the seal        the same batch again: rows are the same, marks only rise
 
 Terms
@@ -18,7 +19,8 @@ Rules
      verdict that discards later segments because of an earlier one must not be half carried out.
   2. A torn tail is normal and logged as info; a frame that had been synced and is bad is `Corruption` (P3), for this database
      alone.
-  3. Nothing at or below `indexed_upto_lsn` is read but the index region.
+  3. Nothing at or below `indexed_upto_lsn` is read but the index region, and nothing above it but the frames; what is published
+     from them is first written into the region and synced (publication.py, rule 2).
   4. A segment that ends within a transaction has the larger of the sizes before and after it (publication.py, rule 4).
 
 Thread: the opener's.
@@ -45,8 +47,9 @@ from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, DiscardSegment, M
 from quire.manifest.records import WalRecord, WalState, WalStateRecord
 from quire.manifest.store import ManifestStore
 from quire.pages.publication import PUBLISH_ROWS, Mark
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment, sealed_entries
+from quire.pages.segment import SegmentHeader
+from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
 from quire.pages.wal import Start
 
 Rows = list[tuple[int, WalRecord]]
@@ -84,6 +87,8 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     found = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
     if found:
         _judge(db_id, found)
+        for each in found:
+            _write_index(disk, root, db_id, each.scan.header, each.entries, state.indexed_upto_lsn)
         _carry_out(manifest, db_id, found, state)
     state, rows = _read(manifest, db_id)
     at = state.last_applied_lsn
@@ -118,8 +123,12 @@ def _sweep(disk: Disk, root: str, db_id: int, known: set[int]) -> None:
             disk.remove(os.path.join(folder, name))
 
 
+def _path(root: str, db_id: int, segment_id: int) -> str:
+    return os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
+
+
 def _open(disk: Disk, root: str, db_id: int, segment_id: int) -> SegmentFile:
-    path = os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
+    path = _path(root, db_id, segment_id)
     try:
         return SegmentFile.open(disk, path, db_id=db_id, segment_id=segment_id)
     except FileNotFoundError as error:
@@ -260,8 +269,13 @@ def _index(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord, state: WalStateRecord
 ) -> None:
     with _open(disk, root, db_id, segment_id) as file:
-        entries = sealed_entries(file.header, file.read_index(row.frame_count), row.frame_count, path=file.path)
-        rows = as_rows(file.header, entries)
+        # Everything of a sealed segment was synced, so that a bad frame in it is never a torn tail.
+        scan = recover_segment(
+            file, indexed_upto_lsn=state.indexed_upto_lsn, proven_lsn=row.last_lsn, limit=row.frame_count
+        )
+    entries = np.concatenate([scan.entries, scan.unfinished])
+    _write_index(disk, root, db_id, scan.header, entries, state.indexed_upto_lsn)
+    rows = as_rows(scan.header, entries)
     for ops in _publications(db_id, rows, state.indexed_upto_lsn):
         manifest.submit(ops).result()
     commits = np.flatnonzero(entries["db_size"])
@@ -270,6 +284,17 @@ def _index(
     mark = AdvanceWal(db_id, 0, indexed_upto_lsn=row.last_lsn, last_applied_lsn=applied, size_pages=size)
     manifest.submit([mark, MoveWalState(db_id, segment_id, WalState.INDEXED)]).result()
     hit("pages.recovery.indexed")
+
+
+def _write_index(
+    disk: Disk, root: str, db_id: int, header: SegmentHeader, entries: NDArray[np.void], indexed_upto_lsn: int
+) -> None:
+    """Write the entries that were made from frames (rule 3)."""
+    fresh = entries[entries["lsn"] > np.uint64(indexed_upto_lsn)]
+    if len(fresh):
+        with IndexWriter(disk, _path(root, db_id, header.segment_id), header) as index:
+            index.write(len(entries) - len(fresh), fresh.tobytes())
+        hit("pages.recovery.entries")
 
 
 def _publications(db_id: int, rows: NDArray[np.void], indexed_upto_lsn: int) -> Iterator[list[Op]]:

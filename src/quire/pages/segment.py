@@ -3,7 +3,8 @@
 Terms
   frame      one version of one page: a head of 64 bytes and the page. Frame `n` of a segment has the lsn `first_lsn + n`
   entry      48 bytes of the *page index delta* region that repeat a frame's head without its page. Entry `n` is of
-             frame `n`, so a reader learns what a segment holds from one small read
+             frame `n`, so a reader learns what a segment holds from one small read. It is made from the head when the
+             frame is published (`segment_scan.entries_of`), not when it is written (docs/decisions/008)
   capacity   how many frames a segment can hold; it fixes where the frames begin
   commit     the last frame of a transaction: `db_size`, the size in pages from then on, is not 0. Only it says
              `durable_upto_lsn` (what was synced when it was written) and `commit_ms`
@@ -38,7 +39,8 @@ from quire.core.limits import KIB, MIB, PAGE_SIZE_MAX, PAGE_SIZE_MIN
 from quire.durable.checksums import Bytes, crc64
 
 MAGIC = b"QWALSEG1"
-VERSION = 1
+VERSION = 2
+"""1: entries were written with their frames; 2: when they are published. One scan reads both."""
 
 HEADER = struct.Struct("<8sHHIIIIIQQQQ")
 """magic, version, reserved (0), page_size, db_id, segment_id, capacity, reserved (0), first_lsn, salt, created_at_ms, crc64"""
@@ -46,16 +48,15 @@ ENTRY = struct.Struct("<IIQQIIQQ")
 """page, db_size, lsn, prev_lsn, prev_segment, flags, frame_crc64, entry_crc64 (P2)"""
 FRAME = struct.Struct("<IIQQIIQQQQ")
 """page, db_size, lsn, prev_lsn, prev_segment, flags, durable_upto_lsn, commit_ms, reserved (0), crc64"""
-SHARED = struct.Struct("<IIQQII")
-"""What an entry and a frame's head both begin with."""
-COMMIT = struct.Struct("<QQQ")
-"""What follows it in a frame's head: durable_upto_lsn, commit_ms, reserved (0); all 0 where the frame is not a commit."""
+HEAD = struct.Struct("<IIQQIIQQQ")
+"""The part of a frame's head that its checksum covers: all of it but the checksum."""
 WORD = struct.Struct("<Q")
 
 HEADER_BYTES = 64
 ENTRY_BYTES = 48
 FRAME_HEAD_BYTES = 64
 SHARED_BYTES = 32
+"""What an entry and a frame's head both begin with: everything up to the flags."""
 CRC_BYTES = 8
 HEADER_CHECKED_BYTES = HEADER_BYTES - CRC_BYTES
 ENTRY_CHECKED_BYTES = ENTRY_BYTES - CRC_BYTES
@@ -63,7 +64,7 @@ FRAME_CHECKED_BYTES = FRAME_HEAD_BYTES - CRC_BYTES
 """A frame's crc64 covers this much of its head and then, unless it is zero, the page."""
 
 ZERO = 1
-"""The one flag of version 1: the page is all zeros and has no body."""
+"""The one flag there is: the page is all zeros and has no body."""
 
 FILE_BYTES_MIN = 256 * KIB
 FILE_BYTES_MAX = 16 * MIB
@@ -73,12 +74,11 @@ GAP_BYTES = 8 * KIB
 
 if (HEADER.size, ENTRY.size, FRAME.size) != (HEADER_BYTES, ENTRY_BYTES, FRAME_HEAD_BYTES):
     raise AssertionError("the segment's structs disagree with their literal sizes")
-if SHARED.size != SHARED_BYTES or SHARED.size + COMMIT.size != FRAME_CHECKED_BYTES or WORD.size != CRC_BYTES:
+if HEAD.size != FRAME_CHECKED_BYTES or WORD.size != CRC_BYTES:
     raise AssertionError("the parts of a segment's structs disagree with their literal sizes")
 if HEADER_BYTES + ENTRY_BYTES + FRAME_HEAD_BYTES + PAGE_SIZE_MAX > FILE_BYTES_MIN:
     raise AssertionError("the smallest segment must hold a frame of the largest page")
 
-_NO_COMMIT = bytes(COMMIT.size)
 HINT = "`quire verify` shows what is affected; restore the segment from a copy"
 
 PageWrite = tuple[int, Bytes | None, int, int]
@@ -151,6 +151,7 @@ class SegmentHeader:
     first_lsn: int
     salt: int
     created_at_ms: int = 0
+    version: int = VERSION
     crc64: int = field(init=False)
     """Of the bytes before it; also what the seeds of entries and frames are made of."""
 
@@ -174,7 +175,7 @@ class SegmentHeader:
     def _checked(self) -> bytes:
         geometry = self.geometry
         names = (self.db_id, self.segment_id, geometry.capacity, 0, self.first_lsn, self.salt, self.created_at_ms, 0)
-        return HEADER.pack(MAGIC, VERSION, 0, geometry.page_size, *names)[:HEADER_CHECKED_BYTES]
+        return HEADER.pack(MAGIC, self.version, 0, geometry.page_size, *names)[:HEADER_CHECKED_BYTES]
 
 
 def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
@@ -211,6 +212,7 @@ def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_i
             first_lsn=first_lsn,
             salt=salt,
             created_at_ms=created_at_ms,
+            version=version,
         )
     except OutOfRange as error:
         raise _no_header("the segment's header contradicts itself", path, cause=str(error)) from error
@@ -220,12 +222,12 @@ def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_i
 
 
 class Encoded(NamedTuple):
-    """A transaction, or a part of one, ready to be written: its entries in one piece, its frames in one or a few."""
+    """A transaction, or a part of one, ready to be written: its frames in one piece or a few, and their heads once more."""
 
     first_frame: int
     frame_count: int
     last_lsn: int
-    entries: bytes
+    heads: bytes
     pieces: list[tuple[int, bytes]]
     """(offset, bytes): one piece, unless there are zero frames of large pages (`GAP_BYTES`)."""
 
@@ -251,68 +253,65 @@ def encode(
     page_size, base = geometry.page_size, header.crc64
     gaps = page_size >= GAP_BYTES
     zeros = b"" if gaps else bytes(page_size)
-    entries: list[bytes] = []
+    heads: list[bytes] = []
     parts: list[Bytes] = []
     pieces: list[tuple[int, bytes]] = []
     offset = geometry.frame_offset(frame_no)
-    crc, pack, pack_word = crc64, SHARED.pack, WORD.pack
-    size, rest = 0, _NO_COMMIT
+    crc, pack, pack_word = crc64, HEAD.pack, WORD.pack
+    size = durable = time = 0
     try:
         for page, image, prev_lsn, prev_segment in pages:
             if lsn == last_lsn and db_size:
-                size, rest = db_size, COMMIT.pack(durable_upto_lsn, commit_ms, 0)
-            seed = base ^ frame_no
-            frame_no += 1
+                size, durable, time = db_size, durable_upto_lsn, commit_ms
             if image is not None:
                 if len(image) != page_size:
                     raise _wrong_page(header, page, len(image))
-                shared = pack(page, size, lsn, prev_lsn, prev_segment, 0)
-                head = shared + rest
-                checksum = pack_word(crc(image, crc(head, seed)))
-                parts += (head, checksum, image)
+                head = pack(page, size, lsn, prev_lsn, prev_segment, 0, durable, time, 0)
+                head += pack_word(crc(image, crc(head, base ^ frame_no)))
+                parts += (head, image)
+                frame_no += 1
             else:
-                shared = pack(page, size, lsn, prev_lsn, prev_segment, ZERO)
-                head = shared + rest
-                checksum = pack_word(crc(head, seed))
-                parts += (head, checksum, zeros)
+                head = pack(page, size, lsn, prev_lsn, prev_segment, ZERO, durable, time, 0)
+                head += pack_word(crc(head, base ^ frame_no))
+                parts += (head, zeros)
+                frame_no += 1
                 if gaps:
                     pieces.append((offset, b"".join(parts)))
                     parts.clear()
                     offset = geometry.frame_offset(frame_no)
-            entry = shared + checksum
-            entries += (entry, pack_word(crc(entry, seed)))
+            heads.append(head)
             lsn += 1
     except struct.error as error:
         raise OutOfRange("a field of a frame does not fit", cause=str(error), lsn=lsn) from error
     if parts:
         pieces.append((offset, b"".join(parts)))
-    return Encoded(first_frame, count, last_lsn, b"".join(entries), pieces)
+    return Encoded(first_frame, count, last_lsn, b"".join(heads), pieces)
 
 
 def encode_one(
     header: SegmentHeader, frame_no: int, write: PageWrite, db_size: int, durable_upto_lsn: int, commit_ms: int
 ) -> tuple[bytes, bytes]:
-    """(entry, frame) of a transaction of one page, as `encode` has them. REQUIRES an image.
+    """(head, frame) of a transaction of one page, as `encode` has them. REQUIRES an image.
 
-    The commit that somebody waits for: without loop and lists it is made in half the time (3.4 µs), and on a processor that
+    The commit that somebody waits for: without loop and lists it is made in half the time, and on a processor that
     has just slept through a sync each step saved counts two or three times.
     """
     page, image, prev_lsn, prev_segment = write
-    geometry, lsn, seed = header.geometry, header.first_lsn + frame_no, header.crc64 ^ frame_no
+    geometry, lsn = header.geometry, header.first_lsn + frame_no
     assert image is not None, "zeros go through `encode`"
     if not 0 <= frame_no < geometry.capacity:
         raise _does_not_fit(header, frame_no, 1)
     assert durable_upto_lsn < lsn, "a frame cannot vouch for itself (rule 5)"
     if len(image) != geometry.page_size:
         raise _wrong_page(header, page, len(image))
+    if not db_size:
+        durable_upto_lsn = commit_ms = 0
     try:
-        shared = SHARED.pack(page, db_size, lsn, prev_lsn, prev_segment, 0)
-        head = shared + (COMMIT.pack(durable_upto_lsn, commit_ms, 0) if db_size else _NO_COMMIT)
+        head = HEAD.pack(page, db_size, lsn, prev_lsn, prev_segment, 0, durable_upto_lsn, commit_ms, 0)
     except struct.error as error:
         raise OutOfRange("a field of a frame does not fit", cause=str(error), lsn=lsn) from error
-    checksum = WORD.pack(crc64(image, crc64(head, seed)))
-    entry = shared + checksum
-    return entry + WORD.pack(crc64(entry, seed)), b"".join((head, checksum, image))
+    head += WORD.pack(crc64(image, crc64(head, header.crc64 ^ frame_no)))
+    return head, b"".join((head, image))
 
 
 def check_pages(header: SegmentHeader, frame_no: int, pages: Sequence[PageWrite]) -> None:

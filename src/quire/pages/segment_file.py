@@ -13,12 +13,14 @@ Rules
      a crash leaves before that is a file without a row: garbage.
   2. A recycled file stays in its database and gets a new salt: its old frames are invalid from then on. The new header is
      synced under the old name, then renamed, so the new name never shows an old header.
-  3. Frames are written before their entries: after a killed process (the machine lives on) an entry implies its frame.
-     Power loss keeps no order at all; that is the scan's business.
+  3. An append writes frames and no entries: a commit then dirties one run of the file, and its sync has one place to go to
+     (docs/decisions/008). Entries are written and synced by who publishes, for frames that a sync has covered.
   4. A segment that was opened is never appended to (P4); only the object that made it can.
   5. Input that is refused changes nothing. After any other failure of an append or a sync nobody knows what is on disk:
      the segment takes nothing more and every call that writes raises `StoreUnusable`.
   6. A frame is handed out only if its checksum fits this segment, this place and, if told, this page.
+  7. Who writes entries has a handle of its own. Linux tells of a failed write-back once per handle: through a shared one the
+     sync of entries could take the news from the sync of a commit, and that would be called durable.
 
 Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used`
 moves only when an append is through. Format page: `docs/formats/segment.md`.
@@ -32,7 +34,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 from quire.core.errors import (
     AlreadyExists,
@@ -67,19 +69,10 @@ from quire.pages.segment import (
 SLICE_BYTES = 1 * MIB
 
 
-class Appended(NamedTuple):
-    """Where a transaction, or the part of one that was appended, went; and its entries."""
-
-    first_frame: int
-    frame_count: int
-    last_lsn: int
-    entries: bytes
-
-
 class SegmentFile:
     """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
 
-    __slots__ = ("_file", "_slice", "_trouble", "_writable", "header", "used")
+    __slots__ = ("_file", "_slice", "_trouble", "_writable", "header", "room", "used")
 
     def __init__(self, file: File, header: SegmentHeader, *, writable: bool) -> None:
         # Constant after construction.
@@ -91,6 +84,8 @@ class SegmentFile:
         # Moved by the appending thread, read by all.
         self.used = 0
         """Frames appended through this object; 0 for a segment that was opened to read."""
+        self.room = header.geometry.capacity if writable else 0
+        """Frames that can still be appended."""
         # Only ever set.
         self._trouble: StoreUnusable | None = None
 
@@ -188,11 +183,6 @@ class SegmentFile:
         return self._file.path
 
     @property
-    def room(self) -> int:
-        """Frames that can still be appended."""
-        return self.header.geometry.capacity - self.used if self._writable else 0
-
-    @property
     def last_lsn(self) -> int:
         """The lsn of the last frame appended; the one before the segment's first, if there is none."""
         return self.header.first_lsn + self.used - 1
@@ -200,24 +190,27 @@ class SegmentFile:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(
         self, pages: Sequence[PageWrite], *, db_size: int, durable_upto_lsn: int = 0, commit_ms: int = 0
-    ) -> Appended:
-        """Write a transaction, or (`db_size=0`) a part that the next segment goes on with. Durable after `sync`."""
+    ) -> bytes:
+        """Write a transaction, or (`db_size=0`) a part that the next segment goes on with; the heads of its frames.
+
+        Durable after `sync`.
+        """
         if self._trouble is not None or not self._writable:
             self._check()
         header, first, count = self.header, self.used, len(pages)
         geometry = header.geometry
         rest: Sequence[PageWrite] = ()
         if count == 1 and pages[0][1] is not None:
-            entries, frame = encode_one(header, first, pages[0], db_size, durable_upto_lsn, commit_ms)
+            heads, frame = encode_one(header, first, pages[0], db_size, durable_upto_lsn, commit_ms)
             pieces = [(geometry.frames_offset + geometry.stride * first, frame)]
         elif count <= self._slice:
-            _, _, _, entries, pieces = encode(
+            _, _, _, heads, pieces = encode(
                 header, first, pages, db_size=db_size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms
             )
         else:
             # So that ordinary bad input is refused before the first slice is written.
             check_pages(header, first, pages)
-            _, _, _, entries, pieces = encode(
+            _, _, _, heads, pieces = encode(
                 header, first, pages[: self._slice], db_size=0, durable_upto_lsn=durable_upto_lsn
             )
             rest = pages[self._slice :]
@@ -225,20 +218,20 @@ class SegmentFile:
             for offset, data in pieces:
                 self._file.write_at(data, offset)
             if rest:
-                entries += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
+                heads += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
             hit("pages.segment.frames")
-            self._file.write_at(entries, HEADER_BYTES + ENTRY_BYTES * first)
         except BaseException as error:
             self._doubt("an append", error)
             raise
         self.used = first + count
-        return Appended(first, count, header.first_lsn + first + count - 1, entries)
+        self.room -= count
+        return heads
 
     def _write_slices(
         self, first: int, pages: Sequence[PageWrite], db_size: int, durable_upto_lsn: int, commit_ms: int
     ) -> bytes:
-        """Write the frames of a large transaction slice by slice; their entries."""
-        entries: list[bytes] = []
+        """Write the frames of a large transaction slice by slice; their heads."""
+        heads: list[bytes] = []
         for start in range(0, len(pages), self._slice):
             part = pages[start : start + self._slice]
             size = db_size if start + len(part) == len(pages) else 0
@@ -252,8 +245,8 @@ class SegmentFile:
             )
             for offset, data in encoded.pieces:
                 self._file.write_at(data, offset)
-            entries.append(encoded.entries)
-        return b"".join(entries)
+            heads.append(encoded.heads)
+        return b"".join(heads)
 
     def sync(self) -> int:
         """Make everything appended so far durable; returns the lsn up to which it is."""
@@ -370,6 +363,40 @@ class SegmentFile:
         )
         if isinstance(error, Exception):
             raise self._trouble from error
+
+
+class IndexWriter:
+    """A segment's region of entries, to be written (rules 3 and 7)."""
+
+    __slots__ = ("_file", "_header")
+
+    def __init__(self, disk: Disk, path: str, header: SegmentHeader) -> None:
+        try:
+            self._file = disk.open(path)
+        except FileNotFoundError as error:
+            raise Corruption(
+                "a WAL segment's file is missing",
+                hint=HINT,
+                path=path,
+                db_id=header.db_id,
+                segment_id=header.segment_id,
+            ) from error
+        self._header = header
+
+    def write(self, first_frame: int, entries: bytes) -> None:
+        """Write the entries of frames from `first_frame` on; returns when they are durable. REQUIRES that the frames are."""
+        geometry = self._header.geometry
+        if first_frame < 0 or first_frame + len(entries) // ENTRY_BYTES > geometry.capacity:
+            raise OutOfRange("the segment has no such entries", first=first_frame, capacity=geometry.capacity)
+        self._file.write_at(entries, geometry.entry_offset(first_frame))
+        hit("pages.segment.entries")
+        self._file.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def read_header(file: File, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:

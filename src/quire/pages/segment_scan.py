@@ -1,7 +1,8 @@
 """Reads what a WAL segment holds, and gives a verdict on how it ends: cleanly, torn, or corrupt.
 
 Terms
-  good     how many leading frames are as they were written: each entry valid and, above `indexed_upto_lsn`, each frame too
+  good     how many leading frames are as they were written: at or below `indexed_upto_lsn` those whose entry is valid,
+           above it those that are valid themselves
   cut      the end of the last commit among them: what recovery keeps. Frames from `cut` to `good` are a transaction
            without its commit; the next segment may go on with it, otherwise it never happened
   limit    how many frames the segment can have, as far as others know: its capacity, or fewer if it was sealed
@@ -13,8 +14,9 @@ Terms
 Rules (the verdict, P2 and P3)
   1. The first bad frame is at or below `proven`: `Corruption`. A sync that covered it had succeeded.
   2. Otherwise it is the torn tail that a crash leaves: everything behind the cut is forgotten, whatever it holds.
-  3. At or below `indexed_upto_lsn` entries alone decide, so a recovery reads 1 % of the WAL; above, entry and frame must
-     both be valid and say the same, since a crash may keep one without the other.
+  3. At or below `indexed_upto_lsn` entries alone decide, so a recovery reads 1 % of the WAL: they were synced before that lsn
+     was committed. Above it frames alone decide, and their entries are made anew from their heads: what the region holds
+     there was not published, and is not looked at (docs/decisions/008).
   4. Nothing is appended behind a cut (P4): the salt would make forgotten frames valid again.
   5. An lsn of a later segment, as `indexed_upto_lsn` or as a proof, may be given only together with `limit`: frames that
      were never written here are not missing.
@@ -23,8 +25,8 @@ Why rule 1 raises no false alarm: a frame says `durable_upto_lsn` = D only after
 in one life of a file no place is written twice. Why rule 2 may be silent: power loss keeps, drops or garbles any unsynced
 sector, so a bad frame followed by good ones is normal for what was not yet synced.
 
-Pure functions over bytes with numpy, any thread; a body costs one crc64 call, an entry no Python at all. Executors use
-`sealed_entries`, `as_rows` and `page_map`. Format page: `docs/formats/segment.md`.
+Pure functions over bytes with numpy, any thread; a body costs one crc64 call, an entry no Python at all. Who publishes uses
+`entries_of`, executors `sealed_entries`, `as_rows` and `page_map`. Format page: `docs/formats/segment.md`.
 Raises `Corruption` (path, segment, frame, lsn, offset), `OutOfRange`, and what reading raises.
 """
 
@@ -46,7 +48,6 @@ from quire.pages.segment import (
     FRAME_CHECKED_BYTES,
     FRAME_HEAD_BYTES,
     HINT,
-    SHARED_BYTES,
     ZERO,
     SegmentHeader,
 )
@@ -85,8 +86,7 @@ class CutReason(Enum):
 
     NOTHING = "nothing was cut"
     UNFINISHED = "the frames behind the cut have no commit"
-    BAD_ENTRY = "an index entry is missing or damaged"
-    BAD_FRAME = "a frame is missing or damaged, though its index entry is good"
+    BAD_FRAME = "a frame is missing or damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,20 +156,16 @@ def scan_segment(
     `index` is the region of entries. `limit` and `proven_lsn` are what the caller knows from elsewhere: the row of a sealed
     segment, the first lsn of the next one.
     """
-    entries = parse_entries(index)
-    limit = _limit(header, entries, limit)
-    entries = entries[:limit]
-    valid = valid_entries(header, entries)
-    with_entry = _leading(valid)
+    region = parse_entries(index)
+    limit = _limit(header, region, limit)
     start = min(max(indexed_upto_lsn - header.first_lsn + 1, 0), limit)
-    frames = _Frames(header, entries, with_entry, start)
+    frames = _Frames(header, region[:limit], start)
     frames.read(read_frames)
-    good = frames.good()
+    good, entries = frames.good(), frames.entries
     proven = max(indexed_upto_lsn, proven_lsn, frames.durable_upto_lsn)
     if good < limit and header.lsn(good) <= proven:
-        what = "a frame's index entry" if good == with_entry else "a frame"
-        page = None if good == with_entry else int(entries["page"][good])
-        raise _corruption(header, path, good, f"{what} that had been synced is missing or damaged", page)
+        what = "a frame's index entry" if good < start else "a frame"
+        raise _corruption(header, path, good, f"{what} that had been synced is missing or damaged", frames.page(good))
     sizes = entries["db_size"][:good]
     commit_frames = np.flatnonzero(sizes)
     cut = int(commit_frames[-1]) + 1 if len(commit_frames) else 0
@@ -189,7 +185,7 @@ def scan_segment(
         last_commit_ms=int(frames.commit_ms[cut - 1]) if cut else 0,
         proven_lsn=proven,
         cut_frames=shown,
-        cut_reason=_reason(shown, cut=cut, good=good, with_entry=with_entry),
+        cut_reason=_reason(shown, behind_cut=good - cut),
     )
 
 
@@ -220,6 +216,22 @@ def valid_entries(header: SegmentHeader, entries: Entries) -> NDArray[np.bool_]:
     return valid
 
 
+def entries_of(header: SegmentHeader, heads: NDArray[np.void]) -> Entries:
+    """The entries of frames, made from their heads (`HEAD_DTYPE`); the heads say which frames they are."""
+    entries = np.empty(len(heads), ENTRY_DTYPE)
+    for name, _ in _SHARED:
+        entries[name] = heads[name]
+    entries["frame_crc64"] = heads["crc64"]
+    seeds = np.uint64(header.crc64) ^ (entries["lsn"] - np.uint64(header.first_lsn))
+    entries["entry_crc64"] = crc64_rows(_bytes_of(entries)[:, :ENTRY_CHECKED_BYTES], seeds)
+    return entries
+
+
+def parse_heads(heads: Bytes) -> NDArray[np.void]:
+    """Heads of frames, one behind the other, as an array, without a copy and without a check."""
+    return np.frombuffer(heads, HEAD_DTYPE)
+
+
 def as_rows(header: SegmentHeader, entries: Entries) -> NDArray[np.void]:
     """Entries of one segment as `ROW_DTYPE`; its `tobytes()` is what `PublishPages` takes."""
     rows = np.zeros(len(entries), ROW_DTYPE)
@@ -243,62 +255,66 @@ def page_map(versions: NDArray[np.void], upto_lsn: int) -> NDArray[np.void]:
 
 
 class _Frames:
-    """What the frames from `start` on say: which are valid and agree with their entries, and what the commits prove."""
+    """What is in each place: up to `start` as the region of entries says, from there on as the frames do (rule 3)."""
 
-    def __init__(self, header: SegmentHeader, entries: Entries, with_entry: int, start: int) -> None:
+    def __init__(self, header: SegmentHeader, region: Entries, start: int) -> None:
         self._header = header
-        self._entries = entries
-        self._with_entry = with_entry
         self._start = start
-        self._agree = np.zeros(len(entries), np.bool_)
-        self._shown = entries["lsn"] == np.arange(len(entries), dtype=np.uint64) + np.uint64(header.first_lsn)
-        self.commit_ms = np.zeros(len(entries), np.uint64)
+        self.entries = region.copy()
+        """Of the region up to `start`; behind it made from the valid frames, and otherwise without meaning."""
+        self._valid = np.zeros(len(region), np.bool_)
+        self._valid[:start] = valid_entries(header, region[:start])
+        self._shown = region["lsn"] == np.arange(len(region), dtype=np.uint64) + np.uint64(header.first_lsn)
+        self._pages = np.full(len(region), -1, np.int64)
+        self.commit_ms = np.zeros(len(region), np.uint64)
         self.durable_upto_lsn = 0
 
     def read(self, read_frames: ReadFrames) -> None:
         """Read and check everything from `start` on, a few MiB at a time."""
         step = max(1, READ_BYTES // self._header.geometry.stride)
-        for first in range(self._start, len(self._entries), step):
-            count = min(step, len(self._entries) - first)
-            self._check(first, read_frames(first, count))
+        for first in range(self._start, len(self.entries), step):
+            heads, numbers = self._check(first, read_frames(first, min(step, len(self.entries) - first)))
+            self._valid[numbers] = True
+            self.entries[numbers] = entries_of(self._header, heads)
 
     def read_trusted_commit(self, frame_no: int, read_frames: ReadFrames, path: str) -> None:
         """Read one commit below `start`, for its time."""
-        self._check(frame_no, read_frames(frame_no, 1))
-        if not self._agree[frame_no]:
+        heads, _ = self._check(frame_no, read_frames(frame_no, 1))
+        if entries_of(self._header, heads).tobytes() != self.entries[frame_no : frame_no + 1].tobytes():
             what = "the last commit that had been published is damaged"
-            raise _corruption(self._header, path, frame_no, what, int(self._entries["page"][frame_no]))
+            raise _corruption(self._header, path, frame_no, what, int(self.entries["page"][frame_no]))
 
     def good(self) -> int:
-        """Leading frames that are valid: below `start` their entries are enough (rule 3)."""
-        if self._with_entry <= self._start:
-            return self._with_entry
-        return self._start + _leading(self._agree[self._start : self._with_entry])
+        """Leading places that are as they were written."""
+        return _leading(self._valid)
+
+    def page(self, frame_no: int) -> int | None:
+        """The page that a bad frame is of, if its head still shows this life; for messages."""
+        page = int(self._pages[frame_no])
+        return page if page >= 0 else None
 
     def shown_behind(self, cut: int) -> int:
         """How many places behind the cut there are, up to the last one that shows this life."""
         places = np.flatnonzero(self._shown[cut:])
         return int(places[-1]) + 1 if len(places) else 0
 
-    def _check(self, first: int, data: Bytes) -> None:
+    def _check(self, first: int, data: Bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]]:
+        """The heads of those frames in `data` that are valid, and their numbers."""
         stride = self._header.geometry.stride
         count = len(data) // stride  # fewer than asked for where the file ends: those frames are not there
         heads = np.ndarray((count,), HEAD_DTYPE, data, strides=(stride,)) if count else np.empty(0, HEAD_DTYPE)
-        entries = self._entries[first : first + count]
         numbers = np.arange(first, first + count, dtype=np.uint64)
         shown = heads["lsn"] == numbers + np.uint64(self._header.first_lsn)
         self._shown[first : first + count] |= shown
-        # Behind the first bad entry only commits matter, for what they prove.
-        places = np.flatnonzero(shown & ((numbers < self._with_entry) | (heads["db_size"] != 0)))
+        places = np.flatnonzero(shown)
+        self._pages[first + places] = heads["page"][places]
         found = self._checksums(data, heads[places], places, numbers[places])
-        valid = heads["crc64"][places] == found
-        places = places[valid]
-        heads, entries = heads[places], entries[places]
-        same = np.all(_bytes_of(heads)[:, :SHARED_BYTES] == _bytes_of(entries)[:, :SHARED_BYTES], axis=1)
-        self._agree[first + places] = same & (heads["crc64"] == entries["frame_crc64"])
+        places = places[heads["crc64"][places] == found]
+        heads, numbers = heads[places], numbers[places]
         commits = heads["db_size"] != 0
-        self.commit_ms[first + places[commits]] = heads["commit_ms"][commits]
+        self.commit_ms[numbers[commits]] = heads["commit_ms"][commits]
         self.durable_upto_lsn = max(self.durable_upto_lsn, int(np.max(heads["durable_upto_lsn"][commits], initial=0)))
+        return heads, numbers
 
     def _checksums(
         self, data: Bytes, heads: NDArray[np.void], places: NDArray[np.intp], numbers: NDArray[np.uint64]
@@ -333,12 +349,10 @@ def _limit(header: SegmentHeader, entries: Entries, limit: int | None) -> int:
     return limit
 
 
-def _reason(shown: int, *, cut: int, good: int, with_entry: int) -> CutReason:
+def _reason(shown: int, *, behind_cut: int) -> CutReason:
     if not shown:
         return CutReason.NOTHING
-    if shown == good - cut:
-        return CutReason.UNFINISHED
-    return CutReason.BAD_ENTRY if good == with_entry else CutReason.BAD_FRAME
+    return CutReason.UNFINISHED if shown == behind_cut else CutReason.BAD_FRAME
 
 
 def _corruption(header: SegmentHeader, path: str, frame: int, what: str, page: int | None = None) -> Corruption:

@@ -77,7 +77,7 @@ class Found:
 
 
 def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> Found:
-    """The version that was current at `at`."""
+    """The version that was current at `at`. REQUIRES that everything up to `durable` is published: index regions are asked."""
     moment = Moment.of(at)
     if moment.lsn is not None and moment.lsn > durable.lsn:
         raise OutOfRange("there is no such version yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)

@@ -11,6 +11,7 @@ Thread: one at a time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from quire.core.events import emit
 from quire.pages.publication import Mark
 from quire.pages.snapshot import VersionReader
 from quire.pages.spill import Spill
+from quire.pages.tracing import TRACE_API, span
 from quire.pages.wal import Wal
 
 PAGES_MAX = 2**32 - 1
@@ -168,6 +170,12 @@ class WriteTxn:
         """Append the transaction; the guard resolves when it is durable. The next writer may begin at once (P7)."""
         if not self._open:
             self._check()
+        if TRACE_API in sys.modules:
+            with span("PageStore.commit", db_id=self._wal.db_id, pages=len(self._images)):
+                return self._commit()
+        return self._commit()
+
+    def _commit(self) -> PageGuard:
         wal, size = self._wal, self.size_pages
         try:
             self._require()

@@ -9,7 +9,7 @@ Terms (and those of publication.py)
 What is on disk, step by step, and which rule covers a crash there
   segments are made       see wal_files.py
   frames are appended     not synced: a torn tail, cut at the last commit (P3)
-  the segment is synced   every transaction up to `durable` is whole; recovery finds it in the segment's index
+  the segment is synced   every transaction up to `durable` is whole; recovery finds it in the frames
   it is published         see publication.py
 
 Rules
@@ -144,7 +144,9 @@ class Wal:
         """Whether publication was asked for and has not begun: asking at each sync cost 5 µs, and the asked one its sleep."""
         self._dirty: deque[Segment] = deque()
         """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync (rule 7)."""
-        self._publication = Publication(db_id, manifest, self._forget)
+        self._publication = Publication(
+            db_id=db_id, disk=disk, manifest=manifest, forget=self._forget, poison=self._poison
+        )
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, images: Mapping[int, bytes], db_size: int, zeros_from: int, spill: Spill | None = None) -> Mark:
@@ -221,7 +223,8 @@ class Wal:
             if spill:
                 writes = [each if each[1] is not None else (each[0], spill.get(each[0]), *each[2:]) for each in writes]
             size, file = db_size if done == count else 0, segment.file
-            appended = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
+            first = file.used
+            frame_heads = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
             if not segment.is_dirty:  # rule 7
                 segment.is_dirty = True
                 self._dirty.append(segment)
@@ -238,7 +241,9 @@ class Wal:
                 mark = Mark(lsn - 1, db_size, segment_id, now)
             segment.size_pages = size or max(before.size_pages, db_size)
             written_bytes = len(part) * header.geometry.stride
-            publication.add(Piece(segment, appended, mark, written_bytes))
+            segment.added += 1
+            publication.added_bytes += written_bytes
+            publication.pieces.append(Piece(segment, first, len(part), lsn - 1, frame_heads, mark))
             self.appended_bytes += written_bytes
         self.written = mark
         return mark
@@ -282,9 +287,7 @@ class Wal:
     # ── durability ────────────────────────────────────────────────────────────────────────────────────────────────────
     def sync(self, upto_lsn: int | None = None) -> None:
         """Return when everything up to an lsn (default: all that is written) is durable (rule 2)."""
-        target = self.written.lsn if upto_lsn is None else upto_lsn
-        if self.durable.lsn < target:
-            self._group.until(target)
+        self._group.until(self.written.lsn if upto_lsn is None else upto_lsn)
 
     def _sync(self) -> None:
         """Sync what is written now. One at a time: `GroupSync` calls it."""
@@ -303,9 +306,11 @@ class Wal:
         hit("pages.wal.synced")
         self.syncs += 1
         self.durable = written
-        if not self._has_asked and (self._publication.ended or self.unpublished_bytes >= self._notify_bytes):
-            self._has_asked = True
-            self._notify()
+        if not self._has_asked:
+            waiting = self._publication
+            if waiting.ended or waiting.added_bytes - waiting.published_bytes >= self._notify_bytes:
+                self._has_asked = True
+                self._notify()
 
     # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def publish(self) -> int:

@@ -13,6 +13,7 @@ from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
     from quire.jobs.worker import Worker
+    from quire.lsm.engine import KvEngine
     from quire.pages.engine import PageEngine
 
 
@@ -47,6 +48,9 @@ class StoreApi(Protocol):
     @property
     def worker(self) -> Worker: ...
 
+    @property
+    def kvs(self) -> KvEngine: ...
+
     def create(self, name: str, kind: str, *, tags: dict[str, str] | None = None) -> DatabaseShape: ...
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseShape: ...
@@ -58,6 +62,8 @@ class StoreApi(Protocol):
     def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseShape: ...
 
     def sqlite(self, name: str, *, create: bool = False, timeout: float = 5.0) -> Any: ...
+
+    def stream(self, name: str, *, create: bool = False) -> Any: ...
 
     def databases(self) -> list[Any]: ...
 

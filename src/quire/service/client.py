@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.errors import InvalidInput, TimedOut
 from quire.durable.files import OsDisk
+from quire.lsm.engine import Version
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
 from quire.manifest.records import DbKind, JobKind, JobState
@@ -29,6 +30,7 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.channel import CALL_SECONDS, Channel
+from quire.service.commands import Command, Done
 from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
 from quire.service.remote_jobs import LeasedReader, RemoteJobs
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 JOB_POLL_SECONDS = 0.05
+COMMAND_SECONDS = 7 * 24 * 3_600.0
 _ENDED = (JobState.SUCCEEDED, JobState.FAILED_PERMANENT, JobState.CANCELLED)
 
 TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
@@ -234,6 +237,11 @@ class Client:
         reserved: int = self._channel.call("reserve", m.Reserve(what, db_id))
         return reserved
 
+    def run_command(self, command: Command) -> Done:
+        """Have a command of the command line done at the owner (`commands.py`); it may take as long as it takes."""
+        done: Done = self._channel.call("command", command, timeout=COMMAND_SECONDS, attempt_seconds=COMMAND_SECONDS)
+        return done
+
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> StoreInfo:
         """The store in numbers."""
@@ -301,6 +309,23 @@ class Client:
     def drop_load(self, load: int) -> None:
         """Forget what a load has sent; nothing, if it is gone."""
         self._channel.call("load.drop", m.OfLoad(load))
+
+    def kv_version(self, db: int | str, snapshot: int | str) -> Version:
+        """A snapshot of a key-value database: where its tables are."""
+        found: Version = self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
+        return found
+
+    def publish_tables(
+        self, load: int, database: str, ids: Iterable[int], *, create: bool = False, timeout: float = 3_600.0
+    ) -> int:
+        """Have the tables of a load in a key-value database, all at once, once; how many rows (`lsm/loading.py`)."""
+        request = m.PublishTables(load, database, tuple(ids), create)
+        count: int = self._channel.call("kv.load.publish", request, timeout=timeout, attempt_seconds=timeout)
+        return count
+
+    def drop_tables(self, load: int) -> None:
+        """Forget a load into a key-value database; nothing, if it is over."""
+        self._channel.call("kv.load.drop", m.OfLoad(load))
 
     def table(
         self,

@@ -143,3 +143,12 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             )
             self._refusals.add(denied, call=what, peer=context.peer())
             raise denied
+
+    def need_socket(self, context: Any, what: str) -> None:
+        """Raise `AccessDenied` unless the caller came through the Unix socket."""
+        if self._tokens is not None:
+            denied = AccessDenied(
+                f"{what} is only for the owner's own machine", hint="use the store's socket", call=what
+            )
+            self._refusals.add(denied, call=what, peer=context.peer())
+            raise denied

@@ -4,7 +4,7 @@ Rules
   1. A handler delegates to the store; what takes effect does so once per key (`once.py`).
   2. Nothing here waits for a client, and waiting for others (long polls) ends when the server stops.
 
-The rest of the actions, those of workers and readers, are in `handlers_jobs.py`.
+The rest of the actions are in `handlers_jobs.py` (workers and readers), `handlers_streams.py` and `commands.py`.
 
 Threads: any; one call is one thread.
 """
@@ -27,12 +27,16 @@ from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.records import DbKind
 from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.api import StoreApi
 from quire.service.asked import Asked
+from quire.service.commands import CommandHandlers
 from quire.service.handlers_jobs import JobHandlers
+from quire.service.handlers_streams import StreamHandlers
+from quire.service.kv_loads import KvLoads
 from quire.service.loads import Loads
 from quire.service.once import once, prepare
 from quire.service.tables import cuts
@@ -57,13 +61,17 @@ class Handlers:
         self._figures = figures
         self._manifest = store.manifest
         self._jobs = JobHandlers(store)
+        self._streams = StreamHandlers(store)
+        self._commands = CommandHandlers(store)
         self._loads = Loads(store)
+        self._kv_loads = KvLoads(store)
         prepare(self._manifest)
 
     def of(self, name: str) -> Callable[[Any, Asked], Any]:
         """The handler of an action."""
         method = "do_" + name.replace(".", "_")
-        handler: Callable[[Any, Asked], Any] = getattr(self if hasattr(self, method) else self._jobs, method)
+        whose = next(each for each in (self, self._streams, self._jobs, self._commands) if hasattr(each, method))
+        handler: Callable[[Any, Asked], Any] = getattr(whose, method)
         return handler
 
     def close(self) -> None:
@@ -178,7 +186,12 @@ class Handlers:
         until = self._manifest.clock.now_ms() + int(request.seconds * 1000)
 
         def do() -> SnapshotInfo:
-            return self._store.pages.snapshot(request.db, tags={"by": "lend"}, expires_at_ms=until)
+            with self._manifest.read() as txn:
+                db_id = txn.database_id(request.db) if isinstance(request.db, str) else request.db
+                record = txn.database(db_id)
+            is_kv = record is not None and record.kind is DbKind.LSM
+            engine = self._store.kvs if is_kv else self._store.pages
+            return engine.snapshot(request.db, tags={"by": "lend"}, expires_at_ms=until)
 
         def tell(op: PublishSnapshot) -> tuple[int, int]:
             return op.db_id, op.snapshot_id
@@ -200,6 +213,19 @@ class Handlers:
 
     def do_load_drop(self, request: m.OfLoad, _: Asked) -> None:
         self._loads.drop(request.load)
+
+    # ── key-value databases ───────────────────────────────────────────────────────────────────────────────────────────
+    def do_kv_version(self, request: m.OfSnapshot, _: Asked) -> Any:
+        return self._store.kvs.version(request.db, request.snapshot)
+
+    def do_kv_load_ids(self, request: m.TakeIds, _: Asked) -> m.Shelf:
+        return self._kv_loads.take(request)
+
+    def do_kv_load_publish(self, request: m.PublishTables, _: Asked) -> int:
+        return self._kv_loads.publish(request)
+
+    def do_kv_load_drop(self, request: m.OfLoad, _: Asked) -> None:
+        self._kv_loads.drop(request.load)
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_submit(self, request: m.Submit, _: Asked) -> list[m.Outcome]:

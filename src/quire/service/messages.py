@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.lsm.engine import Version
 from quire.manifest.change import ChangePage, CursorInfo
 from quire.manifest.guard import Receipt
 from quire.manifest.jobqueue import Job
@@ -22,12 +23,17 @@ from quire.manifest.records import JobKind, JobState
 from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
+from quire.service.commands import COMMAND
+from quire.service.stream_messages import STREAM_ACTIONS
+from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
 from quire.service.tickets import Access as Access
 from quire.service.tickets import Action as Action
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Request as Request
+from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
+from quire.service.tickets import TakeIds as TakeIds
 from quire.service.values import DatabaseInfo, Hello, StoreInfo
 from quire.service.wire import ErrorForm
 
@@ -286,6 +292,16 @@ class OfLoad(Request, frozen=True):
     load: int
 
 
+# ── tables into key-value databases ───────────────────────────────────────────────────────────────────────────────────
+class PublishTables(Request, frozen=True):
+    """Have these tables of a load in the database, all at once, once."""
+
+    load: int
+    database: str
+    ids: tuple[int, ...]
+    create: bool = False
+
+
 def _read(name: str, request: type[Request], answer: Any) -> Action:
     return Action(name, request, answer, Access.READ)
 
@@ -343,6 +359,12 @@ ACTIONS: dict[str, Action] = {
         LOAD_PUT,
         Action("load.rows", LoadRows, int),
         Action("load.drop", OfLoad, None),
+        _read("kv.version", OfSnapshot, Version),
+        KV_IDS,
+        Action("kv.load.publish", PublishTables, int),
+        Action("kv.load.drop", OfLoad, None),
+        *STREAM_ACTIONS,
+        COMMAND,
     )
 }
 """By name."""

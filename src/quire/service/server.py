@@ -38,6 +38,7 @@ from quire.service.asked import Asked
 from quire.service.gate import MIDDLEWARE, Gate, Refusals, Room
 from quire.service.handlers import Handlers
 from quire.service.hangup import hang_up
+from quire.service.live import listens
 from quire.service.messages import ACTIONS, Access, TableTicket
 from quire.service.sockets import SCHEME, Place, announce, binding, place_of, retract
 from quire.service.tables import TableReader
@@ -47,6 +48,8 @@ from quire.service.wire import read_call, write_answer, write_error, write_form
 
 TCP, TLS = "grpc", "grpc+tls"
 TICKET_BYTES_MAX = 64 * 1024
+LONG_POLLS = frozenset({"feed.wait", "stream.wait"})
+"""Actions that wait for something to happen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ class Server:
         self._stopping = threading.Event()
         self._refusals = Refusals(store.manifest.clock)
         self._service = Service(store, self._refusals, self._stopping)
+        self.path = store.path
         self._place: Place | None = None
         self._door: Any = None
         self._bound: str | int = 0
@@ -83,6 +87,7 @@ class Server:
             self._listen_on_socket(store, self._place)
         else:
             self._listen_on_network(store, address, credentials)
+        listens(self)
         emit("info", "service.listening", address=self.address, path=store.path)
 
     def _listen_on_socket(self, store: StoreApi, place: Place) -> None:
@@ -202,7 +207,7 @@ class Service:
             self._counts.calls += 1
         try:
             value = self._act(name, body, gate, context)
-            if self._stopping.is_set() and name == "feed.wait":
+            if self._stopping.is_set() and name in LONG_POLLS:
                 raise Unavailable("the owner is closing", hint="connect again")
             return write_answer(value)
         except QuireError as error:
@@ -217,6 +222,8 @@ class Service:
         if action is None:
             raise InvalidInput("there is no such action", hint="is the client newer than the owner?", action=name[:60])
         gate.need(context, action.access, name)
+        if action.local:
+            gate.need_socket(context, name)
         if self._stopping.is_set():
             raise Unavailable("the owner is closing", hint="connect again")
         if len(body) > self._settings.body_bytes_max:
@@ -229,7 +236,7 @@ class Service:
         def is_over() -> bool:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
-        with (self._waits if name == "feed.wait" else self._calls).place():
+        with (self._waits if name in LONG_POLLS else self._calls).place():
             return self._handlers.of(name)(request, Asked(key, role, is_over))
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:

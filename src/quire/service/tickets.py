@@ -32,6 +32,8 @@ class Action:
     answer: Any
     access: Access = Access.ADMIN
     keyed: bool = False
+    local: bool = False
+    """Only through the Unix socket."""
 
 
 class TableTicket(Request, frozen=True):
@@ -60,3 +62,27 @@ class PutPart(Request, frozen=True):
 
 
 LOAD_PUT = Action("load.put", PutPart, None)
+
+
+class TakeIds(Request, frozen=True):
+    """Ids for tables of a load into a key-value database; the first such call begins the load. Asking again gives others."""
+
+    load: int
+    database: str
+    count: int
+    create: bool = False
+
+
+class Shelf(Request, frozen=True):
+    """Where a task writes tables of a load, and how: the database's directory, ids, the lsn of every row."""
+
+    directory: str
+    lsn: int
+    ids: tuple[int, ...]
+    table_bytes: int
+    block_bytes: int
+    compression: str
+    bloom_bits_per_key: int
+
+
+KV_IDS = Action("kv.load.ids", TakeIds, Shelf)

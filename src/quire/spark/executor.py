@@ -13,17 +13,24 @@ Rules
   2. What a task raises, if it is a `QuireError`, is its answer (runner, rule 1); an answer that does not pickle is told as an
      `InternalError`.
   3. Rows are streamed: a worker has the values of one key in memory, and one batch of Arrow.
+  4. PySpark collects garbage after each task, which for all the modules that a worker has loaded takes as long as a small task:
+     they are frozen once, when the first task is given its tools.
 
-Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one.
+  5. Light keys, of which a task has many, wait for the disk more than they work: several are joined at once, in threads.
+
+Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one, but for rule 5.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cache
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -32,7 +39,7 @@ import pyarrow as pa
 from quire.core.errors import InternalError, QuireError
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.jobs.runner import Answer, Key, Tools, owner_of
+from quire.jobs.runner import BLOCK, Answer, Key, Tools, owner_of
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -49,6 +56,8 @@ ROWS = pa.schema(
     [("place", pa.int32()), ("db", pa.int64()), ("slot", pa.int64()), ("kind", pa.int8()), ("data", pa.binary())]
 )
 ANSWERS = pa.schema([("db", pa.int64()), ("slot", pa.int64()), ("data", pa.binary())])
+FOUND = pa.schema([("number", pa.int64()), ("data", pa.binary())])
+FOUND_DDL = "number bigint, data binary"
 ROWS_DDL = "place int, db bigint, slot bigint, kind tinyint, data binary"
 ANSWERS_DDL = "db bigint, slot bigint, data binary"
 
@@ -71,9 +80,17 @@ _clients: dict[tuple[str, bytes], ObjectStore] = {}
 """(URL, options) → a remote object store of this process."""
 
 
+@cache
+def _freeze() -> None:
+    """Rule 4."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def tools_of(site: Site) -> Iterator[Tools]:
     """Tools for one task (rule 1)."""
+    _freeze()
     stores: dict[str, ObjectStore] = {}
     options = pickle.dumps(site.options)
 
@@ -118,19 +135,30 @@ def _split(batches: Batches, split: Callable[..., Any], tools: Tools, places: di
             yield 0, owner_of(given), -1, ERROR, _packed(error)
 
 
-def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool) -> Callable[[Batches], Batches]:
-    """Rows, in the order of their keys, → one answer for each key."""
+def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool, threads: int = 1) -> Callable[[Batches], Batches]:
+    """Rows, in the order of their keys, → one answer for each key; several keys at once, if they are light (rule 5)."""
 
     def run(batches: Batches) -> Batches:
-        with tools_of(site) as tools:
+        with tools_of(site) as tools, ThreadPoolExecutor(threads) as pool:
+            under_way: set[Future[Answer[Key, Any]]] = set()
             for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
-                yield _answered(key, _joined(key, rows, join, tools, needs_task))
+                under_way.add(pool.submit(_joined, key, list(rows), join, tools, needs_task))
+                if len(under_way) >= threads:
+                    done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                    yield from _results(done)
+            yield from _results(as_completed(under_way))
 
     return run
 
 
+def _results(done: Iterable[Future[Answer[Key, Any]]]) -> Batches:
+    for each in done:
+        answer = each.result()
+        yield _answered(answer.key, answer)
+
+
 def _joined(
-    key: Key, rows: Iterator[Any], join: Callable[..., Any], tools: Tools, needs_task: bool
+    key: Key, rows: Iterable[Any], join: Callable[..., Any], tools: Tools, needs_task: bool
 ) -> Answer[Key, Any]:
     task, values = None, []
     for _, _, kind, data in rows:
@@ -146,6 +174,31 @@ def _joined(
         return Answer(key, join(key, task, values, tools))
     except QuireError as error:
         return Answer(key, error=error)
+
+
+def teller(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
+    """Tasks → what they find, number by number; an error comes without a number."""
+
+    def run(batches: Batches) -> Batches:
+        with tools_of(site) as tools:
+            for data in _column(batches, "data"):
+                yield from _numbered(_told(pickle.loads(data), tell, tools))
+
+    return run
+
+
+def _told(task: Any, tell: Callable[..., Any], tools: Tools) -> Iterator[tuple[int | None, Any]]:
+    try:
+        yield from tell(task, tools)
+    except QuireError as error:
+        yield None, error
+
+
+def _numbered(told: Iterator[tuple[int | None, Any]]) -> Batches:
+    while block := list(islice(told, BLOCK)):
+        numbers = pa.array([number for number, _ in block], pa.uint64()).view(pa.int64())
+        values = pa.array([_packed(value) for _, value in block], pa.binary())
+        yield pa.RecordBatch.from_arrays([numbers, values], schema=FOUND)
 
 
 def mapper(site: Site, run: Callable[..., Any]) -> Callable[[Batches], Batches]:

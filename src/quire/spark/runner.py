@@ -6,9 +6,11 @@
 
 Rules
   1. One action for each call, whatever the number of databases (K1); answers are small, and the only thing that is collected.
-  2. The driver says which partition a key is joined in: heavy keys first, each to the partition with the least work. So one
-     hot slot takes one core, and never waits behind another one (skew).
-  3. Only sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3).
+  2. The driver says which partition a key is joined in: heavy keys first, each to the partition with the least work, and there
+     are several partitions for each core. So one hot slot takes one core, and the rest goes on elsewhere (skew). More
+     partitions than that would not pay: starting a task takes as long as 50 MiB of checksums.
+  3. Only sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3). Where a session is no Connect
+     one, what is sent is cut into partitions here, which spares a stage: there each Arrow batch becomes a partition.
   4. While the action runs, `tick` is called now and then; if it raises, the action is interrupted and waited for. A runner has
      a session of its own beside the caller's, so that nothing else is interrupted.
   5. Whether executors see the store's directory is known for local masters, and else said by who makes the runner. Where they
@@ -22,18 +24,23 @@ from __future__ import annotations
 import heapq
 import os
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from quire.core.errors import InvalidConfig, SparkUnavailable
+from quire.core.errors import InvalidConfig, QuireError, SparkUnavailable
+from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
-from quire.jobs.runner import Answer, Join, Key, P, R, Run, Split, T, Tick, V, no_tick
+from quire.core.tracing import span
+from quire.jobs.runner import BLOCK, Answer, Join, Key, P, R, Run, Split, T, Tell, Tick, V, no_tick
 from quire.objects.options import StoreOptions
 from quire.spark.executor import (
     ANSWERS_DDL,
+    FOUND_DDL,
     ROWS_DDL,
     TASK,
     VALUE,
@@ -43,24 +50,39 @@ from quire.spark.executor import (
     joiner,
     mapper,
     splitter,
+    teller,
 )
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from quire.jobs.runner import Numbers
+
 TICK_SECONDS = 0.2
+
+SETTINGS = {
+    "spark.sql.adaptive.enabled": "false",  # every stage of a plan would be a job of its own, planned anew
+    "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches lose their borders (rule 3)
+}
+"""Of the runner's own session."""
 
 PARTITIONS_MAX = 1_024
 """Tasks of one stage: enough for a few hundred cores, few enough that starting them (some 5 ms each) is no matter."""
 
-PARTITIONS_MIN = 8
-"""As long as there are so many keys: else a light run would be one core's."""
+TASKS_PER_CORE = 4
+"""As long as there is work for so many: enough that cores end at about the same time."""
+
+WIDTH_UNKNOWN = 16
+"""Cores, where the session does not say how many it has."""
 
 WEIGHT_MIN = MIB
 """What a key costs at least, in bytes: opening a file, putting an object."""
 
-PARTITION_WEIGHT = 32 * MIB
-"""Light keys share a partition up to this much."""
+LIGHT_WEIGHT, LIGHT_THREADS = 2 * MIB, 8
+"""Where keys weigh so little on average, so many are joined at once: what takes time is syncing their objects."""
+
+PARTITION_WEIGHT = 256 * MIB
+"""A partition ends here, so that a task that is lost is not much."""
 
 
 class SparkRunner:
@@ -78,7 +100,11 @@ class SparkRunner:
         options: StoreOptions | None = None,
     ) -> None:
         self._spark = spark.newSession()  # rule 4
+        for name, value in SETTINGS.items():
+            self._spark.conf.set(name, value)
+        self._cuts = not type(spark).__module__.startswith("pyspark.sql.connect")  # rule 3
         self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
+        self.width = width_of(spark)
         self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options)
         _require_reachable(objects_url, self.shares_disk)
 
@@ -86,7 +112,7 @@ class SparkRunner:
         """See `Runner`."""
         if not tasks:
             return
-        rows = [(number % PARTITIONS_MAX, number, 0, TASK, _pickled(task)) for number, task in enumerate(tasks)]
+        rows: list[Row] = [(0, number, 0, TASK, _pickled(task)) for number, task in enumerate(tasks)]
         frame = self._frame(rows, min(len(rows), PARTITIONS_MAX))
         for answer in self._answers(frame.mapInArrow(mapper(self._site, run), ANSWERS_DDL), len(tasks), tick):
             yield Answer(answer.key[0], answer.value, answer.error)
@@ -103,12 +129,12 @@ class SparkRunner:
         """See `Runner`."""
         if not inputs and not tasks:
             return
-        places = spread(tasks) if tasks is not None else None
-        partitions = max(places.values(), default=0) + 1 if places is not None else _few(len(inputs))
+        places = spread(tasks, self.width) if tasks is not None else None
+        partitions = max(places.values(), default=0) + 1 if places is not None else self._few(len(inputs))
         rows: DataFrame | None = None
         if inputs:
-            sent = [(number % PARTITIONS_MAX, 0, 0, VALUE, _pickled(each)) for number, each in enumerate(inputs)]
-            read = self._frame(sent, _few(len(sent)))
+            sent: list[Row] = [(0, 0, 0, VALUE, _pickled(each)) for each in inputs]
+            read = self._frame(sent, self._few(len(sent)))
             rows = read.mapInArrow(splitter(self._site, split, places), ROWS_DDL)
         if places is not None and tasks is not None:
             told = self._local([(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()])
@@ -116,22 +142,57 @@ class SparkRunner:
         assert rows is not None, "there are inputs or tasks"
         together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
         joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
-            joiner(self._site, join, needs_task=tasks is not None), ANSWERS_DDL
+            joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), ANSWERS_DDL
         )
         yield from self._answers(joined, len(tasks or ()), tick)
 
+    def unmatched(
+        self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
+    ) -> Iterator[tuple[int | None, V | None]]:
+        """See `Runner`: an outer join of two frames, of which only rows without a partner come here."""
+        tick(0, len(tasks))
+        if not tasks:
+            yield from ((number, None) for number in expected.tolist())
+            return
+        sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
+        found = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(teller(self._site, tell), FOUND_DDL)
+        if len(expected):  # an empty table would have no partition at all
+            table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
+            wanted = self._spark.createDataFrame(table, schema="wanted bigint")
+            joined = found.join(wanted, found["number"] == wanted["wanted"], "full_outer")
+            found = joined.where("number is null or wanted is null")
+        rows = found.toLocalIterator()
+        while some := _watched(self._spark, lambda: list(islice(rows, BLOCK)), lambda: tick(0, len(tasks))):
+            for row in some:
+                if row["data"] is None:
+                    yield row["wanted"] & U64_MAX, None
+                    continue
+                value = pickle.loads(row["data"])
+                if isinstance(value, QuireError):
+                    raise value
+                yield (None if row["number"] is None else row["number"] & U64_MAX), value
+
     # ── frames and actions ────────────────────────────────────────────────────────────────────────────────────────────
-    def _local(self, rows: list[Row]) -> DataFrame:
-        return self._spark.createDataFrame(pa.Table.from_batches([batch_of(rows)]), schema=ROWS_DDL)
+    def _local(self, *batches: list[Row]) -> DataFrame:
+        table = pa.Table.from_batches([batch_of(rows) for rows in batches])
+        return self._spark.createDataFrame(table, schema=ROWS_DDL)
 
     def _frame(self, rows: list[Row], partitions: int) -> DataFrame:
-        """Rows, spread evenly over partitions by their place."""
-        spread_out = [(place % partitions, *rest) for place, *rest in rows]
-        return self._local(spread_out).repartitionById(partitions, "place")  # type: ignore[arg-type]  # rows stay rows
+        """Rows, spread evenly over partitions, one here, one there (rule 3)."""
+        if self._cuts:
+            return self._local(*(rows[place::partitions] for place in range(partitions)))
+        placed: list[Row] = [(number % partitions, *row[1:]) for number, row in enumerate(rows)]
+        return self._local(placed).repartitionById(partitions, "place")
+
+    def _few(self, inputs: int) -> int:
+        """Partitions for so many inputs that are light each."""
+        return max(1, min(inputs, PARTITIONS_MAX, max(2 * self.width, inputs // 512)))
 
     def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[Answer[Key, Any]]:
         tick(0, total)
-        for done, row in enumerate(_watched(self._spark, frame.collect, lambda: tick(0, total)), 1):
+        with span("Spark.run", tasks=total):
+            rows = _watched(self._spark, frame.collect, lambda: tick(0, total))
+        for done, row in enumerate(rows, 1):
             yield pickle.loads(row["data"])
             tick(done, max(total, done))
 
@@ -141,17 +202,29 @@ def is_local(spark: SparkSession) -> bool:
     return str(spark.conf.get("spark.master", "")).startswith("local")
 
 
-def spread(tasks: Mapping[Key, Any]) -> dict[Key, int]:
-    """Rule 2: key → partition.
+def width_of(spark: SparkSession) -> int:
+    """About how many tasks a session runs at once, by what it was made with."""
+    master = str(spark.conf.get("spark.master", ""))
+    if found := re.fullmatch(r"local\[(\d+|\*).*\]", master):
+        return os.cpu_count() or 1 if found[1] == "*" else int(found[1])
+    if found := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(found[1]) * int(found[2])
+    if master == "local":
+        return 1
+    instances, cores = (str(spark.conf.get(f"spark.executor.{name}", "")) for name in ("instances", "cores"))
+    return max(1, int(instances) * int(cores or 1)) if instances.isdigit() else WIDTH_UNKNOWN
+
+
+def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
+    """Rule 2: key → partition, for so many cores.
 
     >>> from types import SimpleNamespace as Task
-    >>> spread({(1, 0): Task(dirty=9, page_size=1 << 23, chain=()), (1, 1): Task(dirty=1, page_size=512, chain=())})
+    >>> spread({(1, 0): Task(dirty=9, page_size=1 << 23, chain=()), (1, 1): Task(dirty=1, page_size=512, chain=())}, 2)
     {(1, 0): 0, (1, 1): 1}
     """
     weights = {key: _weight(task) for key, task in tasks.items()}
-    heavy = [each for each in weights.values() if each > PARTITION_WEIGHT // 2]
-    wanted = len(heavy) + (sum(weights.values()) - sum(heavy)) // PARTITION_WEIGHT + 1
-    partitions = max(1, min(len(weights), PARTITIONS_MAX, max(wanted, PARTITIONS_MIN)))
+    wanted = max(TASKS_PER_CORE * width, sum(weights.values()) // PARTITION_WEIGHT + 1)
+    partitions = max(1, min(len(weights), PARTITIONS_MAX, wanted))
     loads = [(0, number) for number in range(partitions)]
     found: dict[Key, int] = {}
     for key in sorted(weights, key=lambda each: (-weights[each], each)):
@@ -161,15 +234,16 @@ def spread(tasks: Mapping[Key, Any]) -> dict[Key, int]:
     return found
 
 
+def _threads(tasks: Mapping[Key, Any] | None) -> int:
+    """How many keys are joined at once in one task."""
+    is_light = tasks and sum(map(_weight, tasks.values())) <= LIGHT_WEIGHT * len(tasks)
+    return LIGHT_THREADS if is_light else 1
+
+
 def _weight(task: Any) -> int:
     held = sum(place.size_bytes for place in task.chain) if hasattr(task, "chain") else 0
     dirty = task.dirty * task.page_size if hasattr(task, "dirty") else 0
     return max(WEIGHT_MIN, int(dirty + held))
-
-
-def _few(inputs: int) -> int:
-    """Partitions for so many inputs that are light each."""
-    return max(1, min(inputs, PARTITIONS_MAX, PARTITIONS_MIN + inputs // 16))
 
 
 def _pickled(value: Any) -> bytes:

@@ -5,7 +5,8 @@ Terms
 
 Rules
   1. A running session is used, never changed behind its owner's back: what it lacks is said in an error or done without.
-  2. Workers run this very Python: Spark would otherwise start whatever `python3` the PATH has (DESIGN 7).
+  2. Workers run this very Python, unless another one is named: Spark would otherwise start whatever `python3` the PATH has
+     (DESIGN 7).
   3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
   4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
 
@@ -36,6 +37,9 @@ MEMORY_SHARE = 4
 """A JVM of ours gets a quarter of the machine …"""
 MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
 """… between these: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
+
+PYTHON = "spark.pyspark.python"
+"""The setting that names another Python for workers, one of a packed environment (K7)."""
 
 DEFAULTS = {
     "spark.ui.enabled": "false",
@@ -69,16 +73,24 @@ def session(
         return attach(running)
     master = master or os.environ.get("SPARK_MASTER", "") or "local[*]"
     if master.startswith("sc://"):
+        _require_connect()
         return attach(SparkSession.builder.remote(master).getOrCreate())
     os.environ["JAVA_HOME"] = quiet_home(find_java())
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # rule 2
-    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    choose_python(config or {})
     builder = SparkSession.builder.master(master).appName(app)
     for name, value in settings_of(master, memory, config).items():
         builder = builder.config(name, value)
     with _unwarned():
         made = builder.getOrCreate()
     return attach(made)
+
+
+def choose_python(config: Mapping[str, str]) -> None:
+    """Rule 2. Spark itself looks at the setting only where `spark-submit` starts the driver."""
+    if given := config.get(PYTHON, ""):
+        os.environ["PYSPARK_PYTHON"] = given
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
 
 
 @contextmanager
@@ -130,6 +142,13 @@ def _is_alive(spark: Any) -> bool:
     """Whether a session has not been stopped; a Connect session has no context to ask."""
     context = getattr(spark, "_sc", None)
     return context is None or getattr(context, "_jsc", None) is not None
+
+
+def _require_connect() -> None:
+    if find_spec("grpc") is None:
+        raise SparkUnavailable(
+            "Spark Connect needs packages that are not installed", hint="`pip install 'pyspark[connect]'`"
+        )
 
 
 def _require() -> None:

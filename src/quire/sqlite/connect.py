@@ -35,6 +35,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.sqlite.databases import TAGS, Database
 from quire.sqlite.files import PageSource, SourceFile
+from quire.sqlite.forking import fork_at
 from quire.sqlite.live import LiveFile
 from quire.sqlite.published import PublishedFile
 from quire.sqlite.vfs import QuireVfs, VfsFile
@@ -97,6 +98,14 @@ class SqliteRoom:
         if at is None:
             return self._open(name, {}, timeout, read_only=True)
         return self._open(name, _at_parameters(at) | {"immutable": "1"}, timeout, read_only=True)
+
+    def fork(self, name: str, new_name: str, *, at: At) -> int:
+        """A new database that begins as another one was `at` a snapshot, an lsn, an epoch or a time; its id."""
+        self._check()
+        if self._read_only:
+            raise ReadOnly("a database is forked by its owner", hint='open the store with mode="rw"', name=new_name)
+        _at_parameters(at)  # says what is no version
+        return fork_at(self._manifest, self._engine, name, new_name, at)
 
     def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
         database = self._database(self._made(name) if create else self._find(name))

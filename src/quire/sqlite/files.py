@@ -23,7 +23,7 @@ from typing import Protocol
 import apsw
 
 from quire.core.errors import OutOfRange, QuireError
-from quire.sqlite.pragmas import EPOCH, Verdict, look
+from quire.sqlite.pragmas import EPOCH, Verdict, look, tell_once
 from quire.sqlite.trouble import made, sqlite_error
 
 POWERSAFE = apsw.SQLITE_IOCAP_POWERSAFE_OVERWRITE
@@ -81,6 +81,8 @@ def answer_pragma(pointer: int, page_size: int) -> tuple[str, str | None, Verdic
         raise made(apsw.SQLITE_ERROR, verdict.refusal)
     if verdict.reply is not None:
         pragma.result = verdict.reply
+    if verdict.note is not None:
+        tell_once(pragma.name.lower(), str(pragma.value).strip().lower(), str(verdict.reply), verdict.note)
     return pragma.name, pragma.value, verdict
 
 

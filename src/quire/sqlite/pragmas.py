@@ -3,8 +3,14 @@
 SQLite shows every pragma to the file first (`SQLITE_FCNTL_PRAGMA`). `Verdict` is the answer: leave it to SQLite, say
 something in its place, or refuse it with a message of ours. The table for users is in docs/sqlite.md.
 
-    >>> look("journal_mode", "wal", page_size=4096)
-    Verdict(reply='memory', refusal=None)
+A program that asks for another journal mode goes on: whoever answers `memory` has not changed it, by SQLite's own rule, and
+what the mode stands for is had anyway. But nobody reads that answer, so a note says so too, once in a process for each mode:
+the event `sqlite.pragma`, and a line in SQLite's own log (`SQLITE_NOTICE`), which programs that use apsw may listen to.
+
+    >>> look("journal_mode", "wal", page_size=4096).reply
+    'memory'
+    >>> look("journal_mode", "wal", page_size=4096).note
+    "readers and the writer never wait for each other here, as in WAL mode; the log is the store's own"
     >>> look("journal_mode", "off", page_size=4096).refusal[:50]
     'journal_mode=off would leave nothing to roll back '
     >>> look("cache_size", "10", page_size=4096) is PASS
@@ -16,12 +22,31 @@ Executor-safe.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+
+from apsw import SQLITE_NOTICE, log
+
+from quire.core.events import emit
 
 JOURNAL_MODE = "memory"
 """The rollback journal lives in memory; what is on disk is quire's own log, and has a transaction whole or not at all."""
 
 EPOCH = "quire_epoch"
 """Our own: the version that a connection reads, as an lsn."""
+
+_HELD = (
+    "a transaction is there whole or not at all whatever the mode, and no journal is written beside the store's own log"
+)
+NOTES = {
+    "wal": "readers and the writer never wait for each other here, as in WAL mode; the log is the store's own",
+    "delete": _HELD,
+    "truncate": _HELD,
+    "persist": _HELD,
+}
+"""Journal modes that are answered with ours, and why that is enough."""
+EXCLUSIVE = (
+    "a database of a store is never locked for one connection; one writes at a time, and its process owns the store"
+)
 
 OFF, NORMAL, FULL, EXTRA = range(4)
 LEVELS = {"off": OFF, "no": OFF, "false": OFF, "full": FULL, "extra": EXTRA}
@@ -30,10 +55,12 @@ LEVELS = {"off": OFF, "no": OFF, "false": OFF, "full": FULL, "extra": EXTRA}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a pragma: a reply in SQLite's place, a refusal, or, if neither, SQLite's own answer."""
+    """What becomes of a pragma: a reply in SQLite's place, a refusal, or, if neither, SQLite's own answer. A note says why the
+    reply is not what was asked for."""
 
     reply: str | None = None
     refusal: str | None = None
+    note: str | None = None
 
 
 PASS = Verdict()
@@ -48,16 +75,23 @@ def look(name: str, value: str | None, *, page_size: int) -> Verdict:
         case "journal_mode" if asked == "off":
             what = "journal_mode=off would leave nothing to roll back to"
             return Verdict(refusal=f"{what}; it stays {JOURNAL_MODE!r}, which costs no write to disk either")
-        case "journal_mode" if asked in ("delete", "truncate", "persist", "memory", "wal"):
-            return Verdict(reply=JOURNAL_MODE)
+        case "journal_mode" if asked == JOURNAL_MODE or asked in NOTES:
+            return Verdict(reply=JOURNAL_MODE, note=NOTES.get(asked))
         case "locking_mode" if asked == "exclusive":
-            return Verdict(reply="normal")
+            return Verdict(reply="normal", note=EXCLUSIVE)
         case "page_size" if page_size and asked.isdecimal() and int(asked) != page_size:
             what = f"the page size of a quire database is fixed: {page_size}, not {asked}"
             return Verdict(refusal=f"{what}; create another database with page_size={asked} and copy this one into it")
         case "mmap_size":
             return Verdict(reply="0")
     return PASS
+
+
+@cache
+def tell_once(pragma: str, asked: str, answered: str, note: str) -> None:
+    """Say that something else holds than what a program has asked for, where people look: in the log."""
+    log(SQLITE_NOTICE, f"PRAGMA {pragma}={asked} is answered with {answered!r}: {note}")
+    emit("warning", "sqlite.pragma", pragma=pragma, asked=asked, answered=answered, note=note)
 
 
 def synchronous(value: str) -> int:

@@ -7,7 +7,8 @@ Rules
   1. A name without a slash is a database of quire. One with a slash is a file of the machine's, and a file without a name is
      temporary: both are the default VFS's, so `ATTACH '/path/file.db'`, `VACUUM INTO '/path/file.db'` and sorting work as ever.
   2. A database of quire has no journal beside it: SQLite is told that it lives in memory, so that the journal does too, for an
-     attached one as well.
+     attached one as well. A journal that SQLite opens all the same is a temporary file: a pragma for all databases of a
+     connection reaches those that are attached without asking them.
   3. A sleep of a connection that was refused ends when its turn to write comes (`locks.py`).
   4. An error while opening is SQLite's `CANTOPEN` with our message.
 
@@ -30,6 +31,15 @@ from quire.core.errors import QuireError
 from quire.sqlite.trouble import made
 
 NAME_BYTES_MAX = 4096
+
+TEMPORARY = (
+    apsw.SQLITE_OPEN_TEMP_JOURNAL
+    | apsw.SQLITE_OPEN_READWRITE
+    | apsw.SQLITE_OPEN_CREATE
+    | apsw.SQLITE_OPEN_EXCLUSIVE
+    | apsw.SQLITE_OPEN_DELETEONCLOSE
+)
+"""How SQLite itself opens a file that is gone when it is closed."""
 
 _numbers = itertools.count(1)
 
@@ -62,11 +72,13 @@ class QuireVfs(apsw.VFS):
 
     def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> apsw.VFSFile:
         """Open a database, or a file of the default VFS (rule 1)."""
-        if name is None or not flags[0] & apsw.SQLITE_OPEN_MAIN_DB:
+        if name is None:
             return super().xOpen(name, flags)
         path, parameters = _parts(name)
         if "/" in path:
             return super().xOpen(name, flags)
+        if not flags[0] & apsw.SQLITE_OPEN_MAIN_DB:
+            return super().xOpen(None, [TEMPORARY, 0])  # rule 2
         try:
             file, read_only = self._opener(path, parameters, bool(flags[0] & apsw.SQLITE_OPEN_CREATE))
         except QuireError as error:

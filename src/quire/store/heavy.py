@@ -13,20 +13,25 @@ Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was ask
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import JobAlreadyPending
-from quire.jobs.audit.table import audit_table, damaged, write_report
+from quire.core.errors import IllegalTransition, JobAlreadyPending, WrongKind
+from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.handler import Progress
-from quire.jobs.restore.export import restore
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Handler, Outcome, Progress
+from quire.jobs.restore.export import need_no_file
 from quire.jobs.runner import no_tick
-from quire.jobs.stats.compute import Usage, usage
-from quire.jobs.threads import thread_runner
+from quire.jobs.stats.compute import Usage
+from quire.jobs.stats.handler import stats_job
+from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
+from quire.pages.anchors import find_snapshot
 from quire.store.info import has_open_segment, live_databases
 
 if TYPE_CHECKING:
@@ -48,11 +53,17 @@ class Heavy:
         """Bring what is in a database's WAL into chunks; the job, as it ended."""
         db_id = self._id_of(name)
         self._recover(db_id)
+        self._project(db_id)
         return self._run_now(JobKind.CHECKPOINT, db_id, runner)
 
     def merge(self, name: str, *, runner: str = "") -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
         return self._run_now(JobKind.MERGE, self._id_of(name), runner)
+
+    def compact(self, name: str, *, runner: str = "") -> Job:
+        """Merge all tables of a key-value database into one level; the job, as it ended."""
+        payload = {"major": True, "runner": runner}
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.COMPACTION, self._kv_id_of(name), payload))
 
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
@@ -88,6 +99,14 @@ class Heavy:
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
         return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload))
 
+    def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
+        """Make bundles of old chunks of a stream's manifest log, or of all streams'; the job, as it ended.
+
+        Chunks of one `period_seconds` (default: `manifest_log.bundle_seconds`, a week) that is over become one object.
+        """
+        payload = {"runner": runner, "period_seconds": float(period_seconds)}
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.BUNDLE, self._id_of(name) if name else 0, payload))
+
     def damaged(self) -> list[dict[str, Any]]:
         """Every artifact that was found missing or altered, and was not found good since."""
         with self._manifest.read() as txn:
@@ -97,14 +116,21 @@ class Heavy:
         """What is damaged, and `more` of the same columns (orphans, say), as a Parquet file."""
         write_report(path, [*self.damaged(), *more])
 
-    def audit(self, *, runner: str = "") -> pa.Table:
+    def audit(self, *, runner: str = "", progress: Progress = no_tick) -> pa.Table:
         """Everything that rows and objects disagree about, as a table.
 
-        That is broken rules of the manifest (reference counts, heads and floors are computed again from rows), artifacts that
-        are damaged, and objects that are missing or orphaned by their listings.
+        Reference counts, heads and floors are computed again from rows, and listings of objects are compared with what rows
+        promise, both by the runner; besides, the other rules of the manifest are checked, and what was found damaged is told.
         """
+        counted = self.recount(runner=runner, progress=progress)
         swept = self.sweep(runner=runner)
-        return audit_table(self._manifest.check(), self.damaged(), swept.result or {})
+        problems = (each for each in self._manifest.check() if each.rule not in COUNTED_RULES)
+        return audit_table(problems, self.damaged(), swept.result or {}, counted)
+
+    def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
+        """Reference counts, heads and floors that are not what rows add up to: rows of the audit's table."""
+        found: list[dict[str, Any]] = self._run_told(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
+        return found
 
     def restore(
         self,
@@ -117,25 +143,72 @@ class Heavy:
         progress: Progress = no_tick,
     ) -> dict[str, Any]:
         """Write a snapshot of a page database to a file, in parallel; what was done."""
-        view, context = self._store.view(name, snapshot), self._rooms.context
-        size = view.size_pages * view.page_size
-        chosen = self._rooms.runners.choose(runner, size, partial(thread_runner, context, label="quire-restore"))
-        return restore(view, target, chosen, context.disk, replace=replace, tick=progress)
-
-    def stats(self) -> list[Usage]:
-        """What each database and snapshot takes: alone, shared, by tier."""
+        db_id, path = self._id_of(name), os.path.abspath(target)
         with self._manifest.read() as txn:
-            return usage(txn, self._manifest.clock.now_ms())
+            snapshot_id, _ = find_snapshot(txn, db_id, snapshot)
+        if not replace:
+            need_no_file(self._rooms.context.disk, path)
+        payload = {"snapshot": snapshot_id, "path": path, "replace": replace, "runner": runner}
+        result: dict[str, Any] = self._run_told(JobKind.RESTORE, db_id, payload, progress).result
+        return result
+
+    def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
+        """What each database and snapshot takes: alone, shared, by tier."""
+        found: list[Usage] = []
+        handler = partial(stats_job, runners=self._rooms.runners, into=found.extend)
+        self._run_told(JobKind.STATS, 0, {"runner": runner}, progress, handler)
+        return found
+
+    def retention_all(self, names: Iterable[str] | None = None, *, force: bool = False) -> list[Job]:
+        """Apply the policies of these databases, or of all that have one, now; their jobs, as they ended.
+
+        With `force` also where a policy takes the last snapshots. What they let go is deleted as always, after its grace.
+        """
+        if names is None:
+            db_ids = [db_id for db_id, _ in self._manifest.retention.databases()]
+        else:
+            db_ids = [self._id_of(name) for name in names]
+        payload = {"force": force} if force else None
+        return [self._run_job(self._outstanding(JobKind.RETENTION, db_id, payload)) for db_id in db_ids]
 
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
         """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
+        return self._run_job(self._outstanding(kind, db_id, {"runner": runner} if runner else None))
+
+    def _outstanding(self, kind: JobKind, db_id: int, payload: dict[str, Any] | None) -> int:
+        """A new job of an exclusive kind; or the one that there is."""
         jobs = self._manifest.jobs
         try:
-            job_id = jobs.enqueue(kind, db_id, {"runner": runner} if runner else None)
+            return jobs.enqueue(kind, db_id, payload)
         except JobAlreadyPending:
-            job_id = jobs.outstanding(db_id, kind)
-        return self._run_job(job_id)
+            return jobs.outstanding(db_id, kind)
+
+    def _run_told(
+        self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
+    ) -> Job:
+        """Run a job in this thread; its caller hears how far it is, and gets what it raises: then nobody tries it again."""
+        met, work = list[Exception](), handler or self._rooms.handlers[kind]
+
+        def both(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
+            def told(done: int, total: int) -> None:
+                tell(done, total)
+                progress(done, total)
+
+            try:
+                return work(ctx, job, told)
+            except Exception as error:
+                met.append(error)
+                raise
+
+        jobs = self._manifest.jobs
+        job_id = jobs.enqueue(kind, db_id, payload)
+        Worker(self._rooms.context, {kind: both}).run(job_id)
+        if met:
+            with suppress(IllegalTransition):  # it has failed for good
+                jobs.cancel(job_id)
+            raise met[0]
+        return jobs.get(job_id)
 
     def _run_job(self, job_id: int) -> Job:
         self._rooms.worker.run(job_id)
@@ -157,9 +230,24 @@ class Heavy:
                 pages.flush(db_id)
                 pages.close_database(db_id)
 
+    def _project(self, db_id: int) -> None:
+        """A checkpoint of a stream reads rows: they are brought up to its log first. Its open segment is not its business."""
+        with self._manifest.read() as txn:
+            record = txn.database(db_id)
+        if record is not None and record.kind is DbKind.STREAM:
+            self._rooms.streams.open(db_id).ledger.project_now()
+
     def _id_of(self, name: str) -> int:
         with self._manifest.read() as txn:
             return txn.database_id(name)
+
+    def _kv_id_of(self, name: str) -> int:
+        with self._manifest.read() as txn:
+            db_id = txn.database_id(name)
+            record = txn.database(db_id)
+        if record is None or record.kind is not DbKind.LSM:
+            raise WrongKind("not a key-value database", hint="`quire ls` shows the kinds", name=name)
+        return db_id
 
     def _ids_of(self, names: Iterable[str] | None) -> list[int]:
         if names is not None:

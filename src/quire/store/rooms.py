@@ -16,13 +16,14 @@ from quire.core.ids import ArtifactKey
 from quire.core.settings import StoreSettings
 from quire.durable.files import Disk
 from quire.jobs.context import JobContext, StorePool
-from quire.jobs.handler import Handler
+from quire.jobs.handler import Handler, Outcome, Progress
 from quire.jobs.handlers import HANDLERS
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.sweep.handler import sweep_job
 from quire.jobs.upkeep import Upkeep
 from quire.jobs.uploads import upload_now
 from quire.jobs.worker import Worker
+from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from quire.stream.engine import StreamEngine
 
 
-HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY)
+HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
 """Jobs whose bytes may be moved by Spark."""
 
 
@@ -74,9 +75,12 @@ class Rooms:
             **HANDLERS,
             **{kind: partial(known[kind], runners=self.runners) for kind in HEAVY},
             JobKind.SWEEP: partial(sweep_job, runners=self.runners),
+            JobKind.BUNDLE: self._bundle,
+            JobKind.COMPACTION: self._compact,
         }
+        self.handlers = handlers
         self.worker = Worker(context, handlers, threads=settings.maintenance.workers)
-        self.upkeep = Upkeep(context, self.worker, self._snapshot)
+        self.upkeep = Upkeep(context, self.worker, self._snapshot, self._sweep_versions)
         self._manifest = manifest
         self._page_size = settings.pages.page_size
         self._path = path
@@ -125,6 +129,19 @@ class Rooms:
                 )
             return self._kv
 
+    def _compact(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Compactions of key-value databases; the engine is loaded with the first of them."""
+        from quire.jobs.compaction.handler import compaction_job
+
+        return compaction_job(ctx, job, progress, runners=self.runners, kvs=lambda: self.kv)
+
+    def _bundle(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Bundles of streams' manifest logs; the engine is loaded with the first of them."""
+        from quire.jobs.bundle.handler import bundle_job
+
+        week = self._settings.manifest_log.bundle_seconds
+        return bundle_job(ctx, job, progress, streams=lambda: self.streams, runners=self.runners, period_seconds=week)
+
     @property
     def sqlite(self) -> SqliteRoom:
         """SQLite connections; loaded when somebody wants one."""
@@ -154,6 +171,10 @@ class Rooms:
 
     def _open(self, url: str) -> ObjectStore:
         return open_store(url, disk=self._disk)
+
+    def _sweep_versions(self) -> int:
+        """Files of dropped key-value snapshots; they can wait until the engine is loaded for something else."""
+        return self._kv.sweep() if self._kv is not None else 0
 
     def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
         """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""

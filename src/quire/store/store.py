@@ -1,4 +1,4 @@
-"""`quire.open` and `Store`: a directory, opened; the rooms below it, wired together.
+"""`Store`: a directory, opened; the rooms below it, wired together. How it is opened: opening.py.
 
 Terms
   owner    the one process that has the store's lock and may change it
@@ -6,20 +6,13 @@ Terms
 
 Rules
   1. `Store` only delegates: what it does is done by the manifest and the object store.
-  2. Opening either gives a whole store or raises and leaves what was there (how a new one is made: layout.py).
-  3. A handle belongs to the process that opened it: after fork() the child's use of it raises `StoreClosed` (M12), and
+  2. A handle belongs to the process that opened it: after fork() the child's use of it raises `StoreClosed` (M12), and
      the parent's lock stays the parent's.
-  4. The object store is loaded and opened when it is first asked for: light commands need no cloud client.
+  3. The object store is loaded and opened when it is first asked for: light commands need no cloud client.
 
-    >>> import tempfile
-    >>> with open(tempfile.mkdtemp()) as store:
-    ...     created = store.create("shop", "pages")
-    ...     [(each.name, each.kind.name, each.snapshots) for each in store.databases()]
-    [('shop', 'PAGES', 0)]
-
-Threads: any, once opened; `open` and `close` are for one thread.
-Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`,
-`FormatTooNew`, `StoreClosed`, `ReadOnly`, and of databases `UnknownDatabase`, `NameTaken`, `InvalidName`, `StillReferenced`.
+Threads: any; `close` is for one thread.
+Raises `StoreClosed`, `ReadOnly`, `InvalidInput`, and of databases `UnknownDatabase`, `NameTaken`, `InvalidName`,
+`StillReferenced`.
 """
 
 from __future__ import annotations
@@ -29,26 +22,23 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, Self
 
-from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ReadOnly, StorageFault, StoreClosed
-from quire.core.events import emit
+from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
-from quire.durable import names
-from quire.durable.files import Disk, OsDisk
-from quire.durable.locks import FileLock
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.records import DbKind
-from quire.manifest.store import ManifestStore
 from quire.store import layout
 from quire.store.info import DatabaseInfo, StoreInfo, database_info, has_open_segment, live_databases, store_info
 
 if TYPE_CHECKING:
+    from quire.durable.files import Disk
+    from quire.durable.locks import FileLock
     from quire.jobs.upkeep import Round, Upkeep
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
     from quire.lsm.kv import Kv
     from quire.manifest.jobqueue import Job
     from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
     from quire.pages.engine import PageEngine
     from quire.pages.view import SnapshotView
@@ -61,81 +51,6 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 Mode = Literal["rw", "r"]
-
-
-def open(  # noqa: A001 - `quire.open` reads as it should
-    path: str | os.PathLike[str],
-    mode: Mode = "rw",
-    *,
-    create: bool = True,
-    settings: StoreSettings | None = None,
-    clock: Clock | None = None,
-    repair: bool = False,
-    disk: Disk | None = None,
-) -> Store:
-    """Open the store at `path`; with mode "rw" become its owner and, unless `create=False`, make it if need be.
-
-    `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
-    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `clock` and `disk`
-    are seams for tests; LMDB and remote objects do not pass through `disk`.
-    """
-    root = os.path.abspath(os.fspath(path))
-    clock, disk = clock or SystemClock(), disk or OsDisk()
-    if mode == "r":
-        if repair:
-            raise ReadOnly("a reader cannot repair", hint='open with mode="rw"', path=root)
-        return _open_reader(root, settings, clock, disk)
-    if mode != "rw":
-        raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
-    return _open_owner(root, create, settings, clock, repair, disk)
-
-
-def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
-    if layout.look(disk, root) is not layout.Found.STORE:
-        raise layout.not_found(root)
-    settings = layout.read_config(disk, root, given)
-    path = os.path.join(root, names.MANIFEST)
-    manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
-    return Store(root, settings, manifest, None, disk)
-
-
-def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clock, repair: bool, disk: Disk) -> Store:
-    found = layout.look(disk, root)
-    if found is not layout.Found.STORE and not create:
-        raise layout.not_found(root)
-    if found is layout.Found.FOREIGN:
-        raise layout.foreign(root)
-    if found is layout.Found.NOTHING:
-        layout.make_directory(disk, root)
-    lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
-    try:
-        found = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
-        if found is layout.Found.EMPTY:
-            layout.write_config(disk, root, given.object_store if given else "")
-        settings = layout.read_config(disk, root, given)
-        if found is not layout.Found.STORE:
-            layout.make_manifest(disk, root, settings, clock)
-        manifest = ManifestStore.open(
-            os.path.join(root, names.MANIFEST), settings=settings.manifest, clock=clock, create=False, repair=repair
-        )
-    except BaseException:
-        lock.close()
-        raise
-    manifest.feed_settings = settings.feed
-    store = Store(root, settings, manifest, lock, disk)
-    try:
-        manifest.jobs.recover()
-        if settings.maintenance.enabled:
-            store._start_upkeep()
-        layout.sweep_debris(disk, root)
-        layout.sweep_scratch(disk, root)
-    except StorageFault as fault:
-        # What is left costs space and is swept at the next start; the store itself is sound.
-        emit("warning", "store.sweep_failed", path=root, error=str(fault))
-    except BaseException:
-        store.close()
-        raise
-    return store
 
 
 class Store:
@@ -229,7 +144,7 @@ class Store:
         return self._need_rooms().worker
 
     def _need_rooms(self) -> Rooms:
-        from quire.store.rooms import Rooms  # rule 4
+        from quire.store.rooms import Rooms  # rule 3
 
         self._check()
         with self._opening:
@@ -253,21 +168,23 @@ class Store:
         create: bool = False,
         page_size: int = 0,
         fork_of: str | None = None,
-        fork_at: str | None = None,
+        fork_at: At | None = None,
         timeout: float = 5.0,
     ) -> Connection:
         """A SQLite connection (apsw) to a page database: its newest version, or for reading the one `at` a snapshot, lsn or
         time.
 
-        With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was at its
-        snapshot `fork_at`. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
+        With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was
+        `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
         """
         rooms = self._need_rooms()
-        if fork_of is not None:
-            self.fork(fork_of, name, at=fork_at)
+        if fork_of is not None and fork_at is not None:
+            rooms.sqlite.fork(fork_of, name, at=fork_at)
+        elif fork_of is not None:
+            self.fork(fork_of, name)
         elif fork_at is not None:
             raise InvalidInput(
-                "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=fork_at
+                "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=str(fork_at)
             )
         return rooms.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
 
@@ -295,7 +212,7 @@ class Store:
         return self.streams.open(name, create=create)
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _start_upkeep(self) -> None:
+    def start_upkeep(self) -> None:
         """In the background, from one interval on: a command that is over in a second needs none of it."""
 
         def begin() -> None:

@@ -97,6 +97,7 @@ def _database(txn: ReadTxn, db_id: int) -> Answer:
     size = sum(row.size_bytes for _, row in txn.scan(t.CHUNK_CATALOG, db_id))
     size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
     size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
+    size += sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
     return Answer(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
 
 

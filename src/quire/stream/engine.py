@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from quire.core.clock import Clock
 from quire.core.errors import (
@@ -121,6 +122,24 @@ class StreamEngine:
             cache=self.cache,
             background=self._background,
         )
+
+    @contextmanager
+    def borrowed(self, db: int | str) -> Iterator[tuple[Stream, bool]]:
+        """A stream for a short while, and whether it was open anyway. One that was not is closed again, and nobody else
+        opens it meanwhile: a job over thousands of streams must not leave them all open."""
+        with self._lock:
+            with self._manifest.read() as txn:
+                stream_id, _ = find_stream(txn, db)
+            known = self._open.get(stream_id)
+            if known is None or known.failure is not None:
+                stream = self.open(stream_id)
+                try:
+                    yield stream, False
+                finally:
+                    self._open.pop(stream_id, None)
+                    stream.close()
+                return
+        yield known, True
 
     def _is_known(self, name: str) -> bool:
         with self._manifest.read() as txn:

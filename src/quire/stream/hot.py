@@ -357,6 +357,7 @@ class HotLog:
         try:
             if self.failure is None:
                 self.seal()
+                self.spares.close()
         finally:
             self.abandon(StoreClosed("the stream is closed", hint="open it again", stream_id=self._files.stream_id))
 
@@ -369,7 +370,7 @@ class HotLog:
         with self._writing:
             if self.segment is not None:
                 self.segment.file.close()
-        self.spares.close()
+        self.spares.abandon()
         self._group.wake()
         self.waiters.wake()
 

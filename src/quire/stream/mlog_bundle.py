@@ -12,6 +12,8 @@ Rules
   2. Only chunks of periods that are over, and before the newest snapshot in tier 2: nobody who starts now reads them.
   3. The same chunks give the same bundle, byte for byte: a repeated run adopts what is there.
   4. Chunks are queued for deletion only after the bundle has been read back whole.
+  5. A chunk is in one bundle: those that a bundle holds already, and that are still there because somebody was killed before
+     they were queued, are left over: `publish` alone is to be repeated for them.
 
 Threads: functions without state; `run` is importable on executors.
 Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
@@ -58,7 +60,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
     period_ms = max(int(period_seconds * 1000), 1)
     runs: list[list[int]] = []
     last_period = None
-    for index in sorted(each for each in listing.chunks if each < before):
+    for index in sorted(each for each in listing.chunks if each < before and listing.bundle_of(each) is None):
         period = listing.chunks[index].modified_ms // period_ms
         if period >= now_ms // period_ms:
             break
@@ -71,6 +73,16 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
         BundleTask(stream_id=objects.stream_id, first=run[0], last=run[-1], prefix=objects.prefix)
         for run in runs
         if len(run) >= chunks_min
+    ]
+
+
+def left_over(objects: LogObjects) -> list[BundleTask]:
+    """Bundles whose chunks are still there, some or all (rule 5)."""
+    listing = objects.listing()
+    return [
+        BundleTask(stream_id=objects.stream_id, first=first, last=last, prefix=objects.prefix)
+        for first, last in sorted(listing.bundles)
+        if any(first <= index <= last for index in listing.chunks)
     ]
 
 
@@ -100,7 +112,8 @@ def publish(log: ManifestLog, result: BundleResult) -> list[str]:
     task = result.task
     if log.objects.get_bundle(task.first, task.last) is None:
         raise StalePlan("the bundle is not there", hint="run it again", key=result.key)
-    keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1)]
+    there = log.objects.listing().chunks
+    keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1) if index in there]
     log.queue_own_deletes(keys)
     return keys
 

@@ -179,8 +179,8 @@ class ManifestLog:
         return done.uploaded
 
     def reconcile(self, *, object_exists: Callable[[str], bool] | None = None, deep: bool = False) -> Reconciled:
-        """Compare tier 2 with this disk, upload what is missing there, say what needs repair; a stream does it when it
-        opens. With `object_exists` the objects of its segments are looked for too."""
+        """Compare tier 2 with this disk, upload what is missing there, say what needs repair; a stream does it in
+        its first round of upkeep. With `object_exists` the objects of its segments are looked for too."""
         assert self.objects is not None
         with self._ticking:
             return reconcile(self.files, self.objects, self.index, object_exists=object_exists, deep=deep)

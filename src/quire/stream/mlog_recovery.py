@@ -169,7 +169,8 @@ def reconcile(
 ) -> Reconciled:
     """Compare the log's objects with the disk, and with `object_exists` the segments' too; upload what is missing.
 
-    `deep` reads objects whole and checks them; else their commit copies are compared. `repair=False` changes nothing.
+    `deep` reads objects whole and checks them; else the commit copies of those are compared that are here too, and of the
+    others it is enough that they are listed: what this costs does not grow with the history. `repair=False` changes nothing.
     """
     found = Reconciled()
     listing = objects.listing()
@@ -178,7 +179,7 @@ def reconcile(
     for number in range(max(known, default=-1) + 1):
         local = sealed.get(number)
         if number in listing.chunks:
-            what = _differs(objects, number, local, deep=deep)
+            what = _differs(objects, number, local, deep=deep) if deep or local is not None else None
             if what is None and local is not None:
                 found.present.append(number)
                 if repair and not local.header.uploaded:

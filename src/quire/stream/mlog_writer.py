@@ -56,8 +56,8 @@ from quire.stream.mlog_format import (
 from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
 from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
 
-_pack = RECORD.pack
-_LAST_KNOWN = int(RecordType.CUSTOM_EVENT)
+_pack_into = RECORD.pack_into
+_LAST_KNOWN, _MARKER = int(RecordType.CUSTOM_EVENT), int(RecordType.SNAPSHOT_MARKER)
 
 
 class ManifestLogWriter:
@@ -165,22 +165,22 @@ class ManifestLogWriter:
                 tail = self._tail
                 start = tail + RECORD_BYTES
                 end = start + size
-                if end > self._room or self._trouble is not None:
+                if end > self._room:  # or something is wrong: then there is no room at all
                     self._make_room(end)
                 now = self._now_ms()
                 if now > self._last_ms:
                     self._last_ms = now
                 else:
                     now = self._last_ms
-                head = _pack(kind, 0, size, segment_id, logical_offset, now, crc64(payload))
                 mapped = self._map
                 assert mapped is not None
                 mapped[start:end] = payload
-                mapped[tail:start] = head
+                _pack_into(mapped, tail, kind, 0, size, segment_id, logical_offset, now, crc64(payload))
                 self._count += 1
-                if segment_id != NO_SEGMENT:
+                if segment_id:
                     self._about_data = True
-                if type(value) is SnapshotMarker:
+                if kind == _MARKER:
+                    assert isinstance(value, SnapshotMarker)
                     self._snapshot_id = value.snapshot_id
                 self._tail = end
                 return tail
@@ -361,6 +361,7 @@ class ManifestLogWriter:
         try:
             step()
         except BaseException as error:
+            self._room = 0  # the next append looks at what is wrong
             self._trouble = StoreUnusable(
                 f"{doing} of the manifest log failed, and what reached the disk is unknown",
                 hint="repair the cause, then open the stream again",

@@ -11,6 +11,8 @@ Rules
   3. An object is announced (`suffix`) before its first byte is sent, so that whoever deletes the row looks for it.
   4. LMDB has no word for a tier 1 copy or an etag: what is in the directories says the one, nothing says the other.
   5. Bytes that something else holds, a snapshot or a fork, are pinned: their count is above the one of the stream itself.
+  6. A segment that a checkpoint has published is a slot too (docs/decisions/009-stream-chunks.md). The fold that ends its row
+     clears the slot; the chunk's row, which has no bytes, goes with the next delete job.
 
 Threads: any. Raises what the manifest raises.
 """
@@ -24,8 +26,11 @@ from quire.durable.names import Tier
 from quire.manifest import tables as t
 from quire.manifest.ops.artifacts import UpdateArtifact
 from quire.manifest.ops.base import Op
+from quire.manifest.ops.slots import SetSlots
 from quire.manifest.ops.wal import AppendWalChunk, MoveWalState
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency, WalFormat, WalRecord, WalState
+from quire.manifest.slots import pack_leaf, place
 from quire.manifest.store import ManifestStore
 from quire.stream.catalogue import Segment, View
 from quire.stream.files import StreamFiles
@@ -57,7 +62,12 @@ class Projection:
             else:
                 wanted = set(segment_ids)
                 rows = {each: row for each in wanted if (row := txn.get(t.WAL_CATALOG, self._stream_id, each))}
+            chunks = [each for each in wanted if view.get(each) is None and txn.chain(self._stream_id, each)]
         found = [op for each in sorted(wanted) for op in self._ops(each, view.get(each), rows.get(each))]
+        if chunks:
+            generation = self._manifest.reserve_generation(self._stream_id)
+            with self._manifest.read() as txn:
+                found += self._unpublish(txn, chunks, generation)
         if found:
             self._manifest.submit(found).result()
         return len(found)
@@ -101,8 +111,26 @@ class Projection:
     def _truncate(self, segment_id: int, row: WalRecord) -> list[Op]:
         if row.state not in _ORDER:
             return []
+        ops: list[Op] = []
+        if (row.residency, row.suffix) != (Residency.LOCAL, "") and row.state is not WalState.TRUNCATED:
+            where = (self._stream_id, ArtifactKind.WAL, segment_id, 0)  # the log has deleted it: nobody else is to try
+            ops.append(UpdateArtifact(*where, residency=Residency.LOCAL, suffix=""))
         steps = _ORDER[_ORDER.index(row.state) + 1 :]
-        return [MoveWalState(self._stream_id, segment_id, state) for state in steps]
+        return ops + [MoveWalState(self._stream_id, segment_id, state) for state in steps]
+
+    def _unpublish(self, txn: ReadTxn, segment_ids: Iterable[int], generation: int) -> list[Op]:
+        """Take the chunks of segments that are gone out of the live set (rule 6)."""
+        offsets: dict[int, list[int]] = {}
+        for segment_id in sorted(segment_ids):
+            leaf, offset = place(segment_id)
+            offsets.setdefault(leaf, []).append(offset)
+        ops: list[Op] = []
+        for leaf, cleared in offsets.items():
+            held = txn.get(t.LIVE_LEAF, self._stream_id, leaf)
+            if held is not None:
+                before = (held.origin_db_id, held.generation)
+                ops.append(SetSlots(self._stream_id, leaf, generation, *before, pack_leaf({}), bytes(cleared)))
+        return ops
 
     def pinned(self, segment_id: int) -> bool:
         """Whether something beside the stream holds a segment (rule 5)."""

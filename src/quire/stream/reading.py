@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +37,9 @@ from quire.stream.catalogue import Segment, View
 from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_states import Remote
-from quire.stream.segment import HEADER_BYTES, Block, records_of
-from quire.stream.sources import Lost, Marks, Piece, WarmSource, hot_source, remote_source, warm_source
+from quire.stream.segment import HEADER_BYTES
+from quire.stream.sources import Lost, Marks, WarmSource, hot_source, remote_source, warm_source
+from quire.stream.spans import Span
 
 SCHEMA = pa.schema(
     [
@@ -109,30 +111,26 @@ class StreamReader:
     def read(self, start: int | None = None, stop: int | None = None) -> Iterator[Record]:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now)."""
         first, last = self._range(start, stop)
-        for block, body in self._pieces(first, last):
-            column, begin = _column(block, body, first, last)
-            stamp = block.timestamp_ms
-            for number, payload in enumerate(column.to_pylist(), begin):
-                yield Record(number, stamp, payload)
+        for span in self._spans(first, last):
+            stamps = span.timestamp_ms
+            each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
+            yield from map(Record, count(span.first_record), each, span.column.to_pylist())
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches (`SCHEMA`)."""
         first, last = self._range(start, stop)
-        columns: list[Any] = []
-        begins: list[tuple[int, int]] = []
+        kept: list[Span] = []
         rows = size = 0
         batches = _Batches()
-        for block, body in self._pieces(first, last):
-            column, begin = _column(block, body, first, last)
-            columns.append(column)
-            begins.append((begin, block.timestamp_ms))
-            rows += len(column)
-            size += block.body_bytes
+        for span in self._spans(first, last):
+            kept.append(span)
+            rows += len(span.column)
+            size += span.size_bytes
             if rows >= BATCH_ROWS or size >= BATCH_BYTES:
-                yield batches.make(columns, begins)
-                columns, begins, rows, size = [], [], 0, 0
-        if columns:
-            yield batches.make(columns, begins)
+                yield batches.make(kept)
+                kept, rows, size = [], 0, 0
+        if kept:
+            yield batches.make(kept)
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
         """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
@@ -184,15 +182,15 @@ class StreamReader:
             raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
         return begin, min(end, end if stop is None else stop)
 
-    def _pieces(self, position: int, stop: int) -> Iterator[Piece]:
-        """Checked blocks that have records of [position, stop)."""
+    def _spans(self, position: int, stop: int) -> Iterator[Span]:
+        """The records of [position, stop), checked."""
         search = _Search()
         while position < stop:
             segment, tier = self._choose(position, stop, search)
             try:
-                for block, body in self._of_copy(segment, tier, position, stop):
-                    yield block, body
-                    position = block.end_record
+                for span in self._of_copy(segment, tier, position, stop):
+                    yield span.within(position, stop)
+                    position = span.end_record
             except Lost as lost:
                 self._lost(position, segment, tier, lost, search)
 
@@ -228,7 +226,7 @@ class StreamReader:
             error=str(lost.error),
         )
 
-    def _of_copy(self, segment: Segment, tier: int, position: int, stop: int) -> Iterator[Piece]:
+    def _of_copy(self, segment: Segment, tier: int, position: int, stop: int) -> Iterator[Span]:
         """Blocks of one copy of a segment that have records of [position, stop)."""
         self._touch(segment.segment_id)
         stop = min(stop, segment.end_record or stop)
@@ -239,12 +237,12 @@ class StreamReader:
                 if position > segment.base_record:
                     marks = marks or self._marks(segment, source.marks)
                     offset = marks.with_record(position)
-                yield from source.pieces(offset, stop)
+                yield from source.spans(offset, stop)
         elif tier == _WARM:
             with warm_source(self._files, segment, self._cache) as warm:
-                yield from warm.pieces(position, stop)
+                yield from warm.spans(position, stop)
         else:
-            yield from self._remote(segment).pieces(position, stop)
+            yield from self._remote(segment).spans(position, stop)
 
     def _first_at(self, segment: Segment, tier: int, timestamp_ms: int) -> int | None:
         """The first record of a segment that is not before a moment."""
@@ -318,15 +316,6 @@ def _tiers(segment: Segment) -> list[int]:
     return found or [_HOT]
 
 
-def _column(block: Block, body: Any, start: int, stop: int) -> tuple[Any, int]:
-    """The records of a block within [start, stop) as a column, and the id of the first."""
-    column = records_of(block, body)
-    begin, end = max(start, block.first_record), min(stop, block.end_record)
-    if end - begin != block.records:
-        column = column.slice(begin - block.first_record, end - begin)
-    return column, begin
-
-
 class _Batches:
     """Makes record batches. Ids and timestamps of many are made at once: a batch has slices of them."""
 
@@ -336,19 +325,31 @@ class _Batches:
         self._first, self._ids = 0, _over(_ID, 0, [None, pa.py_buffer(b"")])
         self._stamp, self._stamps = -1, _over(_TIMESTAMP, 0, [None, pa.py_buffer(b"")])
 
-    def make(self, columns: list[Any], begins: list[tuple[int, int]]) -> Any:
-        """One record batch of consecutive columns; `begins` has the first id and the timestamp of each."""
-        payload = columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
-        first, stamp = begins[0]
-        rows = len(payload)
+    def make(self, spans: list[Span]) -> Any:
+        """One record batch of consecutive spans."""
+        payload = spans[0].column if len(spans) == 1 else pa.concat_arrays([span.column for span in spans])
+        first, rows = spans[0].first_record, len(payload)
         if not self._first <= first <= self._first + len(self._ids) - rows:
             ids = np.arange(first, first + max(rows, BATCH_ROWS), dtype=np.uint64)
             self._first, self._ids = first, _over(_ID, len(ids), [None, pa.py_buffer(ids)])
-        if begins[-1][1] != stamp:  # timestamps never fall: all of them are the same if the last one is
-            stamps = np.repeat(np.array([each for _, each in begins], np.int64), [len(column) for column in columns])
-            self._stamp, self._stamps = -1, _over(_TIMESTAMP, rows, [None, pa.py_buffer(stamps)])
-        elif stamp != self._stamp or rows > len(self._stamps):
-            stamps = np.full(rows, stamp, np.int64)
-            self._stamp, self._stamps = stamp, _over(_TIMESTAMP, rows, [None, pa.py_buffer(stamps)])
-        made = [self._ids.slice(first - self._first, rows), self._stamps.slice(0, rows), payload]
+        made = [self._ids.slice(first - self._first, rows), self._stamped(spans, rows), payload]
         return pa.RecordBatch.from_arrays(made, schema=SCHEMA)
+
+    def _stamped(self, spans: list[Span], rows: int) -> Any:
+        """The timestamps of a batch."""
+        stamp = spans[0].timestamp_ms
+        if (
+            not isinstance(stamp, int) or spans[-1].last_ms != stamp
+        ):  # they never fall: all are the same if the last one is
+            parts = [_each(span) for span in spans]
+            stamps = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return _over(_TIMESTAMP, rows, [None, pa.py_buffer(np.ascontiguousarray(stamps))])
+        if stamp != self._stamp or rows > len(self._stamps):
+            stamps = np.full(rows, stamp, np.int64)
+            self._stamp, self._stamps = stamp, _over(_TIMESTAMP, len(stamps), [None, pa.py_buffer(stamps)])
+        return self._stamps.slice(0, rows)
+
+
+def _each(span: Span) -> Any:
+    stamps = span.timestamp_ms
+    return np.full(len(span.column), stamps, np.int64) if isinstance(stamps, int) else stamps

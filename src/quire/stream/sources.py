@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
-from quire.core.limits import MIB
+from quire.core.limits import KIB
 from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
@@ -33,10 +33,13 @@ from quire.stream.cache import ByteCache
 from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
+from quire.stream.spans import Span, spans_of
 from quire.stream.warm import WarmReader
 
-WINDOW_BYTES = MIB
-"""What one read of a file fetches at most, unless a block is larger."""
+WINDOW_BYTES = 512 * KIB
+"""What one read of a file fetches at most, unless a block is larger: small enough for a processor's cache."""
+FIRST_WINDOW_BYTES = 128 * KIB
+"""The same of the first one: a read of one record does not wait for more."""
 
 T = TypeVar("T")
 Piece = tuple[Block, Bytes]
@@ -140,6 +143,25 @@ class HotSource:
                 raise Lost(self._damaged("it ends within a block", offset))
             offset += at
 
+    def spans(self, offset: int, stop: int) -> Iterator[Span]:
+        """Records from an offset on, up to the one before `stop`, of many small blocks together."""
+        want = FIRST_WINDOW_BYTES
+        while offset < self._end:
+            size = min(want, self._end - offset)
+            raw = memoryview(self._file.read_at(size, offset))
+            found = spans_of(raw, offset, self._seed, stop=stop)
+            for span in found.spans:
+                yield span
+                if span.end_record >= stop:
+                    return
+            if found.bad_at is not None:
+                raise Lost(self._damaged("a block is not what was written", offset + found.bad_at))
+            is_short = len(raw) < size or found.need_bytes <= len(raw) or offset + found.need_bytes > self._end
+            if not found.used_bytes and is_short:
+                raise Lost(self._damaged("it ends within a block", offset))
+            offset += found.used_bytes
+            want = max(WINDOW_BYTES, found.need_bytes)
+
 
 @contextmanager
 def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
@@ -214,12 +236,39 @@ class WarmSource:
                 if block.end_record >= stop:
                     return
 
+    def _frame_spans(self, number: int) -> list[Span]:
+        key = (self._stream_id, self._segment.segment_id, number, "spans")
+        found: list[Span] | None = self._cache.get(key)
+        if found is None:
+            try:
+                with self._lock:
+                    raw, row, seed = self.reader.raw(number), self.reader.frame(number), self.reader.header().crc64
+            except (Corruption, ObjectNotFound, OutOfRange) as error:
+                raise Lost(error) from error
+            begin = HEADER_BYTES if row.raw_offset == 0 else 0
+            got = spans_of(memoryview(raw), row.raw_offset, seed, at=begin)
+            if got.used_bytes != len(raw):
+                where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": number}
+                raise Lost(Corruption("a compressed segment's block is damaged", hint=VERIFY, **where))
+            found = got.spans
+            self._cache.put(key, found, len(raw))
+        return found
+
+    def spans(self, record: int, stop: int) -> Iterator[Span]:
+        """Records from a record's block on, up to the one before `stop`, of many small blocks together."""
+        for number in range(self.reader.frame_with(record), self.reader.frames):
+            for span in self._frame_spans(number):
+                if span.end_record > record:
+                    yield span
+                if span.end_record >= stop:
+                    return
+
     def first_at(self, timestamp_ms: int) -> int | None:
-        """The first record of the first block that is not before a moment."""
+        """The first record that is not before a moment."""
         for number in range(self.reader.frame_at(timestamp_ms), self.reader.frames):
-            for block, _ in self._frame(number):
-                if block.timestamp_ms >= timestamp_ms:
-                    return block.first_record
+            for span in self._frame_spans(number):
+                if (record := span.first_at(timestamp_ms)) is not None:
+                    return record
         return None
 
 
@@ -254,12 +303,18 @@ def remote_source(
             return retry(lambda: store.get_range(segment.key, offset, size))
 
         try:
-            reader = WarmReader(read, segment.warm_bytes, path=f"{store.url}/{segment.key}")
+            # A log that was off while the object was made was told that it is there, not how long it is.
+            size = segment.warm_bytes or int.from_bytes(retry(lambda: _size_of(store, segment.key)), "little")
+            reader = WarmReader(read, size, path=f"{store.url}/{segment.key}")
         except (Corruption, ObjectNotFound, OutOfRange) as error:
             raise Lost(_remote_error(error, segment)) from error
         found = (reader, threading.Lock())
         cache.put(kept, found, 1024 + reader.frames * 128)
     return WarmSource(stream_id, segment, found[0], cache, lock=found[1])
+
+
+def _size_of(store: ObjectStore, key: str) -> bytes:
+    return store.head(key).size_bytes.to_bytes(8, "little")
 
 
 def _remote_error(error: QuireError, segment: Segment) -> QuireError:

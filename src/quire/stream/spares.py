@@ -70,11 +70,20 @@ class Spares:
 
     def close(self) -> None:
         """Give up what is kept."""
+        if (kept := self._end()) is not None:
+            self._drop(kept)
+
+    def abandon(self) -> None:
+        """The same as a crash would: the file stays, to be swept (rule 1)."""
+        if (kept := self._end()) is not None:
+            with suppress(StorageFault):
+                kept.close()
+
+    def _end(self) -> File | None:
         with self._lock:
             self._closed = True
             kept, self._kept = self._kept, None
-        if kept is not None:
-            self._drop(kept[0])
+        return None if kept is None else kept[0]
 
     def _keep(self, file: File, size: int) -> bool:
         with self._lock:

@@ -47,7 +47,7 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.open_segment import Opened, Sealed
 from quire.stream.pending import Records
 from quire.stream.projection import Projection
-from quire.stream.reading import Record, StreamReader
+from quire.stream.reading import Record, StreamReader, is_going
 from quire.stream.recovery import Recovered, recover_stream
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
@@ -286,7 +286,8 @@ class Stream:
     def _chosen(self, segment_ids: tuple[int, ...]) -> list[Any]:
         view = self.ledger.view
         self.hot.require()
-        return [each for each in view.sealed if not segment_ids or each.segment_id in segment_ids]
+        chosen = (each for each in view.sealed if not segment_ids or each.segment_id in segment_ids)
+        return [each for each in chosen if not is_going(each)]
 
     def tick(self) -> Moved:
         """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""

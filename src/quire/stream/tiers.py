@@ -230,6 +230,27 @@ class Tiers:
             self._ledger.project()
             return self._need(segment_id)
 
+    def objects_there(self) -> frozenset[str]:
+        """The keys of the objects that are in the places of this stream's segments; one listing for each origin."""
+        origins = {each.key.partition("/")[0] for each in self._ledger.view if each.is_remote}
+        store = self._store()
+        return frozenset(
+            info.key for origin in sorted(origins) for page in store.list_pages(f"{origin}/") for info in page
+        )
+
+    def send_again(self, segment_id: int) -> bool:
+        """Put a segment's object where it should be and is not, from the copy that is here; nothing in the log changes but
+        what a compression tells. False if it has none, or is going."""
+        with self._moving:
+            segment = self._need(segment_id)
+            if not segment.is_remote or not (segment.is_hot or segment.is_warm):
+                return False
+            if not segment.is_warm:
+                segment = self.compress(segment_id)
+            self._put(segment, segment.key)
+            emit("warning", "stream.object_sent_again", stream=self._files.stream_id, segment_id=segment_id)
+            return True
+
     def _put(self, segment: Segment, key: str) -> str:
         path = self._files.segment(Tier.WARM, segment.segment_id)
         file = self._files.disk.open(path, write=False)

@@ -1,9 +1,12 @@
 """One round of a stream's upkeep: what was begun is gone on with, what is due is moved, budgets are kept.
 
 Rules
-  1. Order: what is going goes on, retention, compression, uploads, hydrations that were begun, eviction, the log's own upkeep.
+  1. Order: what tier 2 has lost, once after opening; what is going goes on, retention, compression, uploads, hydrations that
+     were begun, eviction, the log's own upkeep.
   2. An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does.
   3. A segment that is damaged is told once and left alone: trying again does not mend it.
+  4. Tier 2 is listed once after opening and compared with what the log says: chunks and segments that are missing there are
+     sent again from this disk; those that are in neither place need repair, which is told and kept in `needs_repair`.
 
 Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is told, and tried again.
 """
@@ -18,7 +21,6 @@ from quire.core.clock import Clock
 from quire.core.errors import Corruption, NotFound, QuireError, StorageFault, StoreClosed, StoreUnusable, Unavailable
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
-from quire.stream.catalogue import Segment
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_states import Hydration, Remote, Warm
@@ -65,6 +67,9 @@ class Upkeep:
         self._damaged: set[int] = set()
         self._failures = 0
         self._retry_at = clock.monotonic()
+        self._is_reconciled = False
+        self.needs_repair: list[int] = []
+        """Segments whose only copy was an object that is gone (rule 4)."""
 
     @property
     def retention(self) -> Retention:
@@ -84,6 +89,7 @@ class Upkeep:
             if self._is_over:
                 return done
             self._ledger.project()
+            self._reconcile(done)
             self._retire(done)
             self._compress(done)
             self._far(done)
@@ -101,6 +107,34 @@ class Upkeep:
             self._retire(done, now=True)
         return done.retired
 
+    def _reconcile(self, done: Moved) -> None:
+        """Rule 4. What the object store cannot do now is tried in a later round."""
+        if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
+            return
+        there: frozenset[str] = frozenset()
+
+        def look(_: int) -> None:
+            nonlocal there
+            there = self._tiers.objects_there()
+            self._ledger.log.reconcile()
+
+        view = self._ledger.view
+        remote = [each for each in view if each.is_remote]
+        if (remote or self._ledger.log.committed.chunk_index) and not self._try(done, 0, look):
+            return
+        for segment in remote:
+            if segment.key in there:
+                continue
+            if not (segment.is_hot or segment.is_warm):
+                self.needs_repair.append(segment.segment_id)
+                self._damaged.add(segment.segment_id)
+                emit("error", "stream.needs_repair", segment_id=segment.segment_id, key=segment.key)
+            elif self._try(done, segment.segment_id, self._tiers.send_again):
+                done.uploaded += 1
+            elif segment.segment_id not in self._damaged:
+                return
+        self._is_reconciled = True
+
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
         consumers = list(self._state.consumers.values())
@@ -114,7 +148,7 @@ class Upkeep:
             needs_store = segment.state.remote not in (Remote.NONE, Remote.DELETED)
             if needs_store and not (now or self._may_ask()):
                 return  # only the oldest go: the others wait for it
-            if not self._try(done, segment, self._tiers.retire, raising=now):
+            if not self._try(done, segment.segment_id, self._tiers.retire, raising=now):
                 return
             done.retired += 1
 
@@ -122,7 +156,7 @@ class Upkeep:
         for segment in self._ledger.view.sealed:
             begun = segment.state.warm is Warm.COMPRESSING
             wanted = self._settings.compress and segment.is_hot and not segment.is_warm and not segment.is_remote
-            if (begun or wanted) and self._try(done, segment, self._tiers.compress):
+            if (begun or wanted) and self._try(done, segment.segment_id, self._tiers.compress):
                 done.compressed += 1
 
     def _far(self, done: Moved) -> None:
@@ -131,10 +165,10 @@ class Upkeep:
             state = segment.state
             begun = state.remote in (Remote.UPLOADING, Remote.FAILED)
             wanted = self._settings.upload and state.remote is Remote.NONE and (segment.is_hot or segment.is_warm)
-            if (begun or wanted) and self._may_ask() and self._try(done, segment, self._tiers.upload):
+            if (begun or wanted) and self._may_ask() and self._try(done, segment.segment_id, self._tiers.upload):
                 done.uploaded += 1
             if state.hydration is not Hydration.IDLE and self._may_ask():
-                done.hydrated += self._try(done, segment, self._tiers.hydrate)
+                done.hydrated += self._try(done, segment.segment_id, self._tiers.hydrate)
 
     def _evict(self, done: Moved) -> None:
         view, settings = self._ledger.view, self._settings
@@ -157,12 +191,12 @@ class Upkeep:
     def _may_ask(self) -> bool:
         return self._clock.monotonic() >= self._retry_at
 
-    def _try(self, done: Moved, segment: Segment, move: Callable[[int], object], *, raising: bool = False) -> bool:
+    def _try(self, done: Moved, segment_id: int, move: Callable[[int], object], *, raising: bool = False) -> bool:
         """Make a move; False if it could not be made now (rules 2 and 3)."""
-        if segment.segment_id in self._damaged:
+        if segment_id in self._damaged:
             return False
         try:
-            moved = move(segment.segment_id) is not False
+            moved = move(segment_id) is not False
         except (StoreClosed, StoreUnusable):
             raise
         except (Unavailable, StorageFault) as error:
@@ -177,9 +211,9 @@ class Upkeep:
             if raising:
                 raise
             if isinstance(error, (Corruption, NotFound)):
-                self._damaged.add(segment.segment_id)
+                self._damaged.add(segment_id)
             done.failed = str(error)
-            emit("error", "stream.move_refused", segment_id=segment.segment_id, error=str(error))
+            emit("error", "stream.move_refused", segment_id=segment_id, error=str(error))
             return False
         self._failures = 0
         return moved

@@ -23,6 +23,8 @@ PAGES = {
     "#/feed": "Change feed",
     "#/jobs": "Jobs",
     "#/verification": "Verification",
+    "#/why": "Why",
+    "#/why/shop": "Why",
     "#/db/shop": "shop",
     "#/db/warehouse": "warehouse",
     "#/db/sessions": "sessions",
@@ -148,7 +150,14 @@ def test_jobs_are_retried_and_cancelled_from_the_page(browser: Browser, furnishe
 @pytest.mark.slow
 def test_everything_is_reached_by_keyboard(browser: Browser, furnished: Store) -> None:
     browser.open()
-    for key, title in (("2", "Lineage"), ("3", "Change feed"), ("4", "Jobs"), ("5", "Verification"), ("1", "Overview")):
+    for key, title in (
+        ("2", "Lineage"),
+        ("3", "Change feed"),
+        ("4", "Jobs"),
+        ("5", "Verification"),
+        ("6", "Why"),
+        ("1", "Overview"),
+    ):
         browser.press(key)
         browser.wait(lambda title=title: browser.text("main h1") == title, title)  # type: ignore[misc]
     browser.open()
@@ -176,6 +185,23 @@ def test_everything_is_reached_by_keyboard(browser: Browser, furnished: Store) -
     browser.press(Keys.ESCAPE)
     browser.wait(lambda: not browser.one("#help").is_displayed(), "it is gone")
     assert browser.complaints() == []
+
+
+def test_the_box_says_why_something_is_still_there(browser: Browser, furnished: Store, tmp_path: Path) -> None:
+    browser.open()
+    browser.press("/")
+    browser.wait(lambda: browser.script("return document.activeElement.dataset.key") == "why-subject", "the box")
+    browser.fill("[data-key=why-subject]", "shop")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: "quire snapshot drop shop monday" in browser.text(), "what would release it")
+    furnished.create("another", "pages")
+    browser.wait(lambda: "another" in browser.text("nav"), "a change")
+    assert "quire snapshot drop shop monday" in browser.text()
+    browser.open("#/why/nobody")
+    assert "What keeps it" not in browser.text()
+    assert browser.all("main p.bad"), "it says that there is none"
+    assert browser.shot(tmp_path, "why").stat().st_size > 10_000
+    assert [each for each in browser.complaints() if "404" not in each and "400" not in each] == []
 
 
 @pytest.mark.slow

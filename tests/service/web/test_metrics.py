@@ -10,6 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
+import quire
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.house.tree import ROOT
@@ -25,7 +26,9 @@ NAME = re.compile(r"\bquire_[a-z0-9_]+")
 def exported(anybody: Asker, furnished: Store) -> set[str]:
     """The names of all samples of a store that has something of everything."""
     furnished.pages.open("shop")
-    furnished.stream("clicks")
+    furnished.stream("clicks").register("billing")
+    furnished.kv("cart", create=True).write({b"ann": b"1"})
+    furnished.kv("cart").flush()
     told = anybody.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(told.body.decode())
@@ -48,6 +51,35 @@ def test_the_figures_are_those_of_the_store(anybody: Asker, furnished: Store, we
     assert found["quire_http_requests_total", ()] == web.figures().calls - 1
     assert found["quire_manifest_commits_total", ()] > 0
     assert ("quire_wal_bytes", (("db", "1"), ("name", "shop"))) in found
+
+
+def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Store) -> None:
+    cart = furnished.kv("cart", create=True)
+    cart.write({b"ann": b"1", b"bob": b"2"})
+    clicks = furnished.stream("clicks")
+    before = clicks.end_record
+    clicks.append([b"one", b"two"]).result()
+    clicks.register("billing", before)
+    with furnished.serve() as server, quire.connect(furnished.path) as client:
+        client.databases()
+        text = anybody.get("/metrics").body.decode()
+        calls = server.figures().calls
+    found = {
+        (
+            sample.name,
+            sample.labels.get("name", ""),
+            sample.labels.get("tier") or sample.labels.get("consumer", ""),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["quire_flight_calls_total", "", ""] == calls >= 2
+    assert found["quire_flight_servers", "", ""] == 1
+    assert found["quire_kv_last_lsn", "cart", ""] == cart.stats().last_lsn
+    assert found["quire_kv_memtable_bytes", "cart", ""] > 0
+    assert found["quire_stream_records_total", "clicks", ""] == before + 2
+    assert found["quire_stream_consumer_lag", "clicks", "billing"] == 2
+    assert found["quire_stream_segments", "clicks", "hot"] >= 1
 
 
 def test_two_stores_of_one_process_do_not_mix(path: Path, tmp_path: Path) -> None:

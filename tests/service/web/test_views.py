@@ -252,3 +252,29 @@ def test_settings_have_their_limits() -> None:
     for wrong in ("http_connections_max = 1", "http_events_max = 64", "http_events_max = 0", "http_sample_seconds = 0"):
         with pytest.raises(quire.InvalidConfig):
             load(f"[service]\n{wrong}".encode())
+
+
+def test_open_streams_and_key_value_databases_show_their_figures(anybody: Asker, store: Store) -> None:
+    store.create("clicks", "stream")
+    store.create("cart", "lsm")
+    assert anybody.get("/api/databases/cart").json["figures"] is None, "nobody has opened it"
+    assert anybody.get("/api/databases/clicks").json["figures"] is None
+    store.kv("cart").write({b"ann": b"1"})
+    store.stream("clicks").append([b"one", b"two"]).result()
+    store.stream("clicks").register("billing")
+    eventually(lambda: anybody.get("/api/databases/cart").json["figures"] is not None)
+    eventually(lambda: anybody.get("/api/databases/clicks").json["figures"] is not None)
+    assert anybody.get("/api/databases/cart").json["figures"]["last_lsn"] == store.kv("cart").stats().last_lsn
+    told = anybody.get("/api/databases/clicks").json["figures"]
+    assert told["end_record"] - told["first_record"] == 2
+    assert told["consumers"]["billing"]["position"] == told["first_record"]
+
+
+def test_a_job_says_what_came_of_it(anybody: Asker, store: Store) -> None:
+    store.create("shop", "pages")
+    with store.sqlite("shop") as db:
+        db.execute("create table t(x)")
+    store.checkpoint("shop", runner="threads")
+    told = next(each for each in anybody.get("/api/jobs").json["jobs"] if each["kind"] == "checkpoint")
+    assert told["result"]["slots"] == 1
+    assert all(isinstance(each, int) for each in told["result"].values())

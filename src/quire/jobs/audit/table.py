@@ -41,9 +41,19 @@ def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
             }
 
 
-def audit_table(problems: Iterable[Problem], bad: Iterable[dict[str, Any]], swept: dict[str, Any]) -> pa.Table:
-    """All of it: broken rules, bad artifacts, and what a sweep found."""
+COUNTED_RULES = frozenset({"R1", "R4", "S2", "P1"})
+"""Rules of the manifest that the audit job looks at, on executors if need be."""
+
+
+def audit_table(
+    problems: Iterable[Problem],
+    bad: Iterable[dict[str, Any]],
+    swept: dict[str, Any],
+    counted: Iterable[dict[str, Any]] = (),
+) -> pa.Table:
+    """All of it: broken rules, counts that came out differently, bad artifacts, and what a sweep found."""
     rows: list[dict[str, Any]] = [{"state": each.rule, "what": str(each)} for each in problems]
+    rows += counted
     rows += bad
     rows += [{"state": "UNLISTED", "what": "its object is not there", **each} for each in swept.get("missing", ())]
     rows += [{"state": "ORPHANED", "what": "no row speaks of it", **each} for each in swept.get("orphans", ())]

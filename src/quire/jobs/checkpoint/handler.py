@@ -28,6 +28,7 @@ from typing import Any
 from quire.core.errors import IllegalTransition
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.jobs.checkpoint import plan as limits
 from quire.jobs.checkpoint.plan import (
@@ -102,27 +103,37 @@ def chooser(ctx: JobContext, runners: Runners, wish: str) -> Choose:
 
 
 def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> Outcome:
-    plan = _resume(ctx, job, runner_for)
-    if plan is None:
-        if _is_taken(ctx, job.db_id):
-            return Later(ctx.clock.now_ms() + TAKEN_MS)
-        try:
-            plan = _begin(ctx, job, runner_for)
-        except IllegalTransition:
-            if not _is_taken(ctx, job.db_id):
-                raise
-            return Later(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
+    with span("Checkpoint.plan", db_id=job.db_id):
+        plan = _resume(ctx, job, runner_for)
+        if plan is None:
+            if _is_taken(ctx, job.db_id):
+                return Later(ctx.clock.now_ms() + TAKEN_MS)
+            try:
+                plan = _begin(ctx, job, runner_for)
+            except IllegalTransition:
+                if not _is_taken(ctx, job.db_id):
+                    raise
+                return Later(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
     if plan is None:
         return Done({"slots": 0})
     hit("jobs.checkpoint.planned")
-    results = _write(plan, runner_for(plan.read_bytes), progress)
+    runner = runner_for(plan.read_bytes)
+    with span("Checkpoint.write", db_id=job.db_id, slots=len(plan.tasks), bytes=plan.read_bytes, runner=runner.name):
+        results = _write(plan, runner, progress)
     hit("jobs.checkpoint.written")
-    return publish(ctx, job, plan, results)
+    with span("Checkpoint.publish", db_id=job.db_id, generation=plan.generation, covered_lsn=plan.covered_lsn):
+        return publish(ctx, job, plan, results)
 
 
 def is_merge(job: Job) -> bool:
     """Whether a job merges, and does not checkpoint."""
     return job.kind is JobKind.MERGE
+
+
+def counter_for(ctx: JobContext, runner: Runner, segments: Iterable[tuple[int, WalRecord]]) -> Runner:
+    """Who counts what changed: this process, unless there is so much that it is better shared (docs/decisions/010)."""
+    frames = sum(row.last_lsn - row.first_lsn + 1 for _, row in segments)
+    return thread_runner(ctx, label="quire-count") if frames <= limits.COUNT_HERE_FRAMES else runner
 
 
 def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dirty]:
@@ -257,7 +268,7 @@ def _planned(
         shape = shape_of(txn, db_id, ctx.objects_url)
         inputs = inputs_of(txn, db_id, segments, shape)
     inputs = reachable(ctx, runner, inputs)
-    dirty = count_dirty(runner, inputs)
+    dirty = count_dirty(counter_for(ctx, runner, segments), inputs)
     with ctx.manifest.read() as txn:
         shape = shape_of(txn, db_id, ctx.objects_url)
         shape = replace(shape, generation=generation or shape.generation)

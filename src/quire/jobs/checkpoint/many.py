@@ -14,7 +14,8 @@ Rules
   5. What a database's job does step by step is the same as when it runs alone (`handler.py`); a stored plan that comes out
      differently is abandoned, and its job put back for the next run.
 
-Threads: one caller; the heart is a thread of its own. Raises what the runner raises, and what interrupts the caller.
+Threads: one caller; the heart and the drafts have threads of their own. Raises what the runner raises, and what interrupts the
+caller.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -49,6 +51,9 @@ from quire.manifest.records import JobKind, JobState, PlanRecord, WalRecord
 
 PIPELINE = 1_024
 """Batches that are under way at once."""
+
+DRAFTS = 16
+"""Databases that are looked at at once: each may commit a floor, and wait for it."""
 
 _runs = itertools.count(1)
 
@@ -97,7 +102,8 @@ def run_many(
 
 
 class _Run:
-    """One run. `held` is changed by the caller's thread; the heart only reads it."""
+    """One run. `held` is changed by the caller's thread, while drafting by a few of its own (each takes out its own entry,
+    which is one step of a dict's); the heart only reads it."""
 
     def __init__(self, ctx: JobContext, kind: JobKind, runners: Runners, wish: str) -> None:
         self._ctx = ctx
@@ -166,10 +172,14 @@ class _Run:
 
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:
-        """Find out what each database has to do."""
-        for held in list(self.held.values()):
-            with self._alone(held):
-                self._draft(held)
+        """Find out what each database has to do: some at once, so that what they commit is committed together."""
+        with ThreadPoolExecutor(DRAFTS, thread_name_prefix="quire-draft") as pool:
+            for _ in pool.map(self._draft_alone, list(self.held.values())):
+                pass
+
+    def _draft_alone(self, held: Held) -> None:
+        with self._alone(held):
+            self._draft(held)
 
     def _draft(self, held: Held) -> None:
         ctx, db_id = self._ctx, held.db_id
@@ -217,7 +227,8 @@ class _Run:
             held.inputs = []
         for each in inputs:
             self.held[each.db_id].inputs.append(each)
-        answers = runner.regroup(split_pages, inputs, join_pages, tick=lambda *_: progress(0, 0))
+        counter = one.counter_for(self._ctx, runner, (each for held in waiting for each in held.segments))
+        answers = counter.regroup(split_pages, inputs, join_pages, tick=lambda *_: progress(0, 0))
         for answer in answers:
             held_or_none = self.held.get(answer.key[0])
             if held_or_none is None:

@@ -48,6 +48,10 @@ PLAN_FRAMES_MAX = 1 << 19
 SPARK_FRAMES_MAX = 1 << 23
 """Frames of WAL that one plan of Spark looks at: 32 GiB of 4 KiB pages, 64 MiB of rows over all executors."""
 
+COUNT_HERE_FRAMES = 1 << 20
+"""Frames of WAL whose index entries the planning process counts by itself, segment by segment: 4 GiB of 4 KiB pages, 48 MiB of
+entries, a fifth of a second. Beyond, the runner does it."""
+
 MERGE_SLOTS_MAX = 64
 """Slots that one merge rewrites: at most 4 GiB, after which others get their turn."""
 

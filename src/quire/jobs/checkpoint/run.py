@@ -8,8 +8,8 @@ Rules
      once, write the same artifact, and the second adopts what the first put (P11).
   2. So a slot is written only from all of its parts: with one of them missing an older version of a page would get a name that
      the next attempt believes in. The plan says how many parts and pages there are.
-  3. Page bodies are read once and written once (K2): frames in the order of their segments, a chain in the order of its pages.
-  4. Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), 4 MiB of frames, the rows of the
+  3. Page bodies are read once and written once (K2), a window of pages at a time (`bodies.py`).
+  4. Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), one window, the rows of the
      slot's changed pages (24 bytes each), and for a rewrite one open reader per chunk of the chain.
 
 Safe to run on an executor.
@@ -17,30 +17,24 @@ Safe to run on an executor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import merge as merge_sorted
-from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import InternalError
 from quire.core.ids import ArtifactKey
-from quire.core.limits import MIB
 from quire.durable.failpoints import hit
+from quire.jobs.checkpoint.bodies import windows
 from quire.jobs.checkpoint.read import Part, newest_frames
 from quire.jobs.places import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_adopt import adopts
-from quire.pages.chunk_chain import merge
 from quire.pages.chunk_format import ChunkIdentity
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
 from quire.pages.sources import ChunkPlace, SegmentPlace, Sources
-
-FRAME_BYTES_AT_ONCE = 4 * MIB
-"""Pages of a slot that are read before they are compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +105,16 @@ def write_slot(
     )
     parts: list[bytes] = []
     writer = ChunkWriter(parts.append, identity, compression=task.compression)
-    for offset, image in _pages(task, frames, places, sources):
-        writer.add(offset, image)
+    chain = [sources.chunk(place) for place in task.chain]
+    shape = {"page_size": task.page_size, "pages_per_chunk": task.pages_per_chunk, "pages_below": task.pages_below}
+    for offsets, images in windows(frames, places, chain, sources, **shape):
+        writer.add_scattered(offsets, images)
     info = writer.finish()
     hit("jobs.checkpoint.encoded")
     body = b"".join(parts)
     parts.clear()  # rule 4: the second copy goes before the slow part begins
-    put = open_store(task.url).put(
-        task.object_key, body, create_only=True, identity=adopts(identity), sha256=info.sha256
-    )
+    # Not hashed once more before it is put: the writer has hashed these very bytes, and every part has a checksum of its own.
+    put = open_store(task.url).put(task.object_key, body, create_only=True, identity=adopts(identity))
     hit("jobs.checkpoint.stored")
     if put.adopted:
         info = _adopted(task, open_store, put.size_bytes)
@@ -131,42 +126,6 @@ def write_slot(
         bitmap=info.bitmap,
         bitmap_hash=info.bitmap_hash,
     )
-
-
-Places = Mapping[tuple[int, int], SegmentPlace]
-Image = bytes | memoryview
-
-
-def _pages(task: SlotTask, frames: NDArray[np.void], places: Places, sources: Sources) -> Iterator[tuple[int, Image]]:
-    """(offset, image) in rising order: changed pages over what the chain holds."""
-    changed = _frames(task, frames, places, sources)
-    if not task.chain:
-        return changed
-    fresh = {int(page) % task.pages_per_chunk for page in frames["page"].tolist()}
-    kept = (
-        (offset, image)
-        for offset, image in merge([sources.chunk(place) for place in task.chain], pages_below=task.pages_below)
-        if offset not in fresh
-    )
-    return merge_sorted(changed, kept, key=itemgetter(0))
-
-
-def _frames(task: SlotTask, frames: NDArray[np.void], places: Places, sources: Sources) -> Iterator[tuple[int, Image]]:
-    step = max(FRAME_BYTES_AT_ONCE // task.page_size, 1)
-    for start in range(0, len(frames), step):
-        part = frames[start : start + step]
-        images: dict[int, Image] = {}
-        for origin, segment in {(int(o), int(s)) for o, s in zip(part["origin_db_id"], part["segment_id"])}:
-            of_segment = part[(part["origin_db_id"] == origin) & (part["segment_id"] == segment)]
-            bodies = _bodies(sources, places[origin, segment], of_segment["frame_no"].tolist())
-            images.update(zip(of_segment["page"].tolist(), bodies))
-        for page in part["page"].tolist():
-            yield page % task.pages_per_chunk, images[page]
-
-
-def _bodies(sources: Sources, place: SegmentPlace, frame_nos: Sequence[int]) -> Sequence[Image]:
-    sources.segment(place.origin_db_id, place.segment_id, place)  # opened by its place: the file may not be here
-    return sources.frames(place.origin_db_id, place.segment_id, frame_nos)
 
 
 def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInfo:

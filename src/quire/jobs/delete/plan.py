@@ -19,6 +19,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.delete.run import DeleteTask
 from quire.jobs.places import Place
+from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.trouble import Trouble
 from quire.manifest import tables as t
 from quire.manifest.ops.refs import unpack_artifact
@@ -39,7 +40,7 @@ class DeletePlan:
     leaves: tuple[ArtifactKey, ...]
     task: DeleteTask
     rowless: tuple[ArtifactKey, ...]
-    """Counts at zero that no catalog row belongs to: only the count goes. Namespaces are such too."""
+    """Counts at zero that no bytes belong to: only rows go. Namespaces are such, and chunks whose bytes are a stream's."""
     orphans: tuple[ArtifactKey, ...]
     """Rows of a dropped database that nothing ever referred to: they get a count of zero, and are due later."""
     stale_pages: bool
@@ -72,7 +73,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
             due = max(since + grace, getattr(row, "purge_after_ms", 0))
             if due > now:
                 due_at = min(due_at or due, due)
-            elif row is None:
+            elif row is None or borrows(key, row):
                 rowless.append(key)
             else:
                 place = ctx.place_of(txn, key, row)

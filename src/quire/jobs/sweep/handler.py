@@ -3,31 +3,38 @@
 Rules
   1. `plan.py` says what is an orphan. Nothing can come to refer to one: generations are burned before anything is written under
      them and never used again (M5, P10), so deleting it needs no intent.
-  2. A wave of ranges is listed, then compared, then swept; an attempt that is interrupted has swept whole waves or none, and
-     the next one finds what is left.
-  3. The result names the first `LISTED_MAX`; a sweep that found more than a range tells (`more`) is to be run again.
+  2. Listings are made by the runner, a range of keys in each task, and joined there with the names that the manifest knows:
+     only differences come here, a few thousand at a time, and are looked up in the manifest as it is then.
+  3. What was deleted stays deleted if an attempt is interrupted; the next one finds what is left.
+  4. The result names the first `LISTED_MAX` of each sort, and says whether there were more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
-from quire.jobs.runner import Runners
+from quire.jobs.runner import Runner, Runners
 from quire.jobs.sweep.plan import Space, ranges, real_orphans, really_missing, spaces
-from quire.jobs.sweep.run import Listed, list_range
+from quire.jobs.sweep.run import Listed, ListTask, Stray, list_range
 from quire.jobs.threads import thread_runner
 from quire.manifest.jobqueue import Job
 
 WAVE_RANGES = 256
-"""Listed in one run of the runner: 4 million names at most."""
+"""Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
+
+SETTLED_AT_ONCE = 4_096
+"""Differences that are looked up, and deleted, together."""
 
 LISTED_MAX = 1_000
 GRACE_SECONDS = 3_600.0
@@ -36,46 +43,72 @@ GRACE_SECONDS = 3_600.0
 THREADS = Runners()
 
 
+@dataclass(slots=True)
+class _Sweep:
+    """A sweep that runs: what it goes by, and what it has found."""
+
+    ctx: JobContext
+    spaces: dict[int, Space]
+    before_ms: int
+    delete: bool
+    strays: list[Stray] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    total: dict[str, Any] = field(
+        default_factory=lambda: {
+            **dict.fromkeys(("objects", "bytes_listed", "orphaned", "bytes", "deleted", "lost"), 0),
+            "more": False,
+            "orphans": [],
+            "missing": [],
+        }
+    )
+
+
 def sweep_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
     """Find objects that nothing speaks of, and rows whose objects are gone."""
     given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
-    with ctx.manifest.read() as txn:
-        found = spaces(ctx, txn)
-    total: dict[str, Any] = {"objects": 0, "bytes_listed": 0, "orphaned": 0, "bytes": 0, "deleted": 0, "more": False}
-    total |= {"orphans": [], "missing": []}
     before_ms = ctx.clock.now_ms() - int(given["grace_seconds"] * 1000)
-    for number, space in found.items():
-        with ctx.manifest.read() as txn:
-            tasks = list(ranges(txn, number, space))
-        size = sum(len(task.known) for task in tasks) // 8 * 1024
-        runner = runners.choose(given["runner"], size, partial(thread_runner, ctx, label="quire-sweep"))
-        rest = iter(tasks)
-        while wave := list(islice(rest, WAVE_RANGES)):
-            answers = runner.map(list_range, wave, tick=lambda *_: progress(total["objects"], 0))
-            listed = [answer.result() for answer in answers]
-            _settle(ctx, listed, found, before_ms, total, delete=given["delete"])
-            progress(total["objects"], 0)
-    return Done(total)
-
-
-def _settle(
-    ctx: JobContext,
-    listed: Sequence[Listed],
-    found: dict[int, Space],
-    before_ms: int,
-    total: dict[str, Any],
-    *,
-    delete: bool,
-) -> None:
-    """What a wave has found, by the manifest as it is after the listing."""
-    for each in listed:
-        total["objects"] += each.objects
-        total["bytes_listed"] += each.size_bytes
-        total["more"] = total["more"] or each.is_cut
     with ctx.manifest.read() as txn:
-        orphans = list(real_orphans(txn, (stray for each in listed for stray in each.strays), found, before_ms))
-        missing = {name for each in listed for name in each.missing}
-        lost = list(really_missing(ctx, txn, missing, found, ctx.open_store))
+        sweep = _Sweep(ctx, spaces(ctx, txn), before_ms, given["delete"])
+    for number, space in sweep.spaces.items():
+        with ctx.manifest.read() as txn:
+            planned = list(ranges(txn, number, space))
+        size = sum(len(known) for _, known in planned) * 1024
+        runner = runners.choose(given["runner"], size, partial(thread_runner, ctx, label="quire-sweep"))
+        rest = iter(planned)
+        while wave := list(islice(rest, WAVE_RANGES)):
+            _compare(sweep, runner, wave, progress)
+    return Done(sweep.total)
+
+
+def _compare(sweep: _Sweep, runner: Runner, wave: Sequence[tuple[ListTask, list[int]]], progress: Progress) -> None:
+    """Rule 2."""
+    total = sweep.total
+    names = np.sort(np.array([number for _, known in wave for number in known], np.uint64))
+    found = runner.unmatched(
+        list_range, [task for task, _ in wave], names, tick=lambda *_: progress(total["objects"], 0)
+    )
+    for number, told in found:
+        if isinstance(told, Listed):
+            total["objects"] += told.objects
+            total["bytes_listed"] += told.size_bytes
+        elif told is not None:
+            sweep.strays.append(told)
+        elif number is not None:
+            sweep.missing.add(number)
+        if len(sweep.strays) + len(sweep.missing) >= SETTLED_AT_ONCE:
+            _settle(sweep)
+    _settle(sweep)
+    progress(total["objects"], 0)
+
+
+def _settle(sweep: _Sweep) -> None:
+    """What became of the differences, by the manifest as it is after the listing."""
+    ctx, total = sweep.ctx, sweep.total
+    with ctx.manifest.read() as txn:
+        orphans = list(real_orphans(txn, sweep.strays, sweep.spaces, sweep.before_ms))
+        lost = list(really_missing(ctx, txn, sweep.missing, sweep.spaces, ctx.open_store))
+    sweep.strays, sweep.missing = [], set()
+    total["lost"] += len(lost)
     for key, name, size in lost[: LISTED_MAX - len(total["missing"])]:
         total["missing"].append({"artifact": object_key(key), "object": name, "size_bytes": size})
     for stray, key in orphans:
@@ -84,10 +117,18 @@ def _settle(
         if len(total["orphans"]) < LISTED_MAX:
             told = {"artifact": object_key(key), "object": stray.key, "size_bytes": stray.size_bytes, "url": stray.url}
             total["orphans"].append(told)
-    if delete:
+    total["more"] = total["orphaned"] > len(total["orphans"]) or total["lost"] > len(total["missing"])
+    if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
             ctx.open_store(url).delete_many([stray.key for stray, _ in orphans if stray.url == url])
         hit("jobs.sweep.deleted")
         total["deleted"] += len(orphans)
     for stray, _ in orphans:
-        emit("warning", "sweep.orphan", object=stray.key, store=stray.url, size_bytes=stray.size_bytes, deleted=delete)
+        emit(
+            "warning",
+            "sweep.orphan",
+            object=stray.key,
+            store=stray.url,
+            size_bytes=stray.size_bytes,
+            deleted=sweep.delete,
+        )

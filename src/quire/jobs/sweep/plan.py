@@ -2,7 +2,8 @@
 
 Terms
   space     (URL of an object store, prefix in it): the store's own, and each remote namespace
-  range     a part of a space's keys with at most `RANGE_NAMES` names that should be there; ranges cover every possible key
+  range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, about `RANGE_NAMES` of them that should be
+            there. Ranges cover every possible key, and each is listed by one task
   orphan    an object with an artifact's name that nothing speaks of
 
 Rules
@@ -10,7 +11,7 @@ Rules
      row of that name and no plan that may be writing it; what it calls missing only if the row still promises it.
   2. Spared are also names of generations that are not burned yet, and objects younger than a grace by the store's own clock.
   3. Names that are no artifacts' (manifest logs, tables, other people's files) are never orphans.
-  4. The driver has the hashes of one wave of ranges in memory, and differences; never a listing.
+  4. The driver has the hashes of one wave of ranges in memory, and some differences at a time; never a listing.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from collections.abc import Iterable, Iterator
 from heapq import merge
 from typing import Any
 
-import numpy as np
-
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key, parse_object_key
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.sweep.run import ListTask, Stray, name_hash
 from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency
 from quire.objects.api import ObjectStore
 
 RANGE_NAMES = 16_384
+RANGE_DATABASES = 256
 
 Space = tuple[str, str]
 
@@ -43,24 +44,30 @@ def spaces(ctx: JobContext, txn: ReadTxn) -> dict[int, Space]:
     return {number: space_of(txn, number, ctx.objects_url) for number in numbers}
 
 
-def ranges(txn: ReadTxn, namespace_id: int, space: Space) -> Iterator[ListTask]:
-    """The ranges of a space, one after the other."""
+def ranges(txn: ReadTxn, namespace_id: int, space: Space) -> Iterator[tuple[ListTask, list[int]]]:
+    """The ranges of a space, one after the other, each with the hashes of the names that should be there."""
     url, prefix = space
     known: list[int] = []
-    start, last = "", (0, 0)
+    start, first, last = "", 0, (0, 0)
+
+    def cut(border: str) -> tuple[ListTask, list[int]]:
+        nonlocal known, start
+        made = ListTask(url=url, prefix=prefix, start_after=start, until=border), known
+        known, start = [], border
+        return made
+
     for key, name in _names(txn, namespace_id, prefix):
+        while key[0] >= first + RANGE_DATABASES:
+            first += RANGE_DATABASES
+            yield cut(_under(prefix, f"{first:08x}"))
         if len(known) >= RANGE_NAMES and key != last:
-            border = _under(prefix, f"{key[0]:08x}/{key[1]:08x}")
-            yield _task(url, prefix, start, border, known)
-            known, start = [], border
+            yield cut(_under(prefix, f"{key[0]:08x}/{key[1]:08x}"))
         known.append(name_hash(name))
         last = key
-    yield _task(url, prefix, start, "", known)
-
-
-def _task(url: str, prefix: str, start: str, until: str, known: list[int]) -> ListTask:
-    packed = np.sort(np.array(known, "<u8")).tobytes()
-    return ListTask(url=url, prefix=prefix, start_after=start, until=until, known=packed)
+    while first + RANGE_DATABASES < txn.next_id(Counter.DB):
+        first += RANGE_DATABASES
+        yield cut(_under(prefix, f"{first:08x}"))
+    yield cut("")
 
 
 def _under(prefix: str, name: str) -> str:

@@ -1,26 +1,23 @@
-"""Listing a range of an object store's keys, and comparing it with the names that the manifest knew a moment ago.
+"""Listing a range of an object store's keys: every object under a number that its name has.
 
 Rules
   1. A name is known by 8 bytes of its hash: two names in 10^19 are confused, and then an orphan stays, or a missing object is
      not seen; nothing is ever deleted for it.
-  2. What comes back are differences, and only so many of them: a listing never leaves the executor.
+  2. What is told stays on the executor: names that the manifest knows are matched there (`Runner.unmatched`), and only
+     differences, and one count for each range, come to whoever asked.
 
 Safe to run on an executor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 
-import numpy as np
-
 from quire.durable.failpoints import hit
 from quire.jobs.runner import Tools
-
-DIFFERENCES_MAX = 4_096
-"""Of each sort, of one range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +28,11 @@ class ListTask:
     prefix: str = ""
     start_after: str = ""
     until: str = ""
-    known: bytes = b""
-    """Hashes of the names that should be there: u64, rising."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """An object that no name is known of."""
+    """An object; a stray one if no name is known of it."""
 
     url: str
     key: str
@@ -47,15 +42,10 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What a range turned out to hold."""
+    """How much a range turned out to hold."""
 
     objects: int
     size_bytes: int
-    strays: tuple[Stray, ...]
-    missing: tuple[int, ...]
-    """Hashes of known names that no object has."""
-    is_cut: bool
-    """Whether there are more differences than these."""
 
 
 def name_hash(key: str) -> int:
@@ -63,30 +53,16 @@ def name_hash(key: str) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
-def list_range(task: ListTask, tools: Tools) -> Listed:
-    """List a range, compare it with what should be there."""
-    known = np.frombuffer(task.known, "<u8")
-    seen = np.zeros(len(known), np.bool_)
+def list_range(task: ListTask, tools: Tools) -> Iterator[tuple[int | None, Stray | Listed]]:
+    """List a range, then say how much it was."""
     objects = size = 0
-    strays: list[Stray] = []
-    pages = tools.open_store(task.url).list_pages(task.prefix, start_after=task.start_after)
-    for page in pages:
+    for page in tools.open_store(task.url).list_pages(task.prefix, start_after=task.start_after):
         inside = list(takewhile(lambda info: not task.until or info.key <= task.until, page))
+        for info in inside:
+            yield name_hash(info.key), Stray(task.url, info.key, info.size_bytes, info.modified_ms)
         objects += len(inside)
         size += sum(info.size_bytes for info in inside)
-        hashes = np.array([name_hash(info.key) for info in inside], "<u8")
-        places = np.searchsorted(known, hashes)
-        found = places < len(known)
-        found[found] = known[places[found]] == hashes[found]
-        seen[places[found]] = True
-        strays += [
-            Stray(task.url, info.key, info.size_bytes, info.modified_ms)
-            for info, there in zip(inside, found.tolist())
-            if not there
-        ]
         if len(inside) < len(page):
             break
     hit("jobs.sweep.listed")
-    missing = known[~seen].tolist()
-    is_cut = max(len(strays), len(missing)) > DIFFERENCES_MAX
-    return Listed(objects, size, tuple(strays[:DIFFERENCES_MAX]), tuple(missing[:DIFFERENCES_MAX]), is_cut)
+    yield None, Listed(objects, size)

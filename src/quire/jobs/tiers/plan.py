@@ -6,7 +6,9 @@ Rules
   2. That a goal has been reached is believed of the row, unless the last verification found a copy missing or altered: then
      the move is made again, which is how a copy is repaired from the other one.
   3. Impossible are: evicting what has no object; uploading a WAL segment that is still written; moving what has no bytes.
-  4. An object's place is decided once, when it is announced: the namespace its row names, else that of its database, else the
+  4. Segments of streams are not moved here: their object is the compressed form, which the stream makes (`stream/tiers.py`),
+     and its own log is the truth about where copies are (S1).
+  5. An object's place is decided once, when it is announced: the namespace its row names, else that of its database, else the
      store's own object store. A repeated upload goes to the same place.
 """
 
@@ -21,10 +23,11 @@ from quire.core.errors import Corruption, InvalidInput, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.tiers.run import MoveTask
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalState
+from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
 
 DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 
@@ -109,6 +112,9 @@ def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
     row = artifact_row(txn, key)
     if row is None:
         raise UnknownArtifact("no such artifact in the catalog", artifact=key)
+    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):  # rule 4
+        hint = "`quire stream tier` moves it, and the stream's upkeep does"
+        raise InvalidInput("a stream's segment is moved by its stream", hint=hint, artifact=key)
     return row
 
 

@@ -24,15 +24,18 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
-from quire.jobs.runner import Runners
+from quire.jobs.runner import Runner, Runners
 from quire.jobs.steps import commit_step
+from quire.jobs.stream_verify.logs import verify_logs
+from quire.jobs.stream_verify.run import LogTask
 from quire.jobs.threads import thread_runner
 from quire.jobs.trouble import Trouble
-from quire.jobs.verify.plan import bitmap_of, place_to_verify, plan_verification, summary
+from quire.jobs.verify.plan import LISTED_MAX, bitmap_of, place_to_verify, plan_verification, summary
 from quire.jobs.verify.publish import still_holds, verdict_ops
 from quire.jobs.verify.run import Finding, VerifyTask, verify
 from quire.jobs.verify.whole import plan_aged, verify_store
 from quire.manifest.jobqueue import Job
+from quire.manifest.records import DbKind, DbStatus
 
 STEP_ARTIFACTS = 16
 """Artifacts between two commits: 1 GiB of full chunks."""
@@ -73,7 +76,28 @@ def _verify_store(ctx: JobContext, job: Job, progress: Progress, runners: Runner
         _publish(ctx, job, settled)
         return settled
 
-    return verify_store(ctx, job, progress, runner, limits, settle)
+    outcome = verify_store(ctx, job, progress, runner, limits, settle)
+    if isinstance(outcome, Done) and outcome.result["complete"]:
+        outcome.result["logs"] = _verify_logs(ctx, progress, runner, deep=not given["max_age_seconds"])
+    return outcome
+
+
+def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: bool) -> list[str]:
+    """What is wrong with the manifest logs of streams. No row says when they were looked at: that is with every whole run, and
+    of their objects' bodies if everything is wanted, however lately it was seen."""
+    with ctx.manifest.read() as txn:
+        tasks = [
+            LogTask(stream_id=db_id, root=ctx.root, url=ctx.objects_url)
+            for db_id, record in txn.databases()
+            if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
+        ]
+    if not tasks:
+        return []
+    here = thread_runner(ctx, label="quire-verify")
+    found = [each for each in verify_logs(tasks, runner, here, deep=deep, tick=progress) if not each[1].leak]
+    for stream_id, problem in found:
+        emit("error", "verify.log_damaged", stream=stream_id, rule=problem.rule, what=problem.what, where=problem.where)
+    return [f"manifest log of stream {stream_id}, {each.rule}: {each.what}" for stream_id, each in found[:LISTED_MAX]]
 
 
 def _verify_artifact(ctx: JobContext, job: Job) -> Outcome:

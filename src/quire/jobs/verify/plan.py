@@ -9,7 +9,7 @@ Rules
   2. A verification is over when everything that was there when it was asked for has been looked at since: so it may be
      interrupted anywhere and goes on where it was, and what it has seen is in the rows alone.
   3. Left alone are artifacts that are to be deleted (their bytes may be gone) and segments that are still written.
-     Segments of streams have another form on each tier, which the stream knows: `quire stream verify` looks at them.
+     Chunks of streams have no bytes of their own; their segments have another form on each tier (`jobs/stream_verify`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.places import Place
+from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import VerifyState, WalFormat, WalRecord, WalState
+from quire.manifest.records import VerifyState, WalRecord, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
 
 PLANNED_MAX = 65_536
@@ -63,7 +64,9 @@ def plan_verification(txn: ReadTxn, db_id: int, asked_at_ms: int) -> VerifyPlan:
 def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> Place | None:
     """Where the bytes of an artifact should be now; `None` if it is (about to be) gone."""
     row = artifact_row(txn, key)
-    return ctx.place_of(txn, key, row) if row is not None and not _is_doomed(txn, key) else None
+    if row is None or borrows(key, row) or _is_doomed(txn, key):
+        return None
+    return ctx.place_of(txn, key, row)
 
 
 def summary(txn: ReadTxn, db_id: int, asked_at_ms: int) -> dict[str, Any]:
@@ -120,10 +123,8 @@ def bitmap_of(txn: ReadTxn, key: ArtifactKey) -> int:
 def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
     """Rules 2 and 3."""
     if isinstance(row, WalRecord):
-        if row.format is WalFormat.APPEND_ONLY:
-            return False
         return row.state is not WalState.OPEN and row.sealed_at_ms <= asked_at_ms and not _is_doomed(txn, key)
-    return bool(row.created_at_ms <= asked_at_ms) and not _is_doomed(txn, key)
+    return bool(row.created_at_ms <= asked_at_ms) and not borrows(key, row) and not _is_doomed(txn, key)
 
 
 def _is_doomed(txn: ReadTxn, key: ArtifactKey) -> bool:

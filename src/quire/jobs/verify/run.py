@@ -23,6 +23,7 @@ from quire.durable.files import Disk
 from quire.jobs.copies import Found, difference, look_at_file, look_at_object
 from quire.jobs.places import OpenStore, Place
 from quire.jobs.runner import Tools
+from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
 from quire.jobs.trouble import Trouble
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_footer import load_footer
@@ -75,6 +76,8 @@ def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Findi
 
 
 def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Finding:
+    if is_stream_segment(place):
+        return _verify_segment(place, disk, open_store)
     copies: dict[str, Found] = {}
     missing: list[str] = []
     try:
@@ -108,6 +111,18 @@ def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Fin
         return Finding(place, state, problems=(*missing, *altered))
     learned = next((found.sha256 for found in copies.values()), b"") if not place.sha256 else b""
     return Finding(place, VerifyState.VERIFIED, learned)
+
+
+def _verify_segment(place: Place, disk: Disk, open_store: OpenStore) -> Finding:
+    """Of a stream: its copies differ in their bytes, and hold the same records."""
+    try:
+        missing, altered = look_at_segment(place, disk=disk, open_store=open_store)
+    except QuireError as error:
+        return Finding(place, error=error)
+    if missing or altered:
+        state = VerifyState.MISSING if missing else VerifyState.ALTERED
+        return Finding(place, state, problems=(*missing, *altered))
+    return Finding(place, VerifyState.VERIFIED)
 
 
 def _bitmap_hash(place: Place, disk: Disk, open_store: OpenStore) -> int:

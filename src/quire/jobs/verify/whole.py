@@ -29,6 +29,7 @@ from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
 from quire.jobs.places import Place
 from quire.jobs.runner import Answer, Runner
+from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify.plan import LISTED_MAX, PLANNED_MAX, bitmap_of, is_meant, place_to_verify
 from quire.jobs.verify.run import Finding, VerifyTask, run_task
@@ -38,9 +39,10 @@ from quire.manifest.reads import ReadTxn
 
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096
-TASK_BYTES = 64 * MIB
-TASK_ARTIFACTS = 64
-"""A wave ends at the first two, a task of it at the others: a full chunk is a task of its own."""
+TASK_BYTES_MIN, TASK_BYTES_MAX = 64 * MIB, GIB
+TASK_ARTIFACTS = 1_024
+TASKS_PER_CORE = 4
+"""A wave ends at the first two. It is cut into so many tasks for each core of the runner, of at least and at most so much."""
 
 
 Settle = Callable[[list[Finding]], list[Finding]]
@@ -75,7 +77,9 @@ class Aged:
 def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
     """(key, row) of every artifact that has bytes, each once: at its origin."""
     for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
-        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), chunk
+        key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
+        if not borrows(key, chunk):
+            yield key, chunk
     for (origin, slot, generation, number), delta in txn.scan(t.CHUNK_DELTA_INDEX):
         yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), delta
     for (db_id, segment_id), segment in txn.scan(t.WAL_CATALOG):
@@ -145,22 +149,26 @@ def look(ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], pro
     def tick(*_: int) -> None:
         progress(0, 0)
 
-    answers: list[Answer[int, list[Finding]]] = list(runner.map(run_task, tasks(there), tick=tick))
+    answers: list[Answer[int, list[Finding]]] = list(runner.map(run_task, tasks(there, runner.width), tick=tick))
     if here:
-        answers += thread_runner(ctx, label="quire-verify").map(run_task, tasks(here), tick=tick)
+        local = thread_runner(ctx, label="quire-verify")
+        answers += local.map(run_task, tasks(here, local.width), tick=tick)
     return [finding for answer in answers for finding in answer.result()]
 
 
-def tasks(wave: Sequence[tuple[Place, int]]) -> list[VerifyTask]:
-    """A wave, in pieces of about a full chunk."""
+def tasks(wave: Sequence[tuple[Place, int]], width: int) -> list[VerifyTask]:
+    """A wave, in pieces of about the same size."""
+    share = sum(place.size_bytes for place, _ in wave) // (TASKS_PER_CORE * width)
+    wanted = min(max(share, TASK_BYTES_MIN), TASK_BYTES_MAX)
     made: list[VerifyTask] = []
     group: list[tuple[Place, int]] = []
+    size = 0
     for each in wave:
-        full = sum(place.size_bytes for place, _ in group) + each[0].size_bytes > TASK_BYTES
-        if group and (full or len(group) >= TASK_ARTIFACTS):
+        if group and (size + each[0].size_bytes > wanted or len(group) >= TASK_ARTIFACTS):
             made.append(_task(group))
-            group = []
+            group, size = [], 0
         group.append(each)
+        size += each[0].size_bytes
     return [*made, _task(group)] if group else made
 
 

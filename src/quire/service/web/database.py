@@ -24,6 +24,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalState
 from quire.manifest.slots import Chain, unpack_leaf
 from quire.service.web import overview
+from quire.service.web.engines import open_kv, open_stream
 from quire.service.web.sight import Sight
 from quire.service.web.streams import stream_page
 from quire.service.web.survey import word
@@ -54,8 +55,11 @@ def database_page(sight: Sight, name: str) -> dict[str, Any]:
         page["pages"] = _pages(sight, info)
     elif info.kind is DbKind.STREAM:
         page["stream"] = stream_page(sight, info.db_id)
+        opened = open_stream(sight, info.db_id)
+        page["figures"] = plain(opened.info()) if opened is not None else None
     else:
         files = sight.files(info.db_id, info.kind)
+        page["figures"] = plain(kv.stats()) if (kv := open_kv(sight, info.db_id)) is not None else None
         page["files"] = [{"path": path, "bytes": size} for path, size in sorted(files)[:SEGMENTS_MAX]]
     return page
 

@@ -1,4 +1,4 @@
-"""`/metrics`: the figures of the manifest, the feed, the page engine, the store and the HTTP side, for Prometheus.
+"""`/metrics`: the figures of the manifest, the feed, the engines, the store and those who serve it, for Prometheus.
 
 Rules
   1. Everything is read when somebody scrapes; nothing is counted for the sake of it.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.stats import ManifestCollector
+from quire.service.web.engines import FlightCollector, KvCollector, StreamCollector
 from quire.service.web.sight import Sight
 from quire.stream.mlog_metrics import ManifestLogCollector
 
@@ -130,6 +131,9 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
         sight.store.pages.collector(),
         ManifestLogCollector(sight.log_figures),
         StoreCollector(sight),
+        FlightCollector(sight),
+        KvCollector(sight),
+        StreamCollector(sight),
         WebCollector(figures),
     )
     for each in collectors:

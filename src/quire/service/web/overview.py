@@ -15,6 +15,8 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from quire.core.plain import plain
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -176,9 +178,21 @@ def job_row(job: Job, names: dict[int, str]) -> dict[str, Any]:
         "worker": job.lease.worker if job.lease else "",
         "done": job.lease.done if job.lease else 0,
         "total": job.lease.total if job.lease else 0,
+        "result": _result(record),
         "may_retry": job.state in (JobState.FAILED_PERMANENT, JobState.CANCELLED),
         "may_cancel": job.state not in TERMINAL_JOB_STATES,
     }
+
+
+def _result(record: JobRecord) -> dict[str, Any]:
+    """The figures of what a job answered; lists and texts of it are left to `quire jobs show`."""
+    try:
+        found = msgspec.msgpack.decode(record.result) if record.result else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: each for name, each in found.items() if type(each) is int and each}
 
 
 # ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,7 +3,7 @@
 Rules
   1. `operations` is what `plain` makes of them, byte for byte: what differs is that the way there is worked out once for each
      type of operation, not for each operation.
-  2. Records are decoded and turned into columns in small steps, which stay in the processor's cache.
+  2. Records are decoded and turned into columns some thousand at a time: what Arrow takes for a column is shared by them.
 
 Importable on executors.
 """
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from itertools import accumulate, chain
+from operator import attrgetter
+from struct import pack
 from typing import Any, get_type_hints
 
 import msgspec
@@ -22,16 +24,16 @@ import pyarrow as pa
 from quire.core.plain import plain
 from quire.manifest.change import ChangeRecord, decode_changes
 from quire.manifest.ops.base import Component
-from quire.spark.sources.sqlite_rows import joined
+from quire.spark.sources.sqlite_rows import joined, numbers, texts
 
-STEP_RECORDS = 512
+STEP_RECORDS = 4_096
 BATCH_BYTES = 4 << 20
 
-Teller = Callable[[Any], Any]
+Getter = Callable[[Any], Any]
+Teller = Callable[[Any], str]
 
 _COMPONENTS = {int(each): each.name.lower() for each in Component}
-_encode_lines = msgspec.json.Encoder().encode_lines
-_as_dict = msgspec.structs.asdict
+_encode = msgspec.json.Encoder().encode
 
 
 def change_batches(raws: Sequence[bytes], schema: pa.Schema, first: int) -> Iterator[pa.RecordBatch]:
@@ -52,65 +54,115 @@ def change_batches(raws: Sequence[bytes], schema: pa.Schema, first: int) -> Iter
 
 
 def as_batch(records: list[ChangeRecord], schema: pa.Schema) -> pa.RecordBatch:
-    """Changes as rows."""
-    operations = [record.operations for record in records]
-    reached = [record.generation_updates for record in records]
-    flat = list(chain.from_iterable(reached))
-    kinds = pa.ListArray.from_arrays(
-        _offsets(operations), pa.array([type(op).__name__ for ops in operations for op in ops], pa.string())
-    )
-    generations = pa.MapArray.from_arrays(
-        _offsets(reached),
-        pa.array([_COMPONENTS.get(number) or str(number) for number, _ in flat], pa.string()),
-        pa.array([generation for _, generation in flat], pa.int64()),
-    )
-    columns = [
-        pa.array([record.sequence for record in records], pa.int64()),
-        pa.array([record.committed_at_ms * 1_000 for record in records], pa.int64()).cast(schema.field(1).type),
-        kinds.cast(schema.field(2).type),
-        pa.array(_lines([[told(op) for op in ops] for ops in operations]), pa.string()),
-        generations.cast(schema.field(4).type),
-        pa.array([record.trace_id for record in records], pa.string()),
-    ]
+    """Changes as rows; of a schema with some of the columns only those are made."""
+    columns = [_COLUMNS[field.name](records, field.type) for field in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _lines(values: list[Any]) -> list[str]:
-    """The JSON of each; all in one call, and cut where no JSON has a newline of its own."""
-    return _encode_lines(values).decode().split("\n")[: len(values)]
+def _sequences(records: list[ChangeRecord], _: pa.DataType) -> pa.Array:
+    return numbers("q", [record.sequence for record in records])
 
 
-def told(op: msgspec.Struct) -> dict[str, Any]:
-    """An operation as JSON has it (rule 1).
+def _times(records: list[ChangeRecord], kind: pa.DataType) -> pa.Array:
+    return numbers("q", [record.committed_at_ms * 1_000 for record in records]).view(kind)
+
+
+def _kinds(records: list[ChangeRecord], kind: pa.DataType) -> pa.Array:
+    operations = [record.operations for record in records]
+    names = _texts([type(op).__name__ for op in chain.from_iterable(operations)])
+    return pa.ListArray.from_arrays(_offsets(operations), names, type=kind)
+
+
+def _operations(records: list[ChangeRecord], _: pa.DataType) -> pa.Array:
+    operations = [record.operations for record in records]
+    return _texts(_arrays(told(list(chain.from_iterable(operations))), operations))
+
+
+def _generations(records: list[ChangeRecord], kind: pa.DataType) -> pa.Array:
+    reached = [record.generation_updates for record in records]
+    updates = list(chain.from_iterable(reached))
+    names = _texts([_COMPONENTS.get(number) or str(number) for number, _ in updates])
+    numbers_reached = numbers("q", [generation for _, generation in updates])
+    return pa.MapArray.from_arrays(_offsets(reached), names, numbers_reached, type=kind)
+
+
+def _traces(records: list[ChangeRecord], _: pa.DataType) -> pa.Array:
+    return _texts([record.trace_id for record in records])
+
+
+_COLUMNS: dict[str, Callable[[list[ChangeRecord], pa.DataType], pa.Array]] = {
+    "sequence": _sequences,
+    "committed_at": _times,
+    "kinds": _kinds,
+    "operations": _operations,
+    "generations": _generations,
+    "trace_id": _traces,
+}
+
+
+def _arrays(values: list[str], lists: Sequence[Sequence[Any]]) -> list[str]:
+    """The JSON of values as JSON of the lists they come from."""
+    if len(values) == len(lists) and all(lists):  # one each, as nearly always
+        return list(map("[%s]".__mod__, values))
+    ends = list(accumulate(map(len, lists)))
+    return [f"[{','.join(values[end - len(each) : end])}]" for end, each in zip(ends, lists)]
+
+
+def told(ops: Sequence[msgspec.Struct]) -> list[str]:
+    """Operations as JSON (rule 1), type by type and field by field: that takes a third of the time that one by one does.
 
     >>> from quire.manifest.ops.base import Counter, ReserveIds
-    >>> told(ReserveIds(Counter.JOB, 7)) == plain(ReserveIds(Counter.JOB, 7))
-    True
+    >>> told([ReserveIds(Counter.JOB, 7)])
+    ['{"op":"ReserveIds","counter":"job","upto":7}']
     """
-    name, tellers = _tellers(type(op))
-    form = {"op": name, **_as_dict(op)}
-    for field, tell in tellers:
-        form[field] = tell(form[field])
-    return form
+    kinds = set(map(type, ops))
+    if len(kinds) == 1:
+        return _told_alike(kinds.pop(), ops)
+    found = [""] * len(ops)
+    for kind in kinds:
+        places = [place for place, op in enumerate(ops) if type(op) is kind]
+        for place, text in zip(places, _told_alike(kind, [ops[place] for place in places])):
+            found[place] = text
+    return found
+
+
+def _told_alike(kind: type[msgspec.Struct], ops: Sequence[msgspec.Struct]) -> list[str]:
+    """The same, for operations of one type."""
+    form, tellers = _teller_of(kind)
+    if not tellers:
+        return [form] * len(ops)
+    columns = [map(getter, ops) if tell is None else map(tell, map(getter, ops)) for getter, tell in tellers]
+    return list(map(form.__mod__, zip(*columns)))
 
 
 @cache
-def _tellers(kind: type[msgspec.Struct]) -> tuple[str, list[tuple[str, Teller]]]:
-    """The name of a type of operations, and how those of its fields are told that are not told as they are."""
+def _teller_of(kind: type[msgspec.Struct]) -> tuple[str, list[tuple[Getter, Teller | None]]]:
+    """The JSON of a type of operations with gaps, and what gives the text for each gap; a number is its own."""
     hints = get_type_hints(kind)
-    found = [(name, _teller(hints[name])) for name in kind.__struct_fields__]
-    return kind.__name__, [(name, tell) for name, tell in found if tell is not None]
+    names = kind.__struct_fields__
+    form = ",".join([f'"op":"{kind.__name__}"', *(f'"{name}":%s' for name in names)])
+    return f"{{{form}}}", [(attrgetter(name), _teller(hints[name])) for name in names]
 
 
 def _teller(hint: Any) -> Teller | None:
-    if hint in (int, str, float, bool):
+    if hint is int:
         return None
-    if hint is bytes:
-        return bytes.hex
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return {each: each.name.lower() for each in hint}.__getitem__
-    return plain
+        return {each: f'"{each.name.lower()}"' for each in hint}.__getitem__
+    return _json
+
+
+def _json(value: Any) -> str:
+    return _encode(plain(value)).decode()
+
+
+def _texts(values: list[str]) -> pa.Array:
+    try:
+        return texts(values)
+    except ValueError:  # none at all, or a NUL in one
+        return pa.array(values, pa.string())
 
 
 def _offsets(lists: Sequence[Sequence[Any]]) -> pa.Array:
-    return pa.array([0, *accumulate(map(len, lists))], pa.int32())
+    ends = [0, *accumulate(map(len, lists))]
+    return pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(pack(f"{len(ends)}i", *ends))])

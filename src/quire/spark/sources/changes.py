@@ -12,8 +12,9 @@ Rules
      hears `CursorLost`. A live cursor keeps them; a range without one is kept by nobody.
   2. The owner sends records as they are on its disk; executors decode them.
 
-Options of a range: `first` (default: the oldest kept), `last` (default: the head), both inclusive; `partitions`.
-Those of a stream: `changes_stream.py`.
+Options of a range: `first` (default: the oldest kept), `last` (default: the head), both inclusive; `partitions`; `columns` with
+commas: the JSON of operations takes half of the time, and is not made for who does not ask for it. Those of a stream:
+`changes_stream.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SCHEMA = StructType(
     ]
 )
 
-OPTIONS = ("first", "last", "cursor", "start", "database", "snapshot", "max_changes", "partitions")
+OPTIONS = ("first", "last", "cursor", "start", "database", "snapshot", "max_changes", "partitions", "columns")
 
 PARTITION_CHANGES_MIN = 1_000
 """Fewer changes are not worth a task of their own."""
@@ -83,7 +84,7 @@ class ChangesSource(DataSource):
         return "quire.changes"
 
     def schema(self) -> StructType:
-        return SCHEMA
+        return schema_of(_options(self.options))
 
     def reader(self, schema: StructType) -> ChangesReader:
         return ChangesReader(_options(self.options), schema)
@@ -98,11 +99,12 @@ class ChangesReader(DataSourceReader):
     """A range of sequences."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        same_schema(schema)
+        same_schema(schema, options)
         for name in ("cursor", "start", "max_changes"):
             if options.text(name):
                 raise InvalidInput(f"`{name}` is for streams", hint="use first and last, or readStream")
         self.access = options.access()
+        self.schema = schema
         self._first = options.number("first", 0)
         self._last = options.number("last", 0)
         self._wanted = options.number("partitions", default_partitions(), least=1)
@@ -121,7 +123,7 @@ class ChangesReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The changes of a part."""
-        return read_span(self.access, partition.value)
+        return read_span(self.access, partition.value, self.schema)
 
 
 def split(span: Span, parts: int) -> list[InputPartition]:
@@ -134,14 +136,14 @@ def split(span: Span, parts: int) -> list[InputPartition]:
     return [ChangesPartition(Span(first, min(first + step - 1, span.last))) for first in firsts]
 
 
-def read_span(access: Access, span: Span | None) -> Iterator[pa.RecordBatch]:
-    """The changes of a range, all of them (rule 1)."""
+def read_span(access: Access, span: Span | None, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """The changes of a range, all of them (rule 1), with the columns of a schema."""
     from quire.service.tickets import TableTicket
 
     if span is None:  # Spark makes one partition of none
         return
     ticket = TableTicket(CHANGE_LOG.name, (), (span.first,), (span.last + 1,), raw=True)
-    wanted, following = arrow_schema(SCHEMA), span.first
+    wanted, following = arrow_schema(schema), span.first
     channel = access.channel()
     try:
         for batch in channel.stream(ticket):
@@ -163,9 +165,19 @@ def gone(first: int, oldest: int) -> CursorLost:
     )
 
 
-def same_schema(schema: StructType) -> None:
+def schema_of(options: Options) -> StructType:
+    """All columns, or those that are asked for."""
+    columns = options.names("columns") or SCHEMA.names
+    if unknown := [name for name in columns if name not in SCHEMA.names]:
+        raise InvalidInput(
+            "changes have no such column", hint=f"columns: {', '.join(SCHEMA.names)}", columns=unknown[:5]
+        )
+    return StructType([SCHEMA[name] for name in columns])
+
+
+def same_schema(schema: StructType, options: Options) -> None:
     """Refuse any schema but ours."""
-    if schema.simpleString() != SCHEMA.simpleString():
+    if schema.simpleString() != schema_of(options).simpleString():
         raise InvalidInput("the schema of quire.changes is fixed", hint="leave .schema(…) out")
 
 

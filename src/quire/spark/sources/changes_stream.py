@@ -16,7 +16,7 @@ Rules
 
 Options: `cursor`; `start` for a new cursor: `oldest` (the default), `latest`, a sequence to begin after, or `snapshot` with
 `database` and `snapshot`: behind the change that published it, so that reading the snapshot and then the stream leaves no gap.
-`max_changes` in a batch; `partitions`.
+`max_changes` in a batch; `partitions`; `columns`.
 
 One process of Spark's for each query, one thread. Raises `CursorLost`, `InvalidInput`, and what a client raises.
 """
@@ -60,7 +60,8 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """See the rules above."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        same_schema(schema)
+        same_schema(schema, options)
+        self.schema = schema
         if options.text("first") or options.text("last"):
             raise InvalidInput("`first` and `last` are for ranges", hint="use start, or read instead of readStream")
         self.access = options.access()
@@ -140,7 +141,7 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The changes of a part, on an executor."""
-        return read_span(self.access, partition.value)
+        return read_span(self.access, partition.value, self.schema)
 
     def commit(self, end: Offset) -> None:
         """Spark has done with everything up to `end` (rules 1 and 2)."""

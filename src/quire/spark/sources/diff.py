@@ -35,7 +35,7 @@ from quire.spark.sources.row_diff import ROW_FIELDS, changed_rows
 from quire.spark.sources.shapes import arrow_schema, default_partitions
 from quire.spark.sources.sqlite import EVERYTHING, Rowids, connected, find_in
 from quire.spark.sources.sqlite_ranges import rowid_ranges
-from quire.spark.sources.sqlite_rows import batches
+from quire.spark.sources.sqlite_rows import batches, gathered
 from quire.spark.sources.sqlite_tables import Table, find_table, table_schema
 from quire.spark.sources.view_diff import changed_pages
 from quire.spark.sources.views import Asked, ReadAhead, Version, opened
@@ -134,7 +134,7 @@ class DiffReader(DataSourceReader):
                 return
             with connected(ReadAhead(before)) as first, connected(ReadAhead(after)) as second:
                 rows = changed_rows(first, second, self.table, part.run, self.schema, part.after.database)
-                yield from batches(rows, wanted, null_misfits=self.null_misfits)
+                yield from gathered(batches(rows, wanted, null_misfits=self.null_misfits))
 
 
 def _runs(before: Version, after: Version) -> list[tuple[int, int]]:

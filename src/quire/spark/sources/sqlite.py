@@ -12,6 +12,7 @@ Rules
   2. Large tables are cut by the upper pages of their trees (`sqlite_ranges.py`); databases below `PIECE_BYTES` are one piece.
   3. With `databases` rows begin with `_database`, the name of theirs; filters on it leave databases out before they are opened.
   4. Filters are told to SQLite as far as both mean the same (`predicates.py`); Spark applies all of them again.
+  5. Columns of whole numbers and texts are put together by SQLite (`sqlite_columns.py`), others row by row (`sqlite_rows.py`).
 
 Options: `table`, `columns` (with commas), `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases without the
 table), and those of `views.py`. For writing: `sqlite_writer.py`.
@@ -33,8 +34,9 @@ from quire.spark.sources import views
 from quire.spark.sources.options import Options
 from quire.spark.sources.predicates import conditions
 from quire.spark.sources.shapes import arrow_schema, default_partitions
+from quire.spark.sources.sqlite_columns import ColumnQuery, windows
 from quire.spark.sources.sqlite_ranges import LEAST, MOST, rowid_ranges
-from quire.spark.sources.sqlite_rows import batches
+from quire.spark.sources.sqlite_rows import batches, gathered
 from quire.spark.sources.sqlite_tables import DATABASE, Table, find_table, quoted, table_schema
 from quire.spark.sources.views import Asked, Piece, ReadAhead, Version, dealt, opened
 
@@ -166,15 +168,31 @@ class SqliteReader(DataSourceReader):
                     if self.query.skip_absent:
                         continue
                     raise
-                sql, values = self._sql(table, piece)
-                yield from batches(iter(connection.execute(sql, values)), wanted, null_misfits=self.query.null_misfits)
+                yield from gathered(self._rows(connection, table, piece, wanted))
 
-    def _sql(self, table: Table, piece: Piece[Rowids]) -> tuple[str, list[Any]]:
-        shown, shown_values = _selected(table, self.schema, piece.version.database, self.asked.is_many)
-        told, values = conditions(self.filters, table, self.schema, null_misfits=self.query.null_misfits)
-        if piece.part != EVERYTHING:
+    def _rows(
+        self, connection: Connection, table: Table, piece: Piece[Rowids], wanted: pa.Schema
+    ) -> Iterator[pa.RecordBatch]:
+        """Rule 5."""
+
+        def as_rows(rowids: Rowids) -> Iterator[pa.RecordBatch]:
+            sql, values = self._sql(table, piece.version.database, rowids, told)
+            return batches(iter(connection.execute(sql, values)), wanted, null_misfits=self.query.null_misfits)
+
+        told = conditions(self.filters, table, self.schema, null_misfits=self.query.null_misfits)
+        by_column = ColumnQuery(table, wanted, piece.version.database if self.asked.is_many else "")
+        if by_column.is_allowed and not told[0]:
+            return windows(connection, by_column, piece.part, as_rows)
+        return as_rows(piece.part)
+
+    def _sql(
+        self, table: Table, database: str, rowids: Rowids, conditions_told: tuple[list[str], list[Any]]
+    ) -> tuple[str, list[Any]]:
+        shown, shown_values = _selected(table, self.schema, database, self.asked.is_many)
+        told, values = list(conditions_told[0]), list(conditions_told[1])
+        if rowids != EVERYTHING:
             told.append(f"{table.rowid} BETWEEN ? AND ?")
-            values += piece.part
+            values += rowids
         where = f" WHERE {' AND '.join(told)}" if told else ""
         return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{where}", shown_values + values
 

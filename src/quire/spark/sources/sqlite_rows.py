@@ -15,14 +15,16 @@ Importable on executors. Raises `InvalidInput` for misfits.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
+from struct import error as StructError  # noqa: N812 - it is a class
+from struct import pack
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from quire.core.errors import InvalidInput
@@ -34,22 +36,28 @@ STEP_ROWS = 512
 look at. With 65,536 it takes five times as long."""
 
 _CODES = {pa.int64(): "q", pa.float64(): "d"}
-"""Numbers go through `array`, which takes a third of the time that Arrow does, and refuses NULLs and misfits."""
+"""Numbers go through `struct`, which takes a tenth of the time that Arrow does, and refuses NULLs and misfits."""
 
 _WRONG = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError)
 
 
 def batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, *, null_misfits: bool) -> Iterator[pa.RecordBatch]:
-    """Rows, whose values are in the order of the schema, in batches (rule 2)."""
-    made: list[pa.RecordBatch] = []
-    size = 0
+    """Rows, whose values are in the order of the schema, in small batches."""
     while taken := list(islice(rows, STEP_ROWS)):
         columns = [
             column(values, field.type, field.name, null_misfits=null_misfits)
             for values, field in zip(zip(*taken), schema)
         ]
-        made.append(pa.RecordBatch.from_arrays(columns, schema=schema))
-        size += made[-1].nbytes
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def gathered(small: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Small batches as larger ones (rule 2): Spark spends some time on each."""
+    made: list[pa.RecordBatch] = []
+    size = 0
+    for each in small:
+        made.append(each)
+        size += each.nbytes
         if size >= BATCH_BYTES:
             yield joined(made)
             made, size = [], 0
@@ -58,7 +66,7 @@ def batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, *, null_misfits:
 
 
 def joined(made: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Small batches as one: Spark spends some time on each."""
+    """Several batches as one."""
     return made[0] if len(made) == 1 else pa.concat_batches(made)
 
 
@@ -66,9 +74,11 @@ def column(values: tuple[Any, ...], kind: pa.DataType, name: str, *, null_misfit
     """Values of SQLite's as a column; all at once if they are of its type, else one by one (rule 1)."""
     try:
         if (code := _CODES.get(kind)) is not None:
-            return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(array(code, values))])
-    except TypeError:
-        pass  # NULLs, or misfits
+            return numbers(code, values)
+        if pa.types.is_string(kind):
+            return texts(values)
+    except (StructError, TypeError, ValueError):
+        pass  # NULLs, misfits, or an odd text
     try:
         # Left to itself, Arrow takes bytes as text, and cuts off what a float has too much.
         if set(map(type, values)) <= _plain(kind):
@@ -76,6 +86,30 @@ def column(values: tuple[Any, ...], kind: pa.DataType, name: str, *, null_misfit
     except _WRONG:
         pass  # some value is the fault: which one is found below
     return pa.array([_one(value, kind, name, null_misfits) for value in values], kind)
+
+
+def numbers(code: str, values: Sequence[Any]) -> pa.Array:
+    """A column of int64 ("q") or float64 ("d") values; `struct.error` if one is not that."""
+    kind = pa.int64() if code == "q" else pa.float64()
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(pack(f"{len(values)}{code}", *values))])
+
+
+def texts(values: Sequence[Any]) -> pa.Array:
+    """A column of texts; `TypeError` if one is none, `ValueError` if one has a NUL in it, or is no UTF-8."""
+    return cut("\0".join(values).encode(), len(values))
+
+
+def cut(data: bytes, count: int) -> pa.Array:
+    """A column of so many texts from one with a NUL between them, in a third of the time that Arrow takes for values."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
+    if len(ends) != count - 1:
+        raise ValueError("a text with a NUL in it")
+    offsets = np.zeros(count + 1, np.int32)
+    offsets[1:count] = ends - np.arange(count - 1)
+    offsets[count] = len(data) - count + 1
+    return pa.Array.from_buffers(
+        pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data.replace(b"\0", b""))]
+    )
 
 
 @cache

@@ -35,7 +35,7 @@ from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.sources import Sources
-from quire.pages.view import SnapshotView, ViewReader
+from quire.pages.view import SnapshotView, ViewReader, without_object
 from quire.spark.sources.options import Options
 
 if TYPE_CHECKING:
@@ -125,14 +125,20 @@ class Asked:
         wanted = snapshot or self.snapshot
         if not wanted:
             lent = client.lend(name, self._keep_seconds)
-            return Version(name, client.view(name, lent.snapshot_id, upload=upload), root)
+            return Version(name, _view(client, name, lent.snapshot_id, upload), root)
         try:
-            view = client.view(name, wanted, upload=upload)
+            view = _view(client, name, wanted, upload)
         except UnknownSnapshot:
             if not wanted.isdecimal():
                 raise
-            view = client.view(name, int(wanted), upload=upload)
+            view = _view(client, name, int(wanted), upload)
         return Version(name, view, root)
+
+
+def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> SnapshotView:
+    """A view; what it lacks in the object store is uploaded only if there is something: that needs more than to read."""
+    view = client.view(name, snapshot)
+    return client.view(name, snapshot, upload=True) if upload and without_object(view) else view
 
 
 @contextmanager
@@ -158,13 +164,17 @@ def opened(version: Version) -> Iterator[ViewReader]:
 class ReadAhead:
     """A reader whose pages come in runs: SQLite asks for one page at a time, chunks have frames of 16 (P11).
 
-    A page that is missing brings its frame with it; if the frame before it is here, somebody walks, and the next ones come too.
+    A page that is missing brings its frame with it; if the frame before it is here, somebody walks, and the next ones come too,
+    past the reader's own cache: nobody walks back.
     """
 
     def __init__(self, reader: ViewReader) -> None:
         self.lsn, self.page_size, self.size_pages = reader.lsn, reader.page_size, reader.size_pages
         self._reader = reader
+        self._pages_per_chunk = reader.view.pages_per_chunk
         self._images: dict[int, bytes] = {}
+        self._slots: set[int] = set()
+        """Whose chunks are open: a read past the cache would open them each time."""
 
     def read_page(self, page: int) -> bytes:
         """The page as of this version."""
@@ -177,7 +187,10 @@ class ReadAhead:
         stop = min(first + frames * PAGES_PER_FRAME, self.size_pages)
         if len(self._images) * self.page_size >= AHEAD_BYTES:
             self._images.clear()
-        self._images.update(self._reader.read_pages(range(first, max(stop, page + 1))))
+        wanted = range(first, max(stop, page + 1))
+        slots = {each // self._pages_per_chunk for each in (wanted[0], wanted[-1])}
+        self._images.update(self._reader.read_pages(wanted, cold=frames > 1 and slots <= self._slots))
+        self._slots |= slots
         return self._images[page]
 
     def close(self) -> None:

@@ -5,8 +5,9 @@ import { dbLink, number } from "./format.js";
 import { Failure, follow, get, hasToken, post, useToken } from "./api.js";
 import { feed, jobs, lineage, overview, verification } from "./pages.js";
 import { database } from "./page_database.js";
+import { why } from "./page_why.js";
 
-const MENU = [["#/", overview], ["#/lineage", lineage], ["#/feed", feed], ["#/jobs", jobs], ["#/verification", verification]];
+const MENU = [["#/", overview], ["#/lineage", lineage], ["#/feed", feed], ["#/jobs", jobs], ["#/verification", verification], ["#/why", why()]];
 const DEBOUNCE = 350;
 const REDRAW = 10000;
 const find = (id) => document.getElementById(id);
@@ -22,6 +23,7 @@ let drawn = 0;
 // ── pages ──
 function pageOf(hash) {
   if (hash.startsWith("#/db/")) return database(decodeURIComponent(hash.slice(5)));
+  if (hash.startsWith("#/why/")) return why(decodeURIComponent(hash.slice(6)));
   return (MENU.find(([at]) => at === (hash || "#/")) || MENU[0])[1];
 }
 
@@ -98,7 +100,7 @@ function drawMenu() {
   find("nav").replaceChildren(
     ...MENU.map(([to, each]) => {
       const [some, bad] = counts.get(to) || [0, 0];
-      return h("a", { href: to, "aria-current": to === at ? "page" : undefined }, h("span", {}, each.title), bad ? h("span", { class: "count bad", title: "failed or damaged" }, number(bad)) : some ? h("span", { class: "count" }, number(some)) : null);
+      return h("a", { href: to, "aria-current": to === at || (to === "#/why" && at.startsWith("#/why/")) ? "page" : undefined }, h("span", {}, each.title), bad ? h("span", { class: "count bad", title: "failed or damaged" }, number(bad)) : some ? h("span", { class: "count" }, number(some)) : null);
     }),
     ...(summary?.databases.length ? [h("h2", {}, "Databases"), ...summary.databases.slice(0, 24).map((each) => h("a", { class: "sub", href: dbLink(each.name), "aria-current": dbLink(each.name) === at ? "page" : undefined }, h("i", { class: `swatch d-${each.kind}` }), h("span", {}, each.name)))] : []),
   );
@@ -269,12 +271,25 @@ function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]") || event.target.matches("input")) return;
   const at = Number(event.key) - 1;
   if (MENU[at]) location.hash = MENU[at][0];
+  else if (event.key === "/") askWhy();
   else if (event.key === "c") nextTheme();
   else if (event.key === "t") askToken();
   else if (event.key === "n" && page.name) ui.snapshot(page.name);
   else if (event.key === "?") find("help").showModal();
   else return;
   event.preventDefault();
+}
+
+// The box of the page Why, from wherever one is.
+function askWhy() {
+  location.hash = "#/why";
+  const until = performance.now() + 3000;
+  const look = () => {
+    const field = content.querySelector("[data-key=why-subject]");
+    if (field) field.focus();
+    else if (performance.now() < until) setTimeout(look, 50);
+  };
+  setTimeout(look);
 }
 
 async function start() {

@@ -4,6 +4,7 @@ import { h, card, chip, legend, table, tiles, wide } from "./dom.js";
 import { ago, bytes, dbLink, moment, number, plural, snapshotName, words } from "./format.js";
 import { chains, chunkMap, parts, retentionLine, segmentLanes, statesOverTime, WAL_STATES } from "./charts.js";
 import { jobTable, tierParts } from "./pages.js";
+import { holders, whyLink } from "./page_why.js";
 import { get } from "./api.js";
 
 export const database = (name) => ({
@@ -20,9 +21,9 @@ export const database = (name) => ({
         h("button", { type: "button", class: "main", "data-key": "snapshot", onclick: () => ui.snapshot(db.name) }, "New snapshot")),
       figures(data),
       h("div", { class: "grid" },
-        data.pages && pages(data, ui), data.stream && stream(data), data.files && wide(files(data)),
+        data.pages && pages(data, ui), data.stream && stream(data), data.files && keyValue(data),
         wide(card("Retention", policy(data.retention), data.snapshots.length ? [retentionLine(data.snapshots, data.now_ms), snapshots(data)] : h("p", { class: "muted" }, "No snapshot yet."))),
-        card("What keeps it", "and what would let it go", why(data.why)),
+        card("What keeps it", "and what would let it go", holders(data.why, 12), h("p", { class: "small" }, h("a", { href: whyLink(db.name), "data-key": "why" }, "ask about something else"))),
         card("What happened", "newest first", audit(data)),
         wide(card("Jobs", "", jobTable(data.jobs, data.now_ms, ui)))),
     ];
@@ -32,7 +33,8 @@ export const database = (name) => ({
 function figures(data) {
   const { database: db, pages: engine, snapshots } = data;
   const first = [["Size", bytes(db.size_bytes), db.page_size ? `pages of ${bytes(db.page_size)}` : ""], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to go`]];
-  if (!engine) return tiles(...first);
+  if (data.stream) return tiles(...first, ...streamFigures(data));
+  if (!engine) return tiles(...first, ...kvFigures(data));
   const wal = engine.wal || {};
   const blocked = engine.segments.filter((each) => each.blocked).length;
   return tiles(...first,
@@ -41,6 +43,24 @@ function figures(data) {
     ["Floor", number(engine.floor_lsn), "lsn somebody may still ask for"],
     ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "nothing is blocked", blocked ? "warn" : undefined],
     ["Chunks", number(engine.slots.length), chained(engine.chain_lengths)]);
+}
+
+function streamFigures({ figures: open }) {
+  if (!open) return [["Records", "–", "nobody has it open"]];
+  const lag = Math.max(0, ...Object.values(open.consumers).map((each) => open.end_record - each.position));
+  return [
+    ["Records", number(open.end_record - open.first_record), `${number(open.first_record)} to ${number(open.end_record - 1)}`],
+    ["Hot", bytes(open.hot_bytes), plural(open.hot_segments, "segment")], ["Warm", bytes(open.warm_bytes), plural(open.warm_segments, "segment")],
+    ["Remote", bytes(open.remote_bytes), plural(open.remote_segments, "segment")],
+    ["Consumers", number(Object.keys(open.consumers).length), lag ? `${number(lag)} records behind` : "all are up to date"]];
+}
+
+function kvFigures({ figures: open }) {
+  if (!open) return [["Tables", "–", "nobody has it open"]];
+  return [
+    ["Newest lsn", number(open.last_lsn)], ["Tables", number(open.tables), bytes(open.table_bytes)], ["Rows", number(open.rows), `${number(open.tombstones)} of them deletions`],
+    ["In memory", bytes(open.memtable_bytes), `${plural(open.memtable_keys, "key")}${open.frozen ? `, ${number(open.frozen)} more to flush` : ""}`],
+    ["Upkeep", number(open.flushes + open.compactions), `${plural(open.flushes, "flush").replace("flushs", "flushes")}, ${plural(open.compactions, "compaction")}`]];
 }
 
 function chained(lengths) {
@@ -68,11 +88,22 @@ function stream(data) {
   return [
     card("Tiers", "segments with a whole copy", parts([tier("hot", "t-hot"), tier("warm", "t-warm"), tier("remote", "t-remote")])),
     card("On this disk", "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
+    consumers(data),
     wide(card("Manifest log", `${plural(log.chunks.length, "chunk")}, ${plural(log.snapshots.length, "snapshot")} on disk; newest records first`,
       log.problem && h("p", { class: "bad" }, log.problem),
       table(["at", "when", "record", ">segment", "says", "tier 2"], log.records.map((each) => [`${each.chunk_index}:${each.chunk_offset}`, moment(each.timestamp_ms), each.record, each.segment_id || "–", h("code", {}, Object.entries(each.fields).map(([key, value]) => `${key}=${value}`).join(" ")), each.tier2]), "The log is empty: nothing was appended yet."))),
   ];
 }
+
+const LEVELS = ["g0", "g1", "g2", "g3", "g4", "g5"];
+
+const keyValue = (data) => [
+  data.figures && wide(card("Levels", "tables in each, from the newest to the oldest", parts(data.figures.levels.map((count, at) => [`level ${at}`, count, LEVELS[Math.min(at, 5)]])))),
+  wide(files(data)),
+];
+
+const consumers = ({ figures: open }) => open && wide(card("Consumers", "how far each has read", table(["name", ">next record", ">behind"],
+  Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(Math.max(0, open.end_record - each.position))]), "Nobody has registered.")));
 
 const files = (data) => card("Files", plural(data.files.length, "file"), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No file yet."));
 
@@ -89,13 +120,6 @@ const snapshots = (data) => [newest(data), data.snapshots.length > 12 && h("p", 
 const newest = (data) => table(["snapshot", "made", ">lsn", ">pages", "retention", ""], [...data.snapshots].reverse().slice(0, 12).map((each) => [
   h("b", {}, snapshotName(each)), h("span", { title: moment(each.created_at_ms) }, ago(each.created_at_ms, data.now_ms)), number(each.anchor_lsn), number(each.size_pages), chip(each.keep ? "kept" : "goes", each.keep ? "k-keep" : "k-drop"), h("span", { class: "muted small" }, each.why)]),
   "");
-
-function why(answer) {
-  if (!answer.holders.length) return h("p", { class: "muted" }, "Nothing: it could be dropped at once.");
-  return h("ul", { class: "holders" }, answer.holders.slice(0, 12).map((each) => h("li", {}, chip(each.kind, `h-${each.kind}`),
-    h("div", {}, h("b", {}, each.name), " ", h("span", {}, each.what), h("br"), h("code", { class: "muted" }, each.release)))),
-  answer.holders.length > 12 && h("li", { class: "muted" }, `${number(answer.holders.length - 12)} more: quire why ${answer.subject}`));
-}
 
 const audit = (data) => table(["=when", "=what", "subject"], data.audit.slice(0, 15).map((each) => [
   h("span", { title: moment(each.at_ms) }, ago(each.at_ms, data.now_ms)), words(each.action), h("span", {}, h("code", {}, each.subject || (each.number ? `#${each.number}` : "")), each.size_bytes ? h("span", { class: "muted" }, ` ${bytes(each.size_bytes)}`) : "")]),

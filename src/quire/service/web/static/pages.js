@@ -5,6 +5,8 @@ import { ago, bytes, clock, dbLink, moment, number, plural, span, words } from "
 import { lineage as drawLineage, parts, TIERS, WAL_STATES } from "./charts.js";
 import { get, post } from "./api.js";
 
+const OUTCOMES = ["slots", "pages", "bytes", "segments", "deleted", "truncated", "verified", "missing", "altered", "records", "moved", "freed_bytes"];
+
 const link = (name) => h("a", { href: dbLink(name), "data-key": `db-${name}` }, name);
 
 // ── overview ──
@@ -121,11 +123,21 @@ export const jobs = {
 };
 
 export function jobTable(list, now, ui) {
-  return table([">job", "=kind", "database", "=state", "=progress", "=when", "said", "="], list.map((each) => [
+  const order = { in_flight: 0, pending: 1 };
+  const sorted = [...list].sort((a, b) => (order[a.state] ?? 2) - (order[b.state] ?? 2) || b.job_id - a.job_id); // what is to be done first
+  return table([">job", "=kind", "database", "=state", "=progress", "=when", "said", "="], sorted.map((each) => [
     number(each.job_id), words(each.kind), each.database ? link(each.database) : h("span", { class: "muted" }, "–"), chip(each.state === "failed_permanent" ? "failed" : words(each.state), `j-${each.state}`), progress(each),
-    h("span", { title: moment(each.finished_at_ms || each.started_at_ms || each.created_at_ms) }, when(each, now)), h("span", { class: each.state === "failed_permanent" ? "bad small" : "muted small" }, each.error || each.worker),
+    h("span", { title: moment(each.finished_at_ms || each.started_at_ms || each.created_at_ms) }, when(each, now)), h("span", { class: each.state === "failed_permanent" ? "bad small" : "muted small" }, each.error || each.worker || outcome(each)),
     [each.may_retry && act("Retry", "retry", each, ui), each.may_cancel && act("Cancel", "cancel", each, ui)],
   ]), "No job yet.");
+}
+
+// What came of it, in figures, and how long it took.
+function outcome(each) {
+  const said = Object.entries(each.result || {}).filter(([name]) => OUTCOMES.includes(name)).map(([name, value]) => (name.endsWith("bytes") ? bytes(value) : plural(value, words(name).replace(/s$/, ""))));
+  if (each.state !== "succeeded" || !each.started_at_ms) return said.join(", ");
+  const took = each.finished_at_ms - each.started_at_ms;
+  return [...(said.length ? said : ["nothing to do"]), `in ${took < 9500 ? `${(took / 1000).toFixed(1)} s` : span(took)}`].join(", ");
 }
 
 function progress(each) {

@@ -1,0 +1,80 @@
+"""What an audit compares: rows of one transaction, as blocks of numbers, and the floors, which are few.
+
+Rules
+  1. All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
+  2. They are made a few thousand rows at a time and say only what is compared: 16 bytes a reference, 32 a version of a page.
+  3. A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
+     and no reader was promised a version that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.durable.names import object_key
+from quire.jobs.audit.run import Block, Difference
+from quire.manifest import tables as t
+from quire.manifest.holders import decode, inventory
+from quire.manifest.reads import ReadTxn
+
+STEP_ROWS = 8_192
+
+WHAT = {
+    "R1": "its reference count is {have}, it is held {want} times",
+    "S2": "something refers to it, and it is not in the catalog",
+    "R4": "nothing refers to it, and nothing will delete it",
+    "P1": "the head of a page is {have}, its newest version {want} (lsn, segment)",
+    "L1": "the floor of a database is {have}, by its WAL it is within {want}",
+}
+"""Rule → what a difference says."""
+
+
+def blocks(txn: ReadTxn) -> Iterator[Block]:
+    """Everything that is compared by the runner."""
+    for sort, codes, counts in inventory(txn):
+        rows = np.column_stack([codes, counts.astype(np.uint64)]) if sort == "stored" else codes
+        for start in range(0, len(rows), STEP_ROWS):
+            yield Block(sort, np.ascontiguousarray(rows[start : start + STEP_ROWS]))
+    yield from _pages(txn, "version", t.PAGE_VERSION_INDEX)
+    yield from _pages(txn, "head", t.PAGE_VERSION_HEAD)
+
+
+def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:
+    for keys, values in txn.steps(table, STEP_ROWS):
+        key = np.frombuffer(b"".join(keys), table.key.numpy_fields())
+        row = np.frombuffer(b"".join(values), table.codec.numpy_fields())
+        lsns: NDArray[Any] = key["lsn"] if sort == "version" else row["lsn"]
+        columns = [np.asarray(each, np.uint64) for each in (key["db_id"], key["page"], lsns, row["segment_id"])]
+        yield Block(sort, np.stack(columns, axis=1))
+
+
+def floors(txn: ReadTxn) -> Iterator[Difference]:
+    """Rule 3."""
+    for (db_id,), row in txn.scan(t.SNAPSHOT_FLOOR):
+        wal = txn.wal_state(db_id)
+        low, high = (wal.checkpointed_lsn, wal.last_applied_lsn) if wal is not None else (0, 0)
+        if not low <= row.min_snapshot_lsn <= high:
+            yield Difference("L1", (db_id, 0), (row.min_snapshot_lsn,), (low, high))
+
+
+def told(each: Difference) -> dict[str, Any]:
+    """A difference as a row of the audit's table."""
+    have, want = (_plain(numbers) for numbers in (each.have, each.want))
+    what = WHAT[each.rule].format(have=have, want=want)
+    if each.rule == "P1":
+        return {"state": each.rule, "what": f"database {each.subject[0]}, page {each.subject[1]}: {what}"}
+    if each.rule == "L1":
+        return {"state": each.rule, "what": f"database {each.subject[0]}: {what}"}
+    key = decode(each.subject)
+    try:
+        return {"state": each.rule, "artifact": object_key(key), "what": what}
+    except ValueError:  # leaves and namespaces have no objects
+        return {"state": each.rule, "artifact": str(key), "what": what}
+
+
+def _plain(numbers: tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else (str(numbers) if numbers else "missing")

@@ -1,0 +1,124 @@
+"""The grouping half of the audit: references, counts and versions are brought together by what they are about, and compared.
+
+Terms
+  block     rows of one sort, as numbers: what a transaction of the manifest gave, cut into pieces
+  code      an artifact as two numbers, as `manifest/holders.py` makes them: (origin << 24 | kind << 16 | delta, id << 32 |
+            generation)
+  sort      "held" (a reference), "stored" (a reference count), "row" (a catalog row), "version" and "head" (of a page)
+
+Rules
+  1. Blocks are split by database and a piece of its ids or pages, so that a large database is compared by many tasks.
+  2. What comes back are differences: equal counts, which is nearly all of them, never leave the executor.
+
+Safe to run on an executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import ArtifactKind
+from quire.jobs.runner import Key, Tools
+
+PIECE_BITS = 14
+"""Ids, or pages, of one database that are compared together: 2^14."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one sort."""
+
+    sort: str
+    rows: NDArray[np.uint64]
+    """(code, code) or (code, code, count); of pages (db_id, page, lsn, segment)."""
+    db_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What does not agree."""
+
+    rule: str
+    subject: tuple[int, ...]
+    """A code, or (db_id, page)."""
+    have: tuple[int, ...]
+    want: tuple[int, ...]
+
+
+def split_block(block: Block, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
+    """Rule 1."""
+    rows = block.rows
+    if not len(rows):
+        return
+    if block.sort in ("version", "head"):
+        owners, pieces, kind = rows[:, 0], rows[:, 1] >> np.uint64(PIECE_BITS), 0
+    else:
+        owners, pieces, kind = rows[:, 0] >> np.uint64(24), rows[:, 1] >> np.uint64(32 + PIECE_BITS), 1
+    keys = np.stack([owners, pieces * np.uint64(2) + np.uint64(kind)], axis=1)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))
+    keys, rows = keys[order], rows[order]
+    starts = [0, *(np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1).tolist(), len(rows)]
+    for start, stop in pairwise(starts):
+        owner, piece = keys[start].tolist()
+        yield (owner, piece), (block.sort, rows[start:stop])
+
+
+def join_blocks(
+    _key: Key, _task: None, parts: list[tuple[str, NDArray[np.uint64]]], _tools: Tools
+) -> tuple[Difference, ...]:
+    """Compare what came together under one key."""
+    by_sort: dict[str, list[NDArray[np.uint64]]] = {}
+    for sort, rows in parts:
+        by_sort.setdefault(sort, []).append(rows)
+    joined = {sort: np.concatenate(found) for sort, found in by_sort.items()}
+    if joined.keys() & {"version", "head"}:
+        return tuple(_heads(joined))
+    return tuple(_counts(joined))
+
+
+def _counts(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
+    """R1: a count is the number of holders. S2: what is held has a row. R4: what has a row is, or was, held."""
+    held: dict[Pair, int] = {}
+    for code in map(tuple, joined.get("held", np.zeros((0, 2), np.uint64)).tolist()):
+        held[code] = held.get(code, 0) + 1
+    stored: dict[Pair, int] = {
+        (first, second): count for first, second, count in joined.get("stored", np.zeros((0, 3), np.uint64)).tolist()
+    }
+    rows: set[Any] = set(map(tuple, joined.get("row", np.zeros((0, 2), np.uint64)).tolist()))
+    for code in sorted(held.keys() | {code for code, count in stored.items() if count}):
+        if held.get(code, 0) != stored.get(code, 0):
+            yield Difference("R1", code, (stored.get(code, 0),), (held.get(code, 0),))
+    for code in sorted(held.keys() - rows):
+        yield Difference("S2", code, (0,), (1,))
+    for code in sorted(rows - held.keys() - stored.keys()):
+        if code[0] >> 16 & 0xFF != ArtifactKind.NAMESPACE:  # a namespace may wait for its first artifact
+            yield Difference("R4", code, (1,), (0,))
+
+
+def _heads(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
+    """P1: a page's head is its newest version."""
+    newest = _by_page(joined.get("version", np.zeros((0, 4), np.uint64)))
+    heads = _by_page(joined.get("head", np.zeros((0, 4), np.uint64)))
+    if np.array_equal(newest, heads):
+        return
+    wanted = {(db_id, page): (lsn, segment) for db_id, page, lsn, segment in newest.tolist()}
+    found = {(db_id, page): (lsn, segment) for db_id, page, lsn, segment in heads.tolist()}
+    for subject in sorted(wanted.keys() | found.keys()):
+        if wanted.get(subject) != found.get(subject):
+            yield Difference("P1", subject, found.get(subject, ()), wanted.get(subject, ()))
+
+
+def _by_page(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The newest row of each page, by page."""
+    rows = rows[np.lexsort((rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
+    last = np.ones(len(rows), np.bool_)
+    last[:-1] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
+    return rows[last]

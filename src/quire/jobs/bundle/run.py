@@ -1,0 +1,65 @@
+"""Looking which bundles of a manifest log are due, and making one: what the bundle job does on executors.
+
+Rules
+  1. `look` lists the objects of one log and reads its newest snapshot; a listing never leaves it.
+  2. `make` reads chunks and writes one object. The same chunks give the same bytes, so a task that is killed or repeated adopts
+     what is there (`stream/mlog_bundle.py`).
+
+Safe to run on an executor. Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.durable.failpoints import hit
+from quire.jobs.runner import Tools
+from quire.stream.mlog_bundle import BundleResult, BundleTask, left_over, plan, run
+from quire.stream.mlog_tier2 import LogObjects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookTask:
+    """A log to look at."""
+
+    stream_id: int
+    url: str
+    now_ms: int
+    period_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What is to be done about a log."""
+
+    stream_id: int
+    due: tuple[BundleTask, ...]
+    left_over: tuple[BundleTask, ...]
+    size_bytes: int
+    """Of the chunks that are due."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTask:
+    """A bundle to make."""
+
+    url: str
+    task: BundleTask
+
+
+def look(task: LookTask, tools: Tools) -> Looked:
+    """Rule 1."""
+    objects = LogObjects(tools.open_store(task.url), task.stream_id)
+    due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)
+    chunks = objects.listing().chunks
+    size = sum(
+        chunks[index].size_bytes for each in due for index in range(each.first, each.last + 1) if index in chunks
+    )
+    return Looked(task.stream_id, tuple(due), tuple(left_over(objects)), size)
+
+
+def make(task: MakeTask, tools: Tools) -> BundleResult:
+    """Rule 2."""
+    made = run(task.task, tools.open_store(task.url))
+    hit("jobs.bundle.made")
+    return made

@@ -1,0 +1,172 @@
+"""Looking at every byte of a stream: copies of a segment, chunks of its manifest log, objects of the log.
+
+Terms
+  place   of a segment: its row says whether there is a local copy, hot or compressed, and whether there is an object
+
+Rules
+  1. A copy is good if it holds the segment that was sealed: its blocks, and the crc64 of all of them, which the row has. The
+     compressed file and the object have other bytes than the hot one, and are decompressed for that.
+  2. Of the local copies one is enough, and each that is there must be good. One that goes while it is looked for was
+     evicted.
+  3. Problems of a log are those of `stream/mlog_verify.py`; its objects are read in groups, so that many executors share one
+     log's.
+
+Safe to run on an executor. Raises what disk and object store raise; damage is an answer, not an error.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
+from quire.core.ids import ArtifactKind
+from quire.core.settings import ManifestLogSettings
+from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, read_all
+from quire.durable.names import StreamSegmentFile, Tier
+from quire.jobs.places import OpenStore, Place
+from quire.jobs.runner import Tools
+from quire.objects.api import ObjectStore
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.mlog_verify import Problem, verify
+from quire.stream.segment_scan import sealed_blocks
+from quire.stream.warm import WarmReader
+
+
+# ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def is_stream_segment(place: Place) -> bool:
+    """Whether a place is of a stream's segment, which has another form on each tier."""
+    return place.key.kind is ArtifactKind.WAL and place.local.endswith("/" + _name(place, Tier.HOT))
+
+
+def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
+    """(what is missing, what is altered) of a segment's copies."""
+    missing: list[str] = []
+    altered: list[str] = []
+    if place.has_local:
+        root = place.local.removesuffix(_name(place, Tier.HOT))
+        copies = {"hot": _hot(place, disk), "compressed": _warm(os.path.join(root, _name(place, Tier.WARM)), disk)}
+        if all(found is None for found in copies.values()):
+            missing.append("no file is there")
+        for name, found in copies.items():
+            if found is not None and found != place.crc64:
+                altered.append(f"the {name} file is not the segment that was sealed")
+    if place.has_remote:
+        try:
+            if _decompressed(open_store(place.url).get(place.object_key), place.object_key) != place.crc64:
+                altered.append("the object is not the segment that was sealed")
+        except ObjectNotFound:
+            missing.append("the object is not there")
+    hit("jobs.stream_verify.looked")
+    return missing, altered
+
+
+def _name(place: Place, tier: Tier) -> str:
+    return StreamSegmentFile(stream_id=place.key.origin_db_id, tier=tier, segment_id=place.key.id).path
+
+
+def _hot(place: Place, disk: Disk) -> int | None:
+    """The crc64 of the file as it was written, -1 if it is damaged; `None` if it is not there."""
+    try:
+        raw = memoryview(read_all(disk, place.local))[: place.size_bytes]
+    except FileNotFoundError:
+        return None
+    try:
+        sealed_blocks(raw, place.size_bytes, path=place.local)
+    except Corruption:
+        return -1
+    return crc64(raw)
+
+
+def _warm(path: str, disk: Disk) -> int | None:
+    try:
+        data = read_all(disk, path)
+    except FileNotFoundError:
+        return None
+    return _decompressed(data, path)
+
+
+def _decompressed(data: bytes, path: str) -> int:
+    """The crc64 of the segment that a compressed copy holds; -1 if it is damaged."""
+    try:
+        return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+    except (Corruption, OutOfRange):
+        return -1
+
+
+# ── manifest logs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogTask:
+    """A log to be held to its rules; files and names, no bodies of objects."""
+
+    stream_id: int
+    root: str
+    url: str
+    settings: ManifestLogSettings | None = None
+    """What is kept on disk, by the store's configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogFound:
+    """What is wrong with a log, and which objects it has."""
+
+    stream_id: int
+    problems: tuple[Problem, ...]
+    chunks: tuple[int, ...]
+    bundles: tuple[tuple[int, int], ...]
+    snapshots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodiesTask:
+    """Objects of logs to be read whole: (stream, what, first, last)."""
+
+    url: str
+    bodies: tuple[tuple[int, str, int, int], ...]
+
+
+def check_log(task: LogTask, tools: Tools) -> LogFound:
+    """Every rule of a log that needs no body of an object (rule 3)."""
+    store = tools.open_store(task.url)
+    files, objects = LogFiles(tools.disk, task.root, task.stream_id), LogObjects(store, task.stream_id)
+    exists = partial(_exists, store)
+    found = tuple(verify(files, objects, settings=task.settings, object_exists=exists, deep=False))
+    listing = objects.listing()
+    return LogFound(task.stream_id, found, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
+
+
+def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
+    """(stream, what is wrong) of these objects."""
+    store, found = tools.open_store(task.url), []
+    for stream_id, what, first, last in task.bodies:
+        objects = LogObjects(store, stream_id)
+        try:
+            if what == "chunk":
+                objects.get_chunk(first)
+            elif what == "bundle":
+                objects.get_bundle(first, last)
+            else:
+                objects.get_snapshot(first)
+        except ObjectNotFound:
+            continue  # it was superseded since it was listed
+        except Corruption as error:
+            told = f"the object of a {what} is damaged: {error.what}"
+            found.append((stream_id, Problem(rule="L5", what=told, where={what: first, **_plain(error)})))
+    hit("jobs.stream_verify.bodies")
+    return found
+
+
+def _exists(store: ObjectStore, key: str) -> bool:
+    try:
+        store.head(key)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+def _plain(error: QuireError) -> dict[str, object]:
+    return {name: value for name, value in error.where.items() if isinstance(value, int | str)}

@@ -1,0 +1,33 @@
+"""The operation by which LMDB follows the manifest of a key-value database (S1).
+
+Rules
+  1. The database's own log is the truth: this follows it, may be repeated, and is folded again when the database is opened.
+  2. A table that comes and is there already gets the row it is given; one that goes and is not there is fine.
+"""
+
+from __future__ import annotations
+
+from quire.core.errors import WrongKind
+from quire.manifest import tables as t
+from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.ops.base import Component, Op
+from quire.manifest.overlay import Overlay
+from quire.manifest.records import DbKind, UInt
+
+
+class FoldLsm(Op, frozen=True, tag=83):
+    """Tables of a key-value database come and go."""
+
+    component = int(Component.CHUNK)
+    db_id: UInt
+    added: list[tuple[UInt, LsmTableRecord]]
+    removed: list[UInt] = []
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        if record.kind is not DbKind.LSM:
+            raise WrongKind("not a key-value database", db_id=self.db_id, kind=record.kind.name.lower())
+        for sst_id in self.removed:
+            tables.lsm_catalog.delete(t.LSM_CATALOG.key.pack(self.db_id, sst_id))
+        for sst_id, row in self.added:
+            tables.lsm_catalog.put(t.LSM_CATALOG.key.pack(self.db_id, sst_id), row)

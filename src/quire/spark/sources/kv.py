@@ -1,0 +1,290 @@
+"""`quire.kv`: the keys and values of a key-value database, as of now or of any snapshot.
+
+    (spark.read.format("quire.kv").option("store", path).option("database", "cart")
+        .option("snapshot", "monday").option("prefix", "user/").load())
+
+Terms
+  piece   a range of keys: what one task reads, merged from all tables that have keys of it
+
+Rules
+  1. A query reads one version: the snapshot that is asked for, or one that is made for it and goes after `keep_seconds`. The
+     owner is asked when the query is planned, and not again; executors read the snapshot's tables, which nobody changes.
+  2. Pieces are cut at the tables' blocks, so that each has about the same number of bytes. No key is in two pieces.
+  3. Comparisons of `key` narrow the range that is read; Spark applies all filters again.
+  4. Executors must see the directory of the store.
+
+Options: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes), `keys` and
+`values` (`binary` or `string`), `columns` (with commas), `partitions`. For writing: `kv_writer.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+    StringStartsWith,
+)
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+
+from quire.core.errors import InvalidInput, UnknownSnapshot
+from quire.core.limits import MIB
+from quire.durable.files import OsDisk
+from quire.durable.lsm_names import LsmHome
+from quire.lsm.merge import parts, scan_parts
+from quire.lsm.sst_reader import Table
+from quire.lsm.view import LSN_MAX, prefix_end
+from quire.spark.sources.options import Options
+from quire.spark.sources.shapes import arrow_schema, default_partitions
+from quire.spark.sources.views import KEEP_SECONDS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import DataSourceWriter
+
+    from quire.lsm.engine import Version
+
+READING = ("database", "snapshot", "keep_seconds", "prefix", "low", "high", "keys", "values", "columns", "partitions")
+WRITING = ("database", "create")
+
+PIECE_BYTES = 4 * MIB
+"""Less than this is not cut: a task costs more."""
+
+KINDS = {"binary": BinaryType(), "string": StringType()}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Keys in [low, high); `None` for no end."""
+
+    low: bytes = b""
+    high: bytes | None = None
+
+    def cut(self, other: Range) -> Range:
+        """The keys that are in both."""
+        high = self.high if other.high is None else other.high if self.high is None else min(self.high, other.high)
+        return Range(max(self.low, other.low), high)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.high is not None and self.low >= self.high
+
+
+class KvSource(DataSource):
+    """See the rules above; this one takes no filters (K5)."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "quire.kv"
+
+    def schema(self) -> StructType:
+        options = _options(self.options)
+        kinds = {name: options.one_of(f"{name}s", ("binary", "string")) for name in ("key", "value")}
+        chosen = options.names("columns") or list(kinds)
+        if unknown := [name for name in chosen if name not in kinds]:
+            raise InvalidInput("the columns are `key` and `value`", given=unknown)
+        return StructType([StructField(name, KINDS[kinds[name]], nullable=False) for name in chosen])
+
+    def reader(self, schema: StructType) -> KvReader:
+        return KvReader(_options(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from quire.spark.sources.kv_writer import KvWriter
+
+        return KvWriter(Options(self.options, source="writing to quire.kv", known=WRITING), schema, overwrite=overwrite)
+
+
+class FilteredKvSource(KvSource):
+    """The same, where filters may be pushed."""
+
+    def reader(self, schema: StructType) -> KvReader:
+        return FilteredKvReader(_options(self.options), schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a task reads."""
+
+    directory: str
+    sst_ids: tuple[int, ...]
+    range: Range
+
+
+class KvPartition(InputPartition):
+    """A piece, for Spark."""
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece)
+
+
+class KvReader(DataSourceReader):
+    """Plans where the query is planned, reads on executors."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.access = options.access()
+        self.database = options.need("database")
+        self.snapshot = options.text("snapshot")
+        self.range = asked_range(options)
+        self.schema = schema
+        self._keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
+        self._wanted = options.number("partitions", default_partitions(), least=1)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Rules 1 and 2."""
+        if self.range.is_empty:
+            return [InputPartition(None)]
+        version = self._version()
+        pieces = list(cut(version.directory, version.sst_ids, self.range, self._wanted))
+        return [KvPartition(piece) for piece in pieces] or [InputPartition(None)]
+
+    def _version(self) -> Version:
+        with self.access.connect() as client:
+            if not self.snapshot:
+                lent = client.lend(self.database, self._keep_seconds)
+                return client.kv_version(self.database, lent.snapshot_id)
+            try:
+                return client.kv_version(self.database, self.snapshot)
+            except UnknownSnapshot:
+                if not self.snapshot.isdecimal():
+                    raise
+                return client.kv_version(self.database, int(self.snapshot))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of a task's piece."""
+        piece: Piece | None = partition.value
+        if piece is None:
+            return
+        wanted = arrow_schema(self.schema)
+        with opened(piece.directory, piece.sst_ids) as tables:
+            for batch in scan_parts(tables, piece.range.low, piece.range.high, LSN_MAX):
+                yield _shaped(batch, wanted)
+
+
+class FilteredKvReader(KvReader):
+    """Rule 3."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
+        """Narrow the range; every filter stays Spark's too."""
+        for each in filters:
+            if getattr(each, "attribute", ()) == ("key",):
+                self.range = self.range.cut(filtered_range(each))
+        return filters
+
+
+def filtered_range(each: Filter) -> Range:
+    """A range that has every key for which a comparison holds.
+
+    >>> (
+    ...     filtered_range(EqualTo(("key",), b"k")),
+    ...     filtered_range(GreaterThan(("key",), "k")),
+    ...     filtered_range(In(("key",), ())),
+    ... )
+    (Range(low=b'k', high=b'k\\x00'), Range(low=b'k\\x00', high=None), Range(low=b'', high=b''))
+    """
+    if isinstance(each, In):
+        values = sorted(value for one in each.value if (value := _bytes(one)) is not None)
+        if len(values) < sum(one is not None for one in each.value):
+            return Range()
+        return Range(values[0], values[-1] + b"\0") if values else Range(b"", b"")
+    value = _bytes(getattr(each, "value", None))
+    if value is None:
+        return Range()
+    if isinstance(each, EqualTo):
+        return Range(value, value + b"\0")
+    if isinstance(each, GreaterThan):
+        return Range(value + b"\0")
+    if isinstance(each, GreaterThanOrEqual):
+        return Range(value)
+    if isinstance(each, LessThan):
+        return Range(b"", value)
+    if isinstance(each, LessThanOrEqual):
+        return Range(b"", value + b"\0")
+    return Range(value, prefix_end(value)) if isinstance(each, StringStartsWith) else Range()
+
+
+def cut(directory: str, sst_ids: Sequence[int], asked: Range, wanted: int) -> Iterator[Piece]:
+    """A range as about so many pieces (rule 2)."""
+    with opened(directory, sst_ids) as tables:
+        total = sum(size for table in tables for _, size in table.marks(asked.low, asked.high))
+        share = max(PIECE_BYTES, -(-total // wanted))
+        for low, high in parts(tables, asked.low, asked.high, first_bytes=share, bytes_max=share):
+            ids = [t.meta.sst_id for t in tables if t.meta.key_max >= low and (high is None or t.meta.key_min < high)]
+            if ids:
+                yield Piece(directory, tuple(ids), Range(low, high))
+
+
+@contextmanager
+def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[Table]]:
+    """Tables of a snapshot, for as long as the block lasts."""
+    if not os.path.isdir(directory):
+        raise InvalidInput(
+            "the snapshot's directory is not seen from here, or the snapshot has gone",
+            hint="executors share a disk with the owner; `keep_seconds` says how long a version without a name stays",
+            path=directory,
+        )
+    home, tables = LsmHome(directory), list[Table]()
+    try:
+        for sst_id in sst_ids:
+            tables.append(Table.open(OsDisk(), home.sst(sst_id), sst_id))
+        yield tables
+    finally:
+        for table in tables:
+            table.close()
+
+
+def _shaped(batch: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    columns = []
+    for field in wanted:
+        try:
+            columns.append(batch.column(field.name).cast(field.type))
+        except pa.ArrowInvalid as error:
+            raise InvalidInput(
+                f"a {field.name} is not UTF-8", hint=f"read it as binary: option {field.name}s", cause=str(error)
+            ) from error
+    return pa.RecordBatch.from_arrays(columns, schema=wanted)
+
+
+def asked_range(options: Options) -> Range:
+    """What `prefix`, or `low` and `high`, say."""
+    prefix, low, high = (options.text(name) for name in ("prefix", "low", "high"))
+    if prefix and (low or high):
+        raise InvalidInput("a query has a prefix or a range", hint="leave `prefix`, or `low` and `high`, out")
+    if prefix:
+        begin = _key("prefix", prefix)
+        return Range(begin, prefix_end(begin))
+    return Range(_key("low", low), _key("high", high) if high else None)
+
+
+def _key(name: str, text: str) -> bytes:
+    if not text.startswith("hex:"):
+        return text.encode()
+    try:
+        return bytes.fromhex(text.removeprefix("hex:"))
+    except ValueError as error:
+        raise InvalidInput(f"the option `{name}` is not hexadecimal", given=text) from error
+
+
+def _bytes(value: Any) -> bytes | None:
+    """A key in a filter, as it is on disk; `None` for what is no key."""
+    if isinstance(value, str):
+        return value.encode()
+    return bytes(value) if isinstance(value, bytes | bytearray) else None
+
+
+def _options(given: Any) -> Options:
+    return Options(given, source="quire.kv", known=READING)

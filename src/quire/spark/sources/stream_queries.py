@@ -1,0 +1,193 @@
+"""`readStream.format("quire.stream")`: Spark's progress is the position of a consumer (K4).
+
+Terms
+  consumer   whose position Spark's checkpoint and the stream share; its name is the option `consumer`
+  offset     {"store": id, "stream": id, "record": n}: everything below n has been read
+  position   what the consumer has acknowledged: nothing from there on is retired while it holds (`stream/state.py`)
+
+Rules
+  1. Spark commits batch N while it plans batch N + 1, never after the last one: the position trails by one batch, and a query
+     that idles or ends leaves its last batch unacknowledged. It is read again by nobody: Spark's checkpoint knows.
+  2. Acknowledging is idempotent and moves forward only: a restarted query repeats it without harm.
+  3. A restart asks for no initial offset. Its first range is checked instead: one that begins below the consumer's position, or
+     below what is retained, is of an older checkpoint; reading on would double, or leave a gap. `CursorLost`.
+  4. A checkpoint belongs to its store and its stream: an offset of another one is refused, also if it has the same name.
+  5. A new query begins where its consumer stands. One that is not there is registered: `start` says where.
+
+Options: `stream`, `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the first record
+wanted; `max_records` in a batch; `columns`, `upload`, `partitions`.
+
+One process of Spark's for each query, one thread. Raises `CursorLost`, `InvalidInput`, and what a client raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from quire.core.errors import CursorLost, InvalidInput, UnknownCursor
+from quire.service.stream_messages import (
+    STREAM_ACK,
+    STREAM_POSITION,
+    STREAM_REGISTER,
+    STREAM_WAIT,
+    AckRecords,
+    OfConsumer,
+    RegisterConsumer,
+    WaitForRecord,
+)
+from quire.spark.sources.options import Options
+from quire.spark.sources.stream import Records, StreamPartition
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from quire.service.channel import Channel
+    from quire.stream.shared import Share
+
+WAIT_SECONDS = 0.2
+"""How long a query that has read everything waits at the owner for a record before it says so: it would ask a hundred times
+a second otherwise."""
+
+Offset = dict[str, Any]
+
+
+class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """See the rules above."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        if options.text("end"):
+            raise InvalidInput("`end` is for ranges", hint="a streaming query has none; read instead of readStream")
+        self.consumer = options.need("consumer")
+        self.records = Records(options, schema)
+        self._start: int | str = options.text("start", "oldest").lower()
+        if self._start not in ("oldest", "latest"):
+            self._start = options.number("start", 0, least=1)
+        self._max_records = options.number("max_records", 0)
+        self._target: int | None = None
+        """Where a query of what is there now ends."""
+        self._channel: Channel | None = None
+        self._share: Share | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Executors get the reader without its connection."""
+        return {**self.__dict__, "_channel": None, "_share": None}
+
+    def _owner(self) -> Channel:
+        if self._channel is None:
+            self._channel = self.records.access.channel()
+        return self._channel
+
+    def _now(self) -> Share:
+        """The stream as it is now, without its segments."""
+        self._share = self.records.share(self._owner(), None, 1)
+        return self._share
+
+    def _ours(self) -> Share:
+        """Whose offsets these are."""
+        return self._share if self._share is not None else self._now()
+
+    # ── offsets ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
+        """Rule 5."""
+        request = RegisterConsumer(self.records.stream, self.consumer, self._start)
+        return self._offset(self._owner().ask(STREAM_REGISTER, request))
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """How far the next batch goes."""
+        position, end = self._position(start), self._target
+        if end is None:
+            request = WaitForRecord(self.records.stream, position, WAIT_SECONDS)
+            end = int(self._owner().ask(STREAM_WAIT, request))
+        if isinstance(limit, ReadMaxRows):
+            end = min(end, position + limit.max_rows)
+        if isinstance(limit, ReadMinRows) and end - position < limit.min_rows:
+            end = position
+        return self._offset(max(end, position))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """The option `max_records`."""
+        return ReadMaxRows(self._max_records) if self._max_records else ReadAllAvailable()
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
+        """The end, for the query's progress."""
+        return self._offset(self._now().end_record)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """What becomes durable from here on is not this query's."""
+        self._target = self._now().end_record
+
+    # ── batches ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        """The parts of a batch, checked (rule 3)."""
+        first, stop = self._position(start), self._position(end)
+        if first >= stop:
+            return []
+        with self._knowing():
+            position = int(
+                self._owner().ask(STREAM_POSITION, OfConsumer(self.records.stream, self.consumer))
+            )  # before the parts: what it holds is there when they are found
+        if first < position:
+            raise CursorLost(
+                "the query goes on from an older checkpoint than its consumer has acknowledged",
+                hint="restore the newer checkpoint, or begin again with another consumer",
+                consumer=self.consumer,
+                record=first,
+                position=position,
+            )
+        return [StreamPartition(each) for each in self.records.parts(self._owner(), first, stop)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The records of a part, on an executor."""
+        return self.records.read(partition.value)
+
+    def commit(self, end: Offset) -> None:
+        """Spark has done with everything below `end` (rules 1 and 2)."""
+        with self._knowing():
+            self._owner().ask(STREAM_ACK, AckRecords(self.records.stream, self.consumer, self._position(end)))
+
+    def stop(self) -> None:
+        """The query has ended."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _offset(self, record: int) -> Offset:
+        ours = self._ours()
+        return {"store": ours.store_id, "stream": ours.stream_id, "record": record}
+
+    def _position(self, offset: Offset) -> int:
+        """Rule 4."""
+        theirs, found = (offset.get("store"), offset.get("stream")), self._ours()
+        if theirs != (found.store_id, found.stream_id):
+            raise InvalidInput(
+                "the checkpoint is of another stream",
+                hint="use a checkpoint location of its own",
+                theirs=theirs,
+                ours=(found.store_id, found.stream_id),
+            )
+        return int(offset["record"])
+
+    @contextmanager
+    def _knowing(self) -> Iterator[None]:
+        """A query that has begun has a consumer, unless somebody dropped it."""
+        try:
+            yield
+        except UnknownCursor as error:
+            raise CursorLost(
+                "the consumer of this query was dropped",
+                hint="begin again, with another consumer and a new checkpoint location",
+                consumer=self.consumer,
+            ) from error

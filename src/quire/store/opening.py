@@ -1,0 +1,106 @@
+"""`quire.open`: a directory becomes an opened `Store`.
+
+Rules
+  1. Opening either gives a whole store or raises and leaves what was there (how a new one is made: layout.py).
+  2. The lock is taken before anything is written, and given back if opening fails.
+
+    >>> import tempfile
+    >>> with open(tempfile.mkdtemp()) as store:
+    ...     created = store.create("shop", "pages")
+    ...     [(each.name, each.kind.name, each.snapshots) for each in store.databases()]
+    [('shop', 'PAGES', 0)]
+
+Threads: one at a time for one directory.
+Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`,
+`FormatTooNew`, `ReadOnly`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import InvalidInput, ReadOnly, StorageFault
+from quire.core.events import emit
+from quire.core.settings import StoreSettings
+from quire.durable import names
+from quire.durable.files import Disk, OsDisk
+from quire.durable.locks import FileLock
+from quire.manifest.store import ManifestStore
+from quire.store import layout
+from quire.store.store import Mode, Store
+
+
+def open(  # noqa: A001 - `quire.open` reads as it should
+    path: str | os.PathLike[str],
+    mode: Mode = "rw",
+    *,
+    create: bool = True,
+    settings: StoreSettings | None = None,
+    clock: Clock | None = None,
+    repair: bool = False,
+    disk: Disk | None = None,
+) -> Store:
+    """Open the store at `path`; with mode "rw" become its owner and, unless `create=False`, make it if need be.
+
+    `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
+    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `clock` and `disk`
+    are seams for tests; LMDB and remote objects do not pass through `disk`.
+    """
+    root = os.path.abspath(os.fspath(path))
+    clock, disk = clock or SystemClock(), disk or OsDisk()
+    if mode == "r":
+        if repair:
+            raise ReadOnly("a reader cannot repair", hint='open with mode="rw"', path=root)
+        return _open_reader(root, settings, clock, disk)
+    if mode != "rw":
+        raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
+    return _open_owner(root, create, settings, clock, repair, disk)
+
+
+def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
+    if layout.look(disk, root) is not layout.Found.STORE:
+        raise layout.not_found(root)
+    settings = layout.read_config(disk, root, given)
+    path = os.path.join(root, names.MANIFEST)
+    manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
+    return Store(root, settings, manifest, None, disk)
+
+
+def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clock, repair: bool, disk: Disk) -> Store:
+    found = layout.look(disk, root)
+    if found is not layout.Found.STORE and not create:
+        raise layout.not_found(root)
+    if found is layout.Found.FOREIGN:
+        raise layout.foreign(root)
+    if found is layout.Found.NOTHING:
+        layout.make_directory(disk, root)
+    lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
+    try:
+        found = layout.look(disk, root)  # again: before we had the lock another process may have been making the store
+        if found is layout.Found.EMPTY:
+            layout.write_config(disk, root, given.object_store if given else "")
+        settings = layout.read_config(disk, root, given)
+        if found is not layout.Found.STORE:
+            layout.make_manifest(disk, root, settings, clock)
+        manifest = ManifestStore.open(
+            os.path.join(root, names.MANIFEST), settings=settings.manifest, clock=clock, create=False, repair=repair
+        )
+    except BaseException:
+        lock.close()
+        raise
+    manifest.feed_settings = settings.feed
+    store = Store(root, settings, manifest, lock, disk)
+    try:
+        manifest.jobs.recover()
+        if settings.maintenance.enabled:
+            store.start_upkeep()
+        layout.sweep_debris(disk, root)
+        layout.sweep_scratch(disk, root)
+    except StorageFault as fault:
+        # What is left costs space and is swept at the next start; the store itself is sound.
+        emit("warning", "store.sweep_failed", path=root, error=str(fault))
+    except BaseException:
+        store.close()
+        raise
+    return store

@@ -1,0 +1,207 @@
+"""Records of many blocks at once: what a read gives on, whether blocks are large or hold one record each.
+
+Terms
+  span    consecutive records with ids, one timestamp for all or one for each, and their payloads as a column
+  small   blocks so short that their heads cost more than their bodies: groups of a few records, each with its own commit
+
+Rules
+  1. Every block of a span is checked as `decode_head` and `is_body_good` check one: its head in this place of this file, its
+     body's checksum, its table of offsets. Ids go on from block to block without a gap.
+  2. Large blocks, and a few small ones, are spans of their own over the bytes as they were read: nothing is copied. Many small
+     ones are put together, which copies their payloads; no step is taken per record.
+  3. What cannot be checked is not given on: the blocks before it are, and where it begins is told (`bad_at`).
+
+Pure functions and values, any thread; importable on executors. Format page: `docs/formats/stream-segment.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from quire.core.limits import KIB
+from quire.durable.checksums import crc64, crc64_rows
+from quire.stream.segment import (
+    ALIGN,
+    BLOCK_HEAD_BYTES,
+    BODY_ALIGN,
+    CHECKED_BYTES,
+    MARK,
+    decode_head,
+    is_body_good,
+    records_of,
+)
+
+SMALL_BYTES = 12 * KIB
+"""Blocks that take less on average are put together."""
+
+FEW_BLOCKS = 16
+"""Fewer than this are taken one by one: putting them together has a price of its own, and a tail reads one at a time."""
+
+_over = pa.Array.from_buffers
+
+
+class Span(NamedTuple):
+    """Consecutive records."""
+
+    first_record: int
+    timestamp_ms: int | NDArray[np.int64]
+    """Of all of them, or of each."""
+    column: Any
+    """Their payloads, a `pyarrow.BinaryArray`."""
+    size_bytes: int
+    """What their blocks take."""
+
+    @property
+    def end_record(self) -> int:
+        """The id behind the last one."""
+        return self.first_record + len(self.column)
+
+    @property
+    def last_ms(self) -> int:
+        """The newest timestamp."""
+        return self.timestamp_ms if isinstance(self.timestamp_ms, int) else int(self.timestamp_ms[-1])
+
+    def within(self, start: int, stop: int) -> Span:
+        """The part that is in [start, stop)."""
+        begin, end = max(start, self.first_record), min(stop, self.end_record)
+        if end - begin == len(self.column):
+            return self
+        at, count = begin - self.first_record, end - begin
+        stamps = self.timestamp_ms
+        return Span(
+            begin,
+            stamps if isinstance(stamps, int) else stamps[at : at + count],
+            self.column.slice(at, count),
+            self.size_bytes,
+        )
+
+    def first_at(self, timestamp_ms: int) -> int | None:
+        """The first record that is not before a moment."""
+        if self.last_ms < timestamp_ms:
+            return None
+        stamps = self.timestamp_ms
+        return self.first_record + (0 if isinstance(stamps, int) else int(np.searchsorted(stamps, timestamp_ms)))
+
+
+class Found(NamedTuple):
+    """What a stretch of a segment's bytes holds."""
+
+    spans: list[Span]
+    used_bytes: int
+    """Up to the end of the last whole block."""
+    need_bytes: int
+    """What the block behind needs to be whole; 0 if there is none, or its head is not all here."""
+    bad_at: int | None
+    """Where a block is not what was written, counted from the beginning of the bytes."""
+
+
+def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int | None = None) -> Found:
+    """The records of the whole blocks in `raw`, which is a segment's from `offset` on; from `at`, up to the record `stop`.
+
+    `seed` is the crc64 of the segment's header.
+    """
+    starts, bodies, used, need, bad = _walk(raw, at, stop)
+    if not starts:
+        return Found([], used, need, bad)
+    if len(starts) < FEW_BLOCKS or used - at >= SMALL_BYTES * len(starts):
+        spans, wrong = _large(raw, offset, seed, starts)
+    else:
+        spans, wrong = _small(raw, offset, seed, starts, bodies)
+    if wrong is not None:
+        return Found(spans, wrong, 0, wrong)
+    return Found(spans, used, need, bad)
+
+
+def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[int], int, int, int | None]:
+    """Where whole blocks begin and how long their bodies are, as their heads say, unchecked; and what is behind."""
+    words = raw[: len(raw) & ~3].cast("I")
+    starts: list[int] = []
+    bodies: list[int] = []
+    last = len(raw) - BLOCK_HEAD_BYTES
+    record: int | None = None
+    while at <= last:
+        place = at >> 2
+        if words[place] != MARK:
+            return starts, bodies, at, 0, at
+        body = words[place + 2]
+        if at + BLOCK_HEAD_BYTES + body > len(raw):
+            return starts, bodies, at, BLOCK_HEAD_BYTES + body, None
+        starts.append(at)
+        bodies.append(body)
+        at += (BLOCK_HEAD_BYTES + body + ALIGN - 1) & -ALIGN
+        if stop is not None:
+            if record is None:
+                record = words[place + 4] | words[place + 5] << 32
+            record += words[place + 3]
+            if record >= stop:
+                break
+    return starts, bodies, at, 0, None
+
+
+def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[list[Span], int | None]:
+    """Each block as it is (rule 2); and where the first bad one is."""
+    spans: list[Span] = []
+    expected: int | None = None
+    for at in starts:
+        block = decode_head(raw, offset + at, seed, at=at)
+        if block is None or (expected is not None and block.first_record != expected):
+            return spans, at
+        start = at + BLOCK_HEAD_BYTES
+        body = raw[start : start + block.body_bytes]
+        if not is_body_good(block, body):
+            return spans, at
+        expected = block.end_record
+        spans.append(Span(block.first_record, block.timestamp_ms, records_of(block, body), block.body_bytes))
+    return spans, None
+
+
+def _small(
+    raw: memoryview, offset: int, seed: int, starts: list[int], bodies: list[int]
+) -> tuple[list[Span], int | None]:
+    """All blocks as one span; and where the first bad one is."""
+    at = np.array(starts, np.int64)
+    lines = np.frombuffer(raw, np.uint8, len(raw) // ALIGN * ALIGN).reshape(-1, ALIGN)
+    heads = lines[at // ALIGN]
+    fields, words = heads.view("<u8"), heads.view("<u4")
+    counts, body_bytes = words[:, 3].astype(np.int64), words[:, 2].astype(np.int64)
+    firsts = fields[:, 2]
+    tables = (4 * counts + 4 + BODY_ALIGN - 1) & -BODY_ALIGN
+    seeds = np.uint64(seed) ^ (at + offset).astype(np.uint64)
+    good = (crc64_rows(heads[:, :CHECKED_BYTES], seeds) == fields[:, 7]) & (fields[:, 6] == 0)
+    good &= (counts > 0) & (tables <= body_bytes)
+    good[1:] &= firsts[1:] == firsts[:-1] + counts[:-1].astype(np.uint64)
+    begins = [each + BLOCK_HEAD_BYTES for each in starts]
+    crcs = [crc64(raw[begin : begin + size]) for begin, size in zip(begins, bodies, strict=True)]
+    good &= np.array(crcs, np.uint64) == fields[:, 5]
+    numbers = np.frombuffer(raw, "<i4", len(raw) // 4)
+    origin = at // 4 + BLOCK_HEAD_BYTES // 4
+    # A table that a bad head speaks of may lie anywhere: only those of good ones are looked at.
+    good[good] &= numbers[(origin + counts)[good]] == (body_bytes - tables)[good]
+    upto = len(starts) if good.all() else int(np.argmin(good))
+    wrong = None if upto == len(starts) else starts[upto]
+    if not upto:
+        return [], wrong
+    payload = b"".join(
+        [raw[begin + table : begin + size] for begin, size, table in zip(begins, bodies, tables[:upto].tolist())]
+    )
+    counts, origin = counts[:upto], origin[:upto]
+    column = _joined(numbers, counts, origin, payload)
+    stamps = fields[:upto, 3].astype(np.int64)
+    alike = int(stamps[0]) == int(stamps[-1])  # they never fall: then all are the same
+    told = int(stamps[0]) if alike else np.repeat(stamps, counts)
+    used = int(at[upto - 1]) + BLOCK_HEAD_BYTES + bodies[upto - 1] - starts[0]
+    return [Span(int(firsts[0]), told, column, used)], wrong
+
+
+def _joined(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64], payload: bytes) -> Any:
+    """The records of blocks whose tables begin at `origin`, as one column over their joined payloads."""
+    total = int(counts.sum())
+    before = np.cumsum(counts) - counts
+    place = np.repeat(origin - before, counts) + np.arange(total)
+    offsets = np.zeros(total + 1, np.int32)
+    np.cumsum(numbers[place + 1] - numbers[place], out=offsets[1:])
+    return _over(pa.binary(), total, [None, pa.py_buffer(offsets), pa.py_buffer(payload)])

@@ -1,0 +1,123 @@
+"""The programs in examples/ run as their first lines say, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from examples import audit_log, changes_to_parquet, feature_store, tenants
+from tests.house.tree import ROOT, SRC
+from tests.objects.conftest import fresh_url, s3_server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["s3_server"]  # a fixture
+
+EXAMPLES = ROOT / "examples"
+
+on_spark = pytest.mark.xdist_group("spark")  # one worker has the session
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.err == "", "an example does not complain"
+    return captured.out
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONWARNINGS": "error"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_every_example_is_listed_and_short_and_says_how_it_is_started() -> None:
+    programs = sorted(EXAMPLES.glob("*.py"))
+    index = (EXAMPLES / "README.md").read_text("utf-8")
+    assert len(programs) == 5
+    for program in programs:
+        text = program.read_text("utf-8")
+        assert f"({program.name})" in index, program.name
+        assert 60 <= text.count("\n") <= 150, program.name
+        assert f"python examples/{program.name}" in text, program.name
+    assert set(re.findall(r"\((\w+\.py)\)", index)) == {program.name for program in programs}
+
+
+def test_a_branch_for_each_test() -> None:
+    ended = run("examples/branch_per_test.py")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert "10 passed" in ended.stdout
+    assert re.search(r"a fork, opened: [0-9.]+ ms \(\d+ × faster\)", ended.stdout)
+
+
+def test_tenants_in_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tenants.main(["--tenants", "3", "--notes", "60"]) == 0
+    out = said(capsys)
+    deleted, back, again = (
+        int(re.findall(pattern, out)[0]) for pattern in (r"deletes (\d+)", r"monday: (\d+);", r"are (\d+) again")
+    )
+    assert deleted == back == again > 0
+    assert "milk: 0 left" in out
+
+
+def test_tenants_on_s3(
+    s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host, port = s3_server
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")  # no TLS in a test
+    url = fresh_url()
+    assert tenants.main(["--objects", url, "--tenants", "2", "--notes", "40"]) == 0
+    out = said(capsys)
+    assert f"in {url}: 2 objects" in out
+    assert "nobody else noticed: tenant.customer-1 has" in out
+
+
+def test_an_audit_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for times in (1, 2):
+        assert audit_log.main(["--store", str(tmp_path / "store"), "--entries", "300"]) == 0
+        out = said(capsys)
+        assert f"{300 * times} entries" in out
+        assert "0 compressed ones here" in out
+        assert "chain: sound" in out
+        assert "leaves an entry out: broken at number 100" in out
+        assert sum(int(count) for count in re.findall(r"batches of \[(.*)\]", out)[0].split(", ")) == 300
+
+
+@on_spark
+def test_changes_into_parquet(spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert changes_to_parquet.main(["--out", str(tmp_path)]) == 0
+    out = said(capsys)
+    monday, tuesday = (int(count) for count in re.findall(r"day: (\d+) changes are new", out))
+    assert monday > 5
+    assert tuesday > 5
+    assert re.search(r"ForkDb +2 ×", out)
+    assert re.search(r"PublishSnapshot +2 ×", out)
+    assert "came twice: 0" in out
+    table = spark.read.parquet(str(tmp_path / "operations"))
+    sequences = {row.sequence for row in table.select("sequence").distinct().collect()}
+    assert len(sequences) == monday + tuesday == max(sequences), "none is missing"
+
+
+@on_spark
+def test_a_feature_store(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
+    assert feature_store.main(["--customers", "300", "--orders", "3000"]) == 0
+    out = said(capsys)
+    assert "kept as night-2" in out
+    assert re.search(r"after an order by day: .*'largest': 999.99, 'days_since': 0", out)
+    assert "999.99" not in out.partition("after night 2")[2], "the load is newer than what was written by day"
+    assert "served: 300 customers" in out
+    assert "training set of night-1: 300 customers" in out

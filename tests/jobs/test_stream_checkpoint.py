@@ -1,0 +1,300 @@
+"""The checkpoint of a stream: sealed segments become chunks that borrow their bytes (decision 009)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.core.errors import IllegalTransition
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import VARIABLE, armed, hits, recording
+from quire.durable.names import Tier, object_key
+from quire.jobs.requests import request_evict, request_hydrate, request_upload, request_verify
+from quire.jobs.stream_checkpoint.chunks import borrows, row_of
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState
+from quire.stream.state import Retention
+from quire.stream.stream import Stream
+from tests.jobs.stream_world import SETTINGS, check, fill
+
+ROOT = Path(__file__).parents[2]
+POINTS = ("planned", "seen", "reserved")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[quire.Store]:
+    with quire.open(tmp_path / "store", settings=SETTINGS) as made:
+        yield made
+        check(made)
+
+
+@pytest.fixture
+def clicks(store: quire.Store) -> Stream:
+    stream = store.stream("clicks", create=True)
+    fill(stream, 4)
+    stream.upload(2, 3)
+    stream.evict(3, warm=True)
+    return stream
+
+
+def chunks(store: quire.Store) -> dict[int, ChunkRecord]:
+    """Segment → chunk row, of those in the live set."""
+    with store.manifest.read() as txn:
+        found = {}
+        for (origin, slot, generation), row in txn.scan(t.CHUNK_CATALOG):
+            chain = txn.chain(origin, slot)
+            if chain and chain[0].generation == generation:
+                found[slot] = row
+        return found
+
+
+def chunk_rows(store: quire.Store) -> list[tuple[int, ...]]:
+    with store.manifest.read() as txn:
+        return [key for key, _ in txn.scan(t.CHUNK_CATALOG)]
+
+
+def states(store: quire.Store) -> dict[int, WalState]:
+    with store.manifest.read() as txn:
+        return {key[1]: row.state for key, row in txn.scan(t.WAL_CATALOG)}
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_sealed_segments_become_chunks_and_no_byte_is_written(store: quire.Store, clicks: Stream) -> None:
+    clicks.append(b"in the open segment").result()
+    before = {path: path.stat().st_mtime_ns for path in Path(store.path, "objects").rglob("*") if path.is_file()}
+    job = store.checkpoint("clicks")
+    assert job.result == {
+        "chunks": 4,
+        "bytes": sum(each.durable_bytes for each in clicks.ledger.view.sealed),
+        "missing": 0,
+    }
+    after = {path: path.stat().st_mtime_ns for path in Path(store.path, "objects").rglob("*") if path.is_file()}
+    assert after == before
+    for segment_id, row in chunks(store).items():
+        segment = clicks.ledger.view.get(segment_id)
+        assert segment is not None
+        assert (row.lsn_start, row.lsn_end) == (segment.base_record, segment.end_record - 1)
+        assert row.suffix == object_key(ArtifactKey(clicks.stream_id, ArtifactKind.WAL, segment_id, 0))
+        assert not segment.is_remote or row.suffix == segment.key
+    assert set(states(store).values()) == {WalState.INDEXED}
+
+
+def test_a_second_checkpoint_publishes_what_is_new(store: quire.Store, clicks: Stream) -> None:
+    assert store.checkpoint("clicks").result["chunks"] == 4
+    rows = chunk_rows(store)
+    assert store.checkpoint("clicks").result == {"chunks": 0, "bytes": 0, "missing": 0}
+    assert chunk_rows(store) == rows
+    fill(clicks, 1)
+    assert store.checkpoint("clicks").result["chunks"] == 1
+    assert sorted(chunks(store)) == [1, 2, 3, 4, 5]
+    clicks.upload()  # moves go on as ever, and change nothing about chunks
+    clicks.evict(warm=True)
+    clicks.hydrate()
+    assert len(list(clicks.read())) == 100
+
+
+def test_more_than_one_job_takes_follow_each_other(
+    store: quire.Store, clicks: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.jobs.stream_checkpoint.plan.SEGMENTS_MAX", 3)
+    assert store.checkpoint("clicks").result["chunks"] == 3
+    store.worker.drain()
+    assert sorted(chunks(store)) == [1, 2, 3, 4]
+
+
+def test_upkeep_publishes_by_size_and_age(tmp_path: Path) -> None:
+    import msgspec
+
+    soon = msgspec.structs.replace(SETTINGS.maintenance, checkpoint_bytes=1 << 40, checkpoint_seconds=0.0)
+    with quire.open(tmp_path / "store", settings=msgspec.structs.replace(SETTINGS, maintenance=soon)) as store:
+        fill(store.stream("clicks", create=True), 2)
+        store.streams.tick()
+        assert store.maintain().checkpoints == 1
+        assert sorted(chunks(store)) == [1, 2]
+        assert store.maintain().checkpoints == 0
+        check(store)
+
+
+def test_a_segment_without_a_copy_is_told_and_not_published(store: quire.Store, clicks: Stream) -> None:
+    path = Path(clicks.files.segment(Tier.HOT, 4))
+    path.rename(path.with_suffix(".away"))
+    assert store.checkpoint("clicks").result["missing"] == 1
+    assert sorted(chunks(store)) == [1, 2, 3]
+    path.with_suffix(".away").rename(path)
+    assert store.checkpoint("clicks").result["chunks"] == 1
+
+
+# ── who owns the bytes ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_retention_clears_slots_in_the_same_fold_and_the_object_is_deleted_once(
+    store: quire.Store, clicks: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.checkpoint("clicks")
+    head = store.feed.head()
+    deleted: list[str] = []
+    backend = type(store.objects)
+    many = backend.delete_many
+
+    def delete_many(self: Any, keys: Any) -> Any:
+        deleted.extend(keys)
+        return many(self, keys)
+
+    monkeypatch.setattr(backend, "delete_many", delete_many)  # which `delete` calls
+    clicks.retain(Retention(bytes=1))
+    assert clicks.retire() == 4
+    assert chunks(store) == {}
+    with store.manifest.read() as txn:
+        changes = [each.operations for _, each in txn.scan(CHANGE_LOG, start=(head + 1,))]
+    folds = [{type(op).__name__ for op in ops} for ops in changes]
+    assert [each - {"UpdateArtifact"} for each in folds if "SetSlots" in each] == [{"MoveWalState", "SetSlots"}] * 4
+    store.maintain()
+    assert chunk_rows(store) == []
+    assert states(store) == {}
+    keys = [object_key(ArtifactKey(clicks.stream_id, ArtifactKind.WAL, each, 0)) for each in (2, 3)]
+    assert sorted(key for key in deleted if not key.startswith("manifest/")) == keys, "each once, by the stream"
+
+
+def test_a_snapshot_keeps_segments_and_chunks(store: quire.Store, clicks: Stream) -> None:
+    store.checkpoint("clicks")
+    store.snapshot("clicks", "monday")
+    clicks.retain(Retention(bytes=1))
+    assert clicks.retire() == 0, "what a snapshot pins stays"
+    assert len(list(clicks.read())) == 80
+    store.manifest.snapshots.drop("clicks", "monday")
+    store.maintain()
+    assert clicks.retire() == 4
+    store.maintain()
+    assert (chunk_rows(store), states(store)) == ([], {})
+
+
+def test_audit_sweep_verify_and_figures_accept_chunks(store: quire.Store, clicks: Stream) -> None:
+    sizes = {each.database: each.size_bytes for each in store.heavy.stats()}
+    store.checkpoint("clicks")
+    assert {each.database: each.size_bytes for each in store.heavy.stats()} == sizes, "counted once"
+    swept = store.heavy.sweep(delete=True, grace_seconds=0.0).result
+    assert (swept["orphaned"], swept["missing"]) == (0, [])
+    assert store.heavy.audit().num_rows == 0
+    assert store.heavy.verify(runner="threads").result["altered"] == 0
+    job = request_verify(store.manifest, "clicks")
+    store.worker.run(job)
+    assert store.manifest.jobs.get(job).result["altered"] == 0
+    assert len(list(clicks.read())) == 80
+
+
+def test_dropping_a_stream_takes_everything(store: quire.Store, clicks: Stream) -> None:
+    store.checkpoint("clicks")
+    assert clicks.stream_id
+    store.drop("clicks")
+    store.maintain()
+    store.maintain()
+    assert (chunk_rows(store), states(store)) == ([], {})
+    assert [path for path in Path(store.path, "objects").rglob("*wal*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("request_move", [request_upload, request_evict, request_hydrate])
+def test_generic_moves_refuse_segments_and_chunks(
+    store: quire.Store, clicks: Stream, request_move: Callable[..., int]
+) -> None:
+    """An upload would send the raw file under the name of the compressed object."""
+    store.checkpoint("clicks")
+    with store.manifest.read() as txn:
+        (link,) = txn.chain(clicks.stream_id, 1)
+    for key in (ArtifactKey(clicks.stream_id, ArtifactKind.WAL, 1, 0), link.artifact(1)):
+        job = request_move(store.manifest, key)
+        store.worker.run(job)
+        found = store.manifest.jobs.get(job)
+        assert found.record.state is JobState.FAILED_PERMANENT
+        assert "moved by its stream" in found.record.error
+    segment = clicks.ledger.view.get(1)
+    assert segment is not None
+    assert not segment.is_remote
+
+
+def test_what_borrows_is_known_by_its_name() -> None:
+    row = row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=5)
+    key = ArtifactKey(7, ArtifactKind.BASE, 3, 1)
+    assert borrows(key, row)
+    assert not borrows(key, ChunkRecord(Residency.LOCAL, 1, 1))
+    assert not borrows(key, ChunkRecord(Residency.LOCAL, 1, 1, suffix=object_key(key)))
+
+
+# ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_retention_that_comes_between_plan_and_publication_wins(store: quire.Store, clicks: Stream) -> None:
+    def retire(_: str) -> None:
+        clicks.retain(Retention(bytes=clicks.ledger.view.sealed[-1].durable_bytes))
+        assert clicks.retire() == 3
+
+    with armed("jobs.stream_checkpoint.reserved", retire):
+        job = store.manifest.jobs.enqueue(JobKind.CHECKPOINT, clicks.stream_id)
+        store.worker.run(job)
+    assert IllegalTransition.__name__ in store.manifest.jobs.get(job).record.error
+    assert chunk_rows(store) == []
+    assert store.checkpoint("clicks").result["chunks"] == 1
+    assert sorted(chunks(store)) == [4]
+
+
+def live(root: Path, failpoints: str = "") -> int:
+    environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.jobs.stream_world", str(root)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode in (0, -9), ended.stderr
+    return ended.returncode
+
+
+def after_a_crash(root: Path) -> None:
+    """What is there is sound; another life ends as an undisturbed one."""
+    with quire.open(root, settings=SETTINGS) as store:
+        stream = store.stream("clicks")
+        check(store)
+        first = stream.first_record
+        assert [each.id for each in stream.read()] == list(range(first, 81))
+        swept = store.heavy.sweep(grace_seconds=0.0).result
+        assert swept["missing"] == []
+    assert live(root) == 0
+    with quire.open(root, settings=SETTINGS) as store:
+        stream = store.stream("clicks")
+        check(store)
+        assert [each.id for each in stream.read()] == list(range(41, 81))
+        assert sorted(chunks(store)) == [3, 4]
+        assert len(chunk_rows(store)) == 2
+        swept = store.heavy.sweep(grace_seconds=0.0).result
+        assert (swept["orphaned"], swept["missing"]) == (0, [])
+
+
+@pytest.mark.parametrize("point", ["jobs.stream_checkpoint.reserved", "stream.retire.told"])
+def test_a_crash_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
+    assert live(tmp_path / "store", f"{point}=kill") == -9
+    after_a_crash(tmp_path / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point",
+    [
+        *(f"jobs.stream_checkpoint.{each}" for each in ("planned", "seen")),
+        "jobs.worker.completed",
+        "stream.retire.queued",
+        "stream.retire.deleted",
+        "jobs.delete.planned",
+        "jobs.delete.objects_gone",
+        "jobs.delete.published",
+    ],
+)
+def test_a_crash_at_any_step_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
+    assert live(tmp_path / "store", f"{point}=kill") == -9
+    after_a_crash(tmp_path / "store")
+
+
+def test_every_step_is_hit(store: quire.Store, clicks: Stream) -> None:
+    with recording():
+        store.checkpoint("clicks")
+    assert {f"jobs.stream_checkpoint.{each}" for each in POINTS} <= set(hits())

@@ -1,0 +1,166 @@
+"""Streams in `quire verify`: every copy of every segment, and the manifest logs, by the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import Tier
+from quire.jobs.requests import request_verify
+from quire.jobs.stream_verify.logs import verify_logs
+from quire.jobs.stream_verify.run import LogTask
+from quire.jobs.threads import thread_runner
+from quire.manifest import tables as t
+from quire.manifest.records import VerifyState
+from quire.stream.stream import Stream
+from tests.jobs.stream_world import SETTINGS, fill
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[quire.Store]:
+    with quire.open(tmp_path / "store", settings=SETTINGS) as made:
+        yield made
+        assert made.manifest.check() == []
+
+
+@pytest.fixture
+def clicks(store: quire.Store) -> Stream:
+    """Segment 1: hot · 2: hot and compressed · 3: compressed · 4: all · 5: object alone."""
+    stream = store.stream("clicks", create=True)
+    fill(stream, 5)
+    stream.compress(2, 3)
+    stream.evict(3)
+    stream.upload(4, 5)
+    stream.evict(5, warm=True)
+    stream.ledger.project_now()
+    return stream
+
+
+def states(store: quire.Store) -> dict[int, str]:
+    with store.manifest.read() as txn:
+        return {key[1]: row.verify_state.name.lower() for key, row in txn.scan(t.WAL_CATALOG)}
+
+
+def flip(path: str | Path, at: int = 200) -> None:
+    raw = bytearray(Path(path).read_bytes())
+    raw[at] ^= 1
+    Path(path).write_bytes(raw)
+
+
+def segment_object(store: quire.Store, stream: Stream, segment_id: int) -> Path:
+    found = stream.ledger.view.get(segment_id)
+    assert found is not None
+    return Path(store.path, "objects", *found.key.split("/"))
+
+
+def test_a_sound_stream_is_verified_and_that_is_recorded(store: quire.Store, clicks: Stream) -> None:
+    store.checkpoint("clicks")  # chunks that borrow bytes are not looked at twice
+    result = store.heavy.verify(runner="threads").result
+    assert (result["verified"], result["missing"], result["altered"], result["logs"]) == (5, 0, 0, [])
+    assert set(states(store).values()) == {"verified"}
+    assert store.heavy.verify(runner="threads", max_age_seconds=3600).result["verified"] == 0, "seen lately"
+    assert clicks.compare() == []
+
+
+@pytest.mark.parametrize(
+    ("segment", "where"), [(1, Tier.HOT), (2, Tier.HOT), (2, Tier.WARM), (3, Tier.WARM), (4, None), (5, None)]
+)
+def test_a_flipped_bit_in_any_copy_is_found(
+    store: quire.Store, clicks: Stream, segment: int, where: Tier | None
+) -> None:
+    path = segment_object(store, clicks, segment) if where is None else clicks.files.segment(where, segment)
+    flip(path)
+    result = store.heavy.verify(runner="threads").result
+    assert (result["verified"], result["altered"]) == (4, 1)
+    assert states(store)[segment] == "altered"
+    (told,) = store.heavy.damaged()
+    assert told["state"] == "ALTERED"
+    flip(path)
+    assert store.heavy.verify(runner="threads").result["altered"] == 0
+    assert store.heavy.damaged() == []
+
+
+def test_a_copy_that_is_gone_is_missing(store: quire.Store, clicks: Stream) -> None:
+    Path(clicks.files.segment(Tier.HOT, 1)).unlink()
+    segment_object(store, clicks, 5).unlink()
+    Path(clicks.files.segment(Tier.HOT, 2)).unlink()  # the compressed one is left: one local copy is enough
+    result = store.heavy.verify(runner="threads").result
+    assert (result["missing"], result["verified"]) == (2, 3)
+    assert {each: state for each, state in states(store).items() if state != "verified"} == {1: "missing", 5: "missing"}
+
+
+def test_one_database_and_one_artifact(store: quire.Store, clicks: Stream) -> None:
+    flip(clicks.files.segment(Tier.HOT, 1))
+    job = request_verify(store.manifest, "clicks")
+    store.worker.run(job)
+    result = store.manifest.jobs.get(job).result
+    assert (result["verified"], result["altered"]) == (4, 1)
+    job = request_verify(store.manifest, ArtifactKey(clicks.stream_id, ArtifactKind.WAL, 1, 0))
+    store.worker.run(job)
+    assert store.manifest.jobs.get(job).result["state"] == VerifyState.ALTERED.name
+
+
+# ── logs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def log_problems(store: quire.Store, *streams: Stream, deep: bool = True) -> list[tuple[int, str]]:
+    context = store._need_rooms().context
+    runner = thread_runner(context)
+    tasks = [LogTask(stream_id=each.stream_id, root=store.path, url=store.objects_url) for each in streams]
+    return [(number, each.rule) for number, each in verify_logs(tasks, runner, runner, deep=deep) if not each.leak]
+
+
+@pytest.fixture
+def logs(store: quire.Store) -> list[Stream]:
+    made = [store.stream(name, create=True) for name in ("clicks", "taps")]
+    for stream in made:
+        for _ in range(4):
+            fill(stream, 1, records=2)
+            stream.ledger.log.rotate()
+        stream.ledger.log.upload()
+    return made
+
+
+def test_logs_of_many_streams_are_checked_together(store: quire.Store, logs: list[Stream]) -> None:
+    assert log_problems(store, *logs) == []
+    clicks, taps = logs
+    objects = taps.ledger.log.objects
+    assert objects is not None
+    flip(Path(store.path, "objects", *objects.chunk_key(1).split("/")), 90)
+    assert log_problems(store, *logs, deep=False) == []
+    assert log_problems(store, *logs) == [(taps.stream_id, "L5")]
+    flip(clicks.ledger.log.files.chunk(2), 90)
+    assert {rule for number, rule in log_problems(store, *logs) if number == clicks.stream_id} == {"L1"}
+    result = store.heavy.verify(runner="threads").result
+    assert [each.split(":")[0] for each in result["logs"]] == [
+        f"manifest log of stream {clicks.stream_id}, L1",
+        f"manifest log of stream {taps.stream_id}, L5",
+    ]
+    flip(clicks.ledger.log.files.chunk(2), 90)
+
+
+def test_what_a_second_look_does_not_find_is_not_told(
+    store: quire.Store, logs: list[Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live owner moves things between listing and looking."""
+    from quire.jobs.stream_verify import logs as module
+    from quire.jobs.stream_verify import run
+    from quire.stream.mlog_verify import Problem
+
+    looks: list[int] = []
+    real = run.check_log
+
+    def check_log(task: LogTask, tools: Any) -> Any:
+        found = real(task, tools)
+        looks.append(task.stream_id)
+        if looks.count(task.stream_id) > 1:
+            return found
+        problems = (Problem(rule="L7", what="a segment's object is missing"),)
+        return type(found)(found.stream_id, problems, found.chunks, found.bundles, found.snapshots)
+
+    monkeypatch.setattr(module, "check_log", check_log)
+    assert log_problems(store, *logs) == []
+    assert sorted(looks) == sorted([each.stream_id for each in logs] * 2)

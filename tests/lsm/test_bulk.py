@@ -1,0 +1,330 @@
+"""Rows in any order become the tables of a load; loads come whole, once, at the right level, whatever dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import DiskFull, InvalidInput, OutOfRange, StorageFault, StoreUnusable
+from quire.core.limits import KIB, MIB
+from quire.core.settings import LsmSettings
+from quire.durable import failpoints
+from quire.durable.files import Disk, OsDisk
+from quire.durable.lsm_names import LsmHome, load_number
+from quire.lsm import load_notes
+from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.compaction import LEVELS_MAX, level_for
+from quire.lsm.kv import Kv
+from quire.lsm.levels import Levels
+from quire.lsm.load_notes import LoadNote, read_note, write_note
+from quire.lsm.loading import Load, begin_load, published
+from quire.lsm.sst_reader import Table
+from quire.lsm.sst_writer import TableOptions
+from quire.lsm.verify import problems
+from quire.testing.crash import Nursery
+from tests.lsm.worlds import TINY
+
+SMALL = LsmSettings(table_bytes=8 * KIB, level0_tables=4)
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Iterator[Kv]:
+    with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as made:
+        yield made
+        assert list(problems(made)) == []
+
+
+def writer_for(load: Load, kv: Kv, *, buffer_bytes: int = 64 * KIB) -> BulkWriter:
+    place = Place(directory=kv.home.path, lsn=load.lsn, table_bytes=8 * KIB, options=TableOptions())
+    return BulkWriter(kv.disk, place, load.allocate, buffer_bytes=buffer_bytes)
+
+
+def column(values: list[bytes | None]) -> pa.Array:
+    return pa.array(values, pa.binary())
+
+
+def loaded(kv: Kv, rows: dict[bytes, bytes | None], *, number: int = 0, buffer_bytes: int = 64 * KIB) -> int:
+    """Load rows in the order in which they are given."""
+    with begin_load(kv) as load:
+        writer = writer_for(load, kv, buffer_bytes=buffer_bytes)
+        for start in range(0, len(rows), 100):
+            keys = list(rows)[start : start + 100]
+            writer.add(column([*keys]), column([rows[key] for key in keys]))
+        return load.publish(writer.finish(), number=number)
+
+
+def numbered(amount: int, seed: int = 1) -> dict[bytes, bytes | None]:
+    order = list(range(amount))
+    Random(seed).shuffle(order)
+    return {b"%06d" % each: b"v%d" % each * 5 for each in order}
+
+
+# ── rows become tables ────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("buffer_bytes", [1, 4 * KIB, 1 * MIB])
+def test_tables_of_one_writer_are_disjoint_whatever_the_order(kv: Kv, buffer_bytes: int) -> None:
+    rows = numbered(2_000)
+    assert loaded(kv, rows, buffer_bytes=buffer_bytes) == 2_000
+    assert dict(kv.scan()) == rows
+    assert kv.stats().levels[0] == 0, "nothing overlaps: no compaction is needed"
+
+
+@given(
+    rows=st.dictionaries(st.binary(max_size=6), st.none() | st.binary(max_size=20), max_size=60),
+    size=st.integers(1, 400),
+)
+def test_any_rows_come_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: dict[bytes, bytes | None], size: int
+) -> None:
+    with Kv.open(OsDisk(), str(tmp_path_factory.mktemp("bulk")), SMALL, background=False) as kv:
+        kv.put(b"k", b"old")
+        loaded(kv, rows, buffer_bytes=size)
+        expected = {key: value for key, value in {b"k": b"old", **rows}.items() if value is not None}
+        assert dict(kv.scan()) == expected
+        assert all(kv.get(key) == rows[key] for key in rows)
+        assert list(problems(kv)) == []
+
+
+def test_rows_in_order_are_written_once(kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BulkWriter, "_merge", None)
+    assert loaded(kv, dict(sorted(numbered(2_000).items())), buffer_bytes=4 * KIB) == 2_000
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 * MIB])
+def test_a_key_that_a_writer_has_twice_is_refused(kv: Kv, buffer_bytes: int) -> None:
+    with begin_load(kv) as load:
+        writer = writer_for(load, kv, buffer_bytes=buffer_bytes)
+        with pytest.raises(InvalidInput, match="comes twice"):  # noqa: PT012 - whichever step finds it
+            for keys in ([b"b", b"a"], [b"c", b"b"]):
+                writer.add(column([*keys]), column([b"1", b"2"]))
+            writer.finish()
+    assert kv.stats().tables == 0
+
+
+def test_a_key_that_two_writers_have_is_refused_and_nothing_is_loaded(kv: Kv) -> None:
+    with begin_load(kv) as load:
+        ids = []
+        for keys in ([b"a", b"m"], [b"k", b"m", b"z"]):
+            writer = writer_for(load, kv)
+            writer.add(column([*keys]), column([b"x"] * len(keys)))
+            ids += writer.finish()
+        with pytest.raises(InvalidInput, match=r"comes twice.*b'm'"):
+            load.publish(ids)
+    assert list(kv.scan()) == []
+    assert kv.disk.names(f"{kv.home.path}/sst") == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "error"),
+    [
+        (pa.array([None], pa.binary()), pa.array([b""]), "a key is null"),
+        (pa.array([b"k" * 70_000]), pa.array([b""]), "a key is too long"),
+        (pa.array([1]), pa.array([b""]), "bytes or text"),
+        (pa.array(["k"]), pa.array([1.5]), "bytes or text"),
+    ],
+)
+def test_what_is_no_pair_is_refused(kv: Kv, keys: pa.Array, values: pa.Array, error: str) -> None:
+    with begin_load(kv) as load, pytest.raises((InvalidInput, OutOfRange), match=error):
+        writer_for(load, kv).add(keys, values)
+
+
+def test_text_is_stored_as_utf8(kv: Kv) -> None:
+    with begin_load(kv) as load:
+        writer = writer_for(load, kv)
+        writer.add(pa.array(["é", "z"]), pa.array(["ü", None], pa.large_string()))
+        load.publish(writer.finish())
+    assert dict(kv.scan()) == {"é".encode(): "ü".encode()}
+
+
+# ── levels ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_load_goes_to_the_first_level_that_is_free_where_it_is(kv: Kv) -> None:
+    loaded(kv, {b"%06d" % each: b"1" for each in range(100)})
+    assert kv.stats().levels == (0, 1)
+    loaded(kv, {b"%06d" % each: b"2" for each in range(100, 200)})
+    assert kv.stats().levels == (0, 2), "beside it"
+    loaded(kv, {b"%06d" % each: b"3" for each in range(50, 150)})
+    assert kv.stats().levels == (0, 2, 1), "below it, although it is newer"
+    found = dict(kv.scan())
+    assert [found[b"%06d" % each] for each in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
+    assert [kv.get(b"%06d" % each) for each in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
+    kv.put(b"000060", b"4")
+    kv.flush()
+    assert kv.get(b"000060") == b"4"
+    kv.compact()
+    assert dict(kv.scan())[b"000060"] == b"4"
+
+
+def test_no_level_is_too_small_and_the_last_resort_is_level_0(kv: Kv) -> None:
+    loaded(kv, numbered(500))
+    tables = list(kv.view.levels)
+    total = sum(table.size_bytes for table in tables)
+    assert level_for(Levels(), tables, LsmSettings(level_bytes=total)) == 1
+    assert level_for(Levels(), tables, LsmSettings(level_bytes=total - 1)) == 2
+    full = Levels(tables)
+    assert level_for(full, tables, SMALL) == 2
+    assert level_for(Levels(), [*tables, *tables], SMALL) == 0, "they overlap each other"
+    huge = [cast(Table, SimpleNamespace(meta=tables[0].meta, size_bytes=10**LEVELS_MAX * total))]
+    assert level_for(Levels(), huge, LsmSettings(level_bytes=total)) == 0
+
+
+def test_tables_that_overlap_come_to_level_0_and_are_compacted_away(kv: Kv) -> None:
+    rows = numbered(1_000)
+    with begin_load(kv) as load:
+        ids = []
+        for part in (0, 1):
+            writer = writer_for(load, kv)
+            keys = [key for at, key in enumerate(rows) if at % 2 == part]
+            writer.add(column([*keys]), column([rows[key] for key in keys]))
+            ids += writer.finish()
+        load.publish(ids)
+    assert kv.stats().levels[0] == len(ids)
+    assert dict(kv.scan()) == rows
+    while kv.upkeep.compact_due():
+        pass
+    assert kv.stats().levels[0] < 4
+    assert dict(kv.scan()) == rows
+
+
+def test_the_level_in_a_loaded_file_is_the_one_it_has_after_the_next_open(tmp_path: Path) -> None:
+    with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as kv:
+        loaded(kv, numbered(1_000))
+        levels = kv.stats().levels
+    with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as kv:
+        assert kv.stats().levels == levels == (0, levels[1])
+        assert list(problems(kv)) == []
+        for left, right in pairwise(kv.view.levels.deeper[0]):
+            assert left.meta.key_max < right.meta.key_min
+
+
+# ── once ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_load_with_a_number_is_remembered_also_when_its_tables_are_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "db")
+    with Kv.open(OsDisk(), path, SMALL, background=False) as kv:
+        assert published(kv, 7) is None
+        loaded(kv, numbered(300), number=7)
+        assert published(kv, 7) == 300
+        kv.write(dict.fromkeys(numbered(300)))
+        kv.compact()
+        assert kv.stats().tables == 0
+    with Kv.open(OsDisk(), path, SMALL, background=False) as kv:
+        assert published(kv, 7) == 300
+        assert published(kv, 8) is None
+
+
+def test_a_load_whose_event_could_not_be_written_did_not_happen(kv: Kv) -> None:
+    with begin_load(kv) as load:
+        writer = writer_for(load, kv)
+        writer.add(column([b"a"]), column([b"1"]))
+        ids = writer.finish()
+        with failpoints.armed("lsm.manifest.appended", "raise:ENOSPC"), pytest.raises(StorageFault):
+            load.publish(ids, number=5)
+    assert published(kv, 5) is None
+    assert list(kv.scan()) == []
+    assert loaded(kv, {b"a": b"2"}, number=5) == 1
+
+
+def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables are live when the note fails: closing the load must not take them for leftovers."""
+
+    def full(disk: Disk, home: LsmHome, note: LoadNote) -> None:
+        if note.done:
+            raise DiskFull("no space", path=home.path)
+        write_note(disk, home, note)
+
+    path = str(tmp_path / "db")
+    kv = Kv.open(OsDisk(), path, SMALL, background=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("quire.lsm.upkeep.write_note", full)
+        with pytest.raises(DiskFull):
+            loaded(kv, {b"a": b"1"}, number=5)
+    with pytest.raises(StoreUnusable):
+        kv.put(b"b", b"2")
+    kv.abandon()
+    with Kv.open(OsDisk(), path, SMALL, background=False) as kv:
+        assert published(kv, 5) == 1
+        assert dict(kv.scan()) == {b"a": b"1"}
+
+
+def test_only_so_many_loads_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_notes, "KEPT", 3)
+    path, disk = str(tmp_path / "db"), OsDisk()
+    Kv.open(disk, path, SMALL, background=False).close()
+    for number in range(1, 7):
+        write_note(disk, LsmHome(path), LoadNote(number=number, at_ms=number, rows=1, ids=(), done=True))
+    (Path(path) / "loads" / "0000000000000009.json.tmp").write_bytes(b"half")
+    with Kv.open(disk, path, SMALL, background=False) as kv:
+        assert [number for number in range(1, 10) if read_note(disk, kv.home, number)] == [4, 5, 6]
+    assert sorted(load_number(each.name) or 0 for each in (Path(path) / "loads").iterdir()) == [4, 5, 6]
+
+
+def test_late_files_of_a_load_that_is_over_go_with_the_next_look(kv: Kv) -> None:
+    load = begin_load(kv)
+    writer = writer_for(load, kv)
+    writer.add(column([b"a"]), column([b"1"]))
+    taken = list(load.allocate(2))
+    load.close()
+    writer._take_ids = lambda _: taken  # ids that it had asked for before
+    (sst_id, *_) = writer.finish()
+    with pytest.raises(InvalidInput, match="not of this load"):
+        load.publish([sst_id])
+    assert kv.disk.exists(kv.home.sst(sst_id))
+    kv.upkeep.collect()
+    assert not kv.disk.exists(kv.home.sst(sst_id))
+
+
+POINTS = ("lsm.load.flushed", "lsm.load.announced", "lsm.load.recorded", "lsm.load.remembered")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery("tests.lsm.killed_load:run", warm_up="tests.lsm.killed_load:warm_up") as made:
+        yield made
+
+
+@pytest.mark.parametrize("point", [*POINTS, "lsm.sst.written", "lsm.manifest.appended", "lsm.manifest.synced"])
+def test_killed_in_a_load_it_happened_or_not_and_the_repeat_does_it_once(
+    nursery: Nursery, tmp_path: Path, point: str
+) -> None:
+    path = str(tmp_path / "db")
+    with nursery.spawn() as child:
+        child.line.send(json.dumps({"path": path, "failpoints": f"{point}=kill", "number": 9}).encode())
+        assert child.wait() == -9, nursery.errors()
+    with Kv.open(OsDisk(), path, TINY, background=False) as kv:
+        found, rows = dict(kv.scan(prefix=b"load")), published(kv, 9)
+        assert kv.get(b"before") == b"1", "what was acknowledged is there"
+        assert list(problems(kv)) == []
+        assert (rows is not None) == bool(found), "remembered exactly if it happened"
+        if point in ("lsm.load.recorded", "lsm.load.remembered"):
+            assert rows == 500
+        if rows is None:
+            assert point != "lsm.load.remembered"
+            loaded(kv, {b"load%04d" % each: b"x" for each in range(500)}, number=9)
+        assert dict(kv.scan(prefix=b"load")) == {b"load%04d" % each: b"x" for each in range(500)}
+        assert published(kv, 9) == 500
+
+
+def test_tables_are_opened_by_arrow_after_their_level_was_set(kv: Kv) -> None:
+    loaded(kv, numbered(400))
+    for table in kv.view.levels:
+        assert isinstance(table, Table)
+        with pa.ipc.open_file(table.path) as reader:
+            assert reader.read_all().num_rows == table.meta.rows
+        assert list(table.verify()) == []
+
+
+def test_lsns_of_a_load_are_one(kv: Kv) -> None:
+    loaded(kv, numbered(400))
+    found = {int(each) for table in kv.view.levels for batch in table.batches() for each in np.unique(batch.column(2))}
+    assert found == {kv.last_lsn}

@@ -1,0 +1,219 @@
+"""Entries are written when their frames are published: after the sync, before the batch (docs/decisions/008)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import Corruption, StorageFault, StoreUnusable
+from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
+from quire.pages.segment import ENTRY_BYTES, HEADER_BYTES
+from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_scan import entries_of, parse_heads, sealed_entries
+from quire.testing.crashdisk import CrashDisk, drop_all
+from quire.testing.faults import Fault, FaultyDisk
+from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+
+
+def _path(root: str, segment_id: int) -> str:
+    return os.path.join(root, f"pages/00000001/wal/{segment_id:08x}.seg")
+
+
+def _pages_of(root: str, segment_id: int, count: int) -> list[int]:
+    """The pages that the first entries of a segment name; each is checked."""
+    with SegmentFile.open(OsDisk(), _path(root, segment_id)) as file:
+        entries = sealed_entries(file.header, file.read_index(count), count, path=file.path)
+    return list(entries["page"].tolist())
+
+
+def _region(root: str, segment_id: int) -> bytes:
+    with SegmentFile.open(OsDisk(), _path(root, segment_id)) as file:
+        return file.read_index()
+
+
+def test_a_commit_is_one_write_and_one_sync(tmp_path: Path) -> None:
+    """One run of the file is dirty then; a second place costs a third of the time of a sync."""
+    disk = FaultyDisk(OsDisk())
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {0: image()})
+    for written in ({0: image()}, {page: image() for page in range(16)}):
+        disk.calls.clear()
+        write(store, model, written)
+        assert [operation for operation, _ in disk.calls] == ["write", "sync"]
+    assert not any(_region(pages.root, 1))
+    pages.stop()
+
+
+def test_publication_writes_the_entries_of_what_it_publishes_and_no_others(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image(), 3: image()})
+    store.wal.publish()
+    assert _pages_of(pages.root, 1, 4) == [0, 1, 2, 3], "those that became zeros are among them (P15)"
+    indexed = store.wal.durable.lsn
+    with store.begin() as txn:
+        txn.write_page(1, image())
+        txn.commit()
+    store.wal.publish()
+    assert not any(_region(pages.root, 1)[indexed * ENTRY_BYTES :]), "not durable: no entry"
+    store.wal.sync()
+    store.wal.publish()
+    assert _pages_of(pages.root, 1, indexed + 1)[-1] == 1
+
+
+def test_entries_are_on_disk_when_their_batch_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power goes off between the two: nothing that was not synced is there, and yet the entries are."""
+    small_segments(monkeypatch)
+    disk = CrashDisk(str(tmp_path / "disk"))
+    pages, model = Pages(tmp_path, disk=disk, root=disk.path("store")), Model()
+    store = pages.database()
+    write(store, model, {page: image() for page in range(10)})
+    left: list[str] = []
+
+    def crash(_: str) -> None:
+        left.append(disk.crash(str(tmp_path / f"after{len(left)}"), drop_all).path("store"))
+
+    with armed("pages.wal.publishing", crash):
+        store.wal.publish()
+    assert _pages_of(left[0], 1, 6) == [0, 1, 2, 3, 4, 5]
+    assert _pages_of(left[0], 2, 4) == [6, 7, 8, 9]
+    pages.stop()
+
+
+def test_recovery_writes_the_entries_of_what_it_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_segments(monkeypatch)
+    disk = CrashDisk(str(tmp_path / "disk"))
+    pages, model = Pages(tmp_path, disk=disk, root=disk.path("store")), Model()
+    store = pages.database()
+    write(store, model, {page: image() for page in range(4)})
+    store.wal.publish()
+    write(store, model, {page: image() for page in range(9)})
+    left: list[str] = []
+
+    def crash(_: str) -> None:
+        left.append(disk.crash(str(tmp_path / f"after{len(left)}"), drop_all).path("store"))
+
+    pages.die()
+    pages.start()
+    with armed("pages.recovery.published", crash):
+        store = pages.database()
+    assert left, "nothing was published"
+    for root in (pages.root, left[0]):
+        assert _pages_of(root, 1, 6) == [0, 1, 2, 3, 0, 1]
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_what_publication_left_in_the_region_without_its_batch_is_not_believed(pages: Pages) -> None:
+    """Entries were written, the batch was not committed, and then the frames turn out to be torn: they never happened."""
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    kept = model.newest
+    with store.begin() as txn:
+        txn.write_page(0, image())
+        txn.commit()
+    with SegmentFile.open(OsDisk(), _path(pages.root, 1)) as file:
+        heads = b"".join([file.read_raw(number, 1)[:64] for number in range(2)])
+        with IndexWriter(OsDisk(), file.path, file.header) as index:
+            index.write(0, entries_of(file.header, parse_heads(heads)).tobytes())
+        offset = file.header.geometry.frame_offset(1)
+    with OsDisk().open(_path(pages.root, 1)) as raw:
+        raw.write_at(b"torn", offset + 100)
+    pages.crash()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, kept)
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.LOST_ANSWER])
+def test_entries_that_cannot_be_written_make_the_database_unusable(
+    tmp_path: Path, operation: str, fault: Fault
+) -> None:
+    """M12: nobody knows what is on disk. What was durable can be read, and is there after the next open."""
+    disk = FaultyDisk(OsDisk(), fault, operation=operation, path="*/pages/00000001/*")
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {0: image()})
+    earlier = model.newest
+    write(store, model, {0: image(), 1: image()})
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StorageFault):
+        store.wal.publish()
+    with pytest.raises(StoreUnusable):
+        store.begin()
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    with pytest.raises(StoreUnusable):  # not an answer from a region that does not say everything
+        store.open_snapshot(at=earlier.lsn)
+    store = pages.database()
+    with store.open_snapshot(at=earlier.lsn) as reader:
+        assert_reads(reader, earlier)
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    pages.stop()
+
+
+def test_a_region_that_cannot_be_opened_hurts_nobody(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="open", path="*/pages/00000001/wal/*")
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database()
+    write(store, model, {0: image()})
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StorageFault):
+        store.wal.publish()
+    write(store, model, {0: image()})
+    assert store.wal.publish() == 2
+    pages.stop()
+
+
+def test_a_segment_that_is_gone_when_it_is_published_is_named(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    os.rename(_path(pages.root, 1), _path(pages.root, 1) + ".away")
+    with pytest.raises(Corruption) as caught:
+        store.wal.publish()
+    assert caught.value.where["segment_id"] == 1
+    os.rename(_path(pages.root, 1) + ".away", _path(pages.root, 1))
+    assert store.wal.publish() == 1
+
+
+def test_earlier_versions_that_are_not_published_yet_are_found(pages: Pages) -> None:
+    """They are looked for in the region, which says nothing of them before."""
+    store, model = pages.database(), Model()
+    for _ in range(5):
+        write(store, model, {0: image()})
+    assert not any(_region(pages.root, 1))
+    with store.open_snapshot(at=model.versions[2].lsn) as reader:
+        assert_reads(reader, model.versions[2])
+
+
+def _damage_entry(pages: Pages, frame: int) -> None:
+    with OsDisk().open(_path(pages.root, 1)) as raw:
+        raw.write_at(b"damage", HEADER_BYTES + ENTRY_BYTES * frame + 3)
+
+
+def test_a_damaged_entry_of_a_published_frame_is_corruption(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image(), 1: image()})
+    store.wal.publish()
+    _damage_entry(pages, 1)
+    pages.crash()
+    with pytest.raises(Corruption) as caught:
+        pages.database()
+    assert (caught.value.where["segment_id"], caught.value.where["frame"]) == (1, 1)
+
+
+def test_a_damaged_entry_of_an_unpublished_frame_is_made_anew(pages: Pages) -> None:
+    store, model = pages.database(), Model()
+    write(store, model, {0: image(), 1: image()})
+    store.wal.publish()
+    write(store, model, {0: image()})
+    _damage_entry(pages, 2)
+    pages.crash()
+    with pages.database().open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    assert _pages_of(pages.root, 1, 3) == [0, 1, 0]

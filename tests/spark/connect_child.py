@@ -1,0 +1,71 @@
+"""Both ends of Spark Connect, each in a process of its own: it would not share one with a classic session.
+
+python -m tests.spark.connect_child serve PORT     a Spark with a Connect server in it, until its input ends
+python -m tests.spark.connect_child use URL BASE   quire as a client of it, over a store in BASE; says what it found
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import quire
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.spark.access import options_of
+from quire.spark.session import attach, session
+
+
+def serve(port: str) -> None:
+    """Rows of sources are read by this Spark's workers."""
+    config = {
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": port,
+    }
+    spark = session("local[2]", memory="1g", config=config)
+    print("listens", flush=True)
+    sys.stdin.read()
+    spark.stop()
+
+
+def use(url: str, base: str) -> None:
+    """What a user does, without a JVM in this process."""
+    from pyspark.sql import SparkSession
+
+    theirs = SparkSession.builder.remote(url).getOrCreate()
+    settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False, executors_see_store=True))
+    with quire.open(Path(base) / "store", settings=settings) as store:
+        with store.sqlite("shop", create=True) as shop:
+            shop.execute("create table orders(id integer primary key, who text)")
+            shop.executemany("insert into orders values (?, ?)", [(n, f"w{n % 3}") for n in range(1_000)])
+        store.snapshot("shop", "monday")
+        spark = attach(theirs)
+        is_connect = type(spark).__module__.startswith("pyspark.sql.connect") and session() is spark
+        here = options_of(store)
+        orders = spark.read.format("quire.sqlite").options(**here, database="shop", table="orders", snapshot="monday")
+        counts = [tuple(row) for row in orders.load().groupBy("who").count().orderBy("who").collect()]
+        few = orders.load().filter("id >= 998").count()
+        changes = spark.read.format("quire.changes").options(**here).load()
+        sequences = [row.sequence for row in changes.select("sequence").orderBy("sequence").collect()]
+        job = store.checkpoint("shop", runner="spark")
+        again = orders.load().count()
+        problems = [str(each) for each in store.manifest.check()]
+    found = {
+        "is_connect": is_connect,
+        "counts": counts,
+        "few": few,
+        "whole": sequences == list(range(1, len(sequences) + 1)) and len(sequences) > 3,
+        "job": [job.state.name, job.result["slots"]],
+        "again": again,
+        "problems": problems,
+    }
+    print(json.dumps(found), flush=True)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        use(*sys.argv[2:])

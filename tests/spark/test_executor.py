@@ -1,0 +1,86 @@
+"""The executor's side, without Spark: rows in, answers out."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import Corruption
+from quire.spark import executor
+from quire.spark.executor import ERROR, TASK, VALUE, Row, Site, batch_of, joiner, tools_of
+
+Rows = list[Row]
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """What a worker freezes for its life is collected again here."""
+    yield
+    executor._freeze.cache_clear()
+    gc.unfreeze()
+
+
+def rows_of(keys: int) -> Rows:
+    """A task and two values for each key."""
+    made: Rows = []
+    for key in range(keys):
+        made.append((0, 1, key, TASK, pickle.dumps(f"task {key}")))
+        made += [(0, 1, key, VALUE, pickle.dumps(value)) for value in (key, 2 * key)]
+    return made
+
+
+def answers(rows: Rows, join: Any, root: Path, threads: int) -> dict[Any, Any]:
+    run = joiner(Site(root=str(root)), join, needs_task=True, threads=threads)
+    batches = run(iter([batch_of(rows[:5]), batch_of(rows[5:])]))
+    found = [pickle.loads(batch.column(2)[0].as_py()) for batch in batches]
+    assert len({each.key for each in found}) == len(found)
+    return {each.key: each for each in found}
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_each_key_is_joined_once_and_fails_alone(tmp_path: Path, threads: int) -> None:
+    def join(key: Any, task: str, values: list[int], tools: Any) -> Any:
+        if key == (1, 3):
+            raise Corruption("a bad key", hint="take another", key=key)
+        return task, sum(values)
+
+    rows = [*rows_of(9), (0, 2, -1, ERROR, pickle.dumps(Corruption("not read", hint="read it")))]
+    found = answers(rows, join, tmp_path, threads)
+    assert len(found) == 10
+    assert found[1, 7].value == ("task 7", 21)
+    assert str(found[1, 3].error).startswith("a bad key")
+    assert str(found[2, -1].error).startswith("not read")
+
+
+def test_light_keys_are_joined_at_once(tmp_path: Path) -> None:
+    together = threading.Barrier(4, timeout=30)
+
+    def join(key: Any, task: str, values: list[int], tools: Any) -> int:
+        return together.wait()
+
+    found = answers(rows_of(8), join, tmp_path, 4)
+    assert sorted(each.value for each in found.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_what_is_no_error_of_ours_ends_the_task(tmp_path: Path) -> None:
+    def join(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        answers(rows_of(3), join, tmp_path, 2)
+
+
+def test_the_modules_of_a_worker_are_frozen_once(tmp_path: Path) -> None:
+    """PySpark collects after every task."""
+    assert gc.get_freeze_count() == 0
+    with tools_of(Site(root=str(tmp_path))):
+        frozen = gc.get_freeze_count()
+    assert frozen > 0
+    with tools_of(Site(root=str(tmp_path))):
+        assert gc.get_freeze_count() <= frozen

@@ -1,0 +1,425 @@
+"""`quire.stream` and `quire.manifest_log`: records on all tiers, at once and as they come; what became of segments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThan
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
+
+import quire
+from quire.core.errors import CursorLost, InvalidInput, OutOfRange, StalePlan, UnknownDatabase
+from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
+from quire.spark.access import options_of
+from quire.spark.sources import manifest_log, stream, stream_queries
+from quire.spark.sources.options import Options
+from quire.stream.shared import Share, SharedSegment
+from quire.stream.state import Retention
+from quire.stream.stream import Stream
+from tests.spark.sourced import Owned, rows_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SETTINGS = StoreSettings(
+    maintenance=MaintenanceSettings(enabled=False),
+    stream=StreamSettings(segment_bytes=16 << 10, record_bytes_max=8 << 10),
+    manifest_log=ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024),
+)
+RECORDS, PER_SEGMENT = 250, 50
+
+
+@contextmanager
+def made(path: Path) -> Iterator[Stream]:
+    """A served store with a stream: a segment of each kind of residency, the last one open."""
+    with quire.open(path, settings=SETTINGS) as store:
+        options_of(store)
+        clicks = store.stream("clicks", create=True)
+        for start in range(0, RECORDS, PER_SEGMENT):
+            clicks.append([payload(number) for number in range(start + 1, start + PER_SEGMENT + 1)]).result()
+            if start + PER_SEGMENT < RECORDS:
+                clicks.seal()
+        clicks.compress(2)  # segment 1: hot · 2: hot and warm · 3: warm · 4: object alone · 5: open
+        clicks.compress(3)
+        clicks.evict(3)
+        clicks.upload(4)
+        clicks.evict(4, warm=True)
+        yield clicks
+        assert store.manifest.check() == []
+
+
+def payload(number: int) -> bytes:
+    return b"%d " % number + bytes(number % 200)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Stream]]:
+    path = tmp_path_factory.mktemp("records") / "store"
+    with made(path) as clicks:
+        yield path, clicks
+
+
+def given(path: Path, **options: Any) -> Options:
+    wanted = {"store": str(path), "stream": "clicks", **{name: str(value) for name, value in options.items()}}
+    return Options(wanted, source="quire.stream", known=stream.OPTIONS)
+
+
+def reader(path: Path, **options: Any) -> stream.FilteredStreamReader:
+    wanted = given(path, **options)
+    return stream.FilteredStreamReader(wanted, stream.shape(wanted))
+
+
+def read(source: Any, partitions: Any) -> list[tuple[Any, ...]]:
+    """What executors would read of these partitions, in order."""
+    return [tuple(row.values()) for part in partitions for batch in source.read(part) for row in batch.to_pylist()]
+
+
+# ── a range ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_spark_reads_every_tier_and_the_open_segment(spark: SparkSession, place: tuple[Path, Stream]) -> None:
+    path, clicks = place
+    frame = Owned(clicks, spark, {"store": str(path)}).read("quire.stream", stream="clicks")  # type: ignore[arg-type]
+    assert frame.schema.simpleString() == "struct<id:bigint,timestamp:timestamp,payload:binary>"
+    found = rows_of(frame, "id")
+    assert [(number, bytes(body)) for number, _, body in found] == [(n, payload(n)) for n in range(1, RECORDS + 1)]
+    stamps = {each.id: each.timestamp_ms for each in clicks.read()}
+    assert [int(moment.timestamp() * 1000) for _, moment, _ in found] == [stamps[each[0]] for each in found]
+    assert frame.filter("id >= 100 and id < 110").count() == 10
+    moment = datetime.fromtimestamp(stamps[RECORDS] / 1000, UTC).isoformat()
+    assert frame.filter(f"timestamp >= timestamp'{moment}'").count() >= PER_SEGMENT
+
+
+def test_a_range_is_of_the_records_that_were_asked_for(place: tuple[Path, Stream]) -> None:
+    path, _ = place
+    for start, end in ((1, 2), (40, 61), (130, 200), (199, RECORDS + 1), (7, 7)):
+        some = reader(path, start=start, end=end, columns="id,payload")
+        assert read(some, some.partitions()) == [(n, payload(n)) for n in range(start, end)]
+    for wrong, error in (({"end": RECORDS + 2}, OutOfRange), ({"start": RECORDS + 2}, OutOfRange)):
+        with pytest.raises(error):
+            reader(path, **wrong).partitions()
+    for options in ({"columns": "key"}, {"consumer": "me"}, {"upload": "perhaps"}, {"start": "first"}, {"strat": 1}):
+        with pytest.raises(InvalidInput):
+            reader(path, **options)
+    with pytest.raises(UnknownDatabase):
+        stream.StreamReader(given(path, stream="taps"), stream.shape(given(path))).partitions()
+
+
+def test_parts_are_of_about_the_same_size_and_together_are_all(
+    place: tuple[Path, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = place
+    monkeypatch.setattr(stream, "PART_BYTES_MIN", 1)
+    for wanted in (1, 3, 5, 17):
+        some = reader(path, partitions=wanted, columns="id")
+        parts = some.partitions()
+        assert [part.value.start for part in parts[1:]] == [part.value.stop for part in parts[:-1]]
+        assert read(some, parts) == [(n,) for n in range(1, RECORDS + 1)]
+        assert wanted // 2 < len(parts) <= wanted
+    whole = Share("", 1, "", "", 1, 1001, ())
+    one = SharedSegment(1, 1, 1001, 10_000, 0, 1)
+    cut = [(part.start, part.stop) for part in stream.split(whole, [one], 1, 1001, 5)]
+    assert cut == [(1, 201), (201, 401), (401, 601), (601, 801), (801, 1001)]
+
+
+def test_filters_narrow_the_range(place: tuple[Path, Stream]) -> None:
+    path, clicks = place
+    some = reader(path, columns="id")
+    kept = [GreaterThan(("id",), 60), LessThan(("id",), 71), EqualTo(("payload",), b"x")]
+    assert list(some.pushFilters(kept)) == kept, "Spark applies them again"
+    assert read(some, some.partitions()) == [(n,) for n in range(61, 71)]
+    some = reader(path, columns="id")
+    sealed = clicks.ledger.view.get(2)
+    assert sealed is not None
+    later = datetime.fromtimestamp((sealed.sealed_ms + 2) / 1000, UTC)
+    some.pushFilters([GreaterThanOrEqual(("timestamp",), later)])
+    first = min((row[0] for row in read(some, some.partitions())), default=101)
+    assert first in (101, 151, 201), "whole segments are left out, whatever the clock's grain"
+    some = reader(path, columns="id")
+    some.pushFilters([LessThan(("id",), 1)])
+    assert some.partitions() == []
+
+
+def test_what_moved_after_planning_is_found_again(tmp_path: Path) -> None:
+    """Hot files become objects between planning and reading; the open segment is sealed, and goes on growing."""
+    with made(tmp_path / "store") as clicks:
+        some = reader(tmp_path / "store", columns="id,payload")
+        parts = some.partitions()
+        clicks.append([b"later"] * 10).result()
+        clicks.seal()
+        clicks.upload()
+        clicks.evict(warm=True)
+        assert clicks.info().hot_segments == clicks.info().warm_segments == 0
+        assert read(some, parts) == [(n, payload(n)) for n in range(1, RECORDS + 1)]
+        clicks.hydrate()
+        assert read(some, parts) == [(n, payload(n)) for n in range(1, RECORDS + 1)]
+
+
+def elsewhere(parts: Any) -> list[stream.StreamPartition]:
+    """The same parts on a machine that does not see the store's directory."""
+    found = [(part.value, msgspec.structs.replace(part.value.share, root="/nowhere")) for part in parts]
+    return [stream.StreamPartition(replace(part, share=share)) for part, share in found]
+
+
+def test_executors_that_see_no_directory_read_objects(tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        never = reader(tmp_path / "store", columns="id", upload="false")
+        with pytest.raises(InvalidInput, match="no object yet"):
+            read(never, elsewhere(never.partitions()))
+        some = reader(tmp_path / "store", columns="id", start=60, end=80)
+        assert read(some, elsewhere(some.partitions())) == [(n,) for n in range(60, 80)]
+        assert [each.segment_id for each in clicks.ledger.view if each.is_remote] == [2, 4], "no more than was wanted"
+        assert not clicks.ledger.view.segments[-1].is_sealed
+        before = reader(tmp_path / "store", columns="id", upload="true")
+        parts = before.partitions()
+        assert all(each.is_remote for each in clicks.ledger.view), "before anything is read"
+        assert read(before, elsewhere(parts)) == [(n,) for n in range(1, RECORDS + 1)]
+
+
+def test_what_retention_takes_is_lost_and_said(tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        some = reader(tmp_path / "store")
+        parts = some.partitions()
+        clicks.retain(Retention(bytes=1))
+        assert clicks.retire() == 4
+        with pytest.raises(CursorLost):
+            read(some, parts)
+        with pytest.raises(CursorLost):
+            reader(tmp_path / "store", start=1).partitions()
+        again = reader(tmp_path / "store", columns="id")
+        assert read(again, again.partitions()) == [(n,) for n in range(201, RECORDS + 1)]
+
+
+def test_a_damaged_copy_is_passed_over_and_a_lone_one_is_an_error(tmp_path: Path) -> None:
+    from quire.core.errors import Corruption
+    from quire.durable.names import Tier
+
+    with made(tmp_path / "store") as clicks:
+        for segment in (1, 2):
+            hot = Path(clicks.files.segment(Tier.HOT, segment))
+            raw = bytearray(hot.read_bytes())
+            raw[1_000] ^= 1
+            hot.write_bytes(raw)
+        some = reader(tmp_path / "store", columns="id", start=51, end=101)
+        assert read(some, some.partitions()) == [(n,) for n in range(51, 101)]
+        some = reader(tmp_path / "store", columns="id", start=1, end=51)
+        with pytest.raises(Corruption):
+            read(some, some.partitions())
+
+
+# ── as it comes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+@contextmanager
+def query(path: Path, **options: Any) -> Iterator[stream_queries.StreamQueryReader]:
+    """The reader as Spark's process has it."""
+    wanted = given(path, **options)
+    found = stream_queries.StreamQueryReader(wanted, stream.shape(wanted))
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def test_offsets_are_records_and_a_commit_moves_the_consumer(tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        with query(tmp_path / "store", consumer="etl", columns="id") as live:
+            start = live.initialOffset()
+            assert start["record"] == 1
+            assert live.latestOffset(start, ReadMaxRows(30))["record"] == 31
+            assert live.latestOffset(start, ReadMinRows(9_999)) == start
+            end = live.latestOffset(start, ReadAllAvailable())
+            assert end["record"] == RECORDS + 1 == live.reportLatestOffset()["record"]
+            assert read(live, live.partitions(start, end)) == [(n,) for n in range(1, RECORDS + 1)]
+            assert live.partitions(end, end) == []
+            assert clicks.position("etl") == 1, "not before Spark says so"
+            live.commit({**end, "record": 101})
+            live.commit({**end, "record": 60})
+            assert clicks.position("etl") == 101
+            assert live.latestOffset(end, ReadAllAvailable()) == end, "nothing new: the same offset"
+            live.prepareForTriggerAvailableNow()
+            clicks.append(b"more").result()
+            assert live.latestOffset(end, ReadAllAvailable()) == end
+        with query(tmp_path / "store", consumer="etl", start="latest") as live:
+            assert live.initialOffset()["record"] == 101, "where a consumer stands goes before `start`"
+            with pytest.raises(CursorLost, match="older checkpoint"):
+                live.partitions(start, end)
+        for where, record in (("latest", RECORDS + 2), ("77", 77)):
+            with query(tmp_path / "store", consumer=f"at {where}", start=where) as live:
+                assert live.initialOffset()["record"] == record
+
+
+def test_a_lost_position_is_an_error_not_a_gap(tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        with pytest.raises(InvalidInput, match="consumer"), query(tmp_path / "store"):
+            pass
+        with query(tmp_path / "store", consumer="etl") as live:
+            start = live.initialOffset()
+            end = live.latestOffset(start, ReadAllAvailable())
+            with pytest.raises(InvalidInput, match="another stream"):
+                live.partitions({**start, "stream": 99}, end)
+            clicks.retain(Retention(bytes=1))
+            assert clicks.retire() == 0, "the consumer holds what it has not read"
+            clicks.retain(Retention(bytes=1, hold_seconds=1e-9))
+            assert clicks.retire() == 4, "one that is silent for too long does not"
+            with pytest.raises(CursorLost):
+                live.partitions(start, end)
+            clicks.drop_consumer("etl")
+            with pytest.raises(CursorLost, match="dropped"):
+                live.commit(end)
+        with query(tmp_path / "store", consumer="new", start="5") as late, pytest.raises(CursorLost):
+            late.initialOffset()
+
+
+@pytest.mark.slow
+def test_a_query_that_restarts_loses_and_doubles_nothing(spark: SparkSession, tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        options = {"store": str(tmp_path / "store"), "stream": "clicks", "consumer": "etl", "max_records": "60"}
+        for run in range(3):
+            frame = spark.readStream.format("quire.stream").options(**options).load()
+            writer = frame.writeStream.format("parquet").option("path", str(tmp_path / "out"))
+            ended = writer.option("checkpointLocation", str(tmp_path / "at")).trigger(availableNow=True).start()
+            ended.awaitTermination()
+            clicks.append([payload(n) for n in range(clicks.end_record, clicks.end_record + 70)]).result()
+            clicks.upload()
+            clicks.evict(warm=run == 1)
+            clicks.retain(Retention(consumed=True))
+            clicks.retire()
+        found = rows_of(spark.read.parquet(str(tmp_path / "out")), "id")
+        assert [(row[0], bytes(row[2])) for row in found] == [(n, payload(n)) for n in range(1, RECORDS + 141)]
+        assert clicks.first_record > PER_SEGMENT, "what was read and committed could go"
+
+
+# ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────────
+def logs(path: Path, **options: Any) -> manifest_log.FilteredManifestLogTable:
+    wanted = Options({"store": str(path), **options}, source="quire.manifest_log", known=manifest_log.OPTIONS)
+    return manifest_log.FilteredManifestLogTable(wanted, manifest_log.SCHEMA)
+
+
+def rows(source: Any) -> list[dict[str, Any]]:
+    return [row for part in source.partitions() for batch in source.read(part) for row in batch.to_pylist()]
+
+
+def test_spark_reads_the_log_from_disk_and_objects(spark: SparkSession, place: tuple[Path, Stream]) -> None:
+    path, clicks = place
+    clicks.ledger.log.rotate()
+    clicks.ledger.log.upload()
+    clicks.append(b"goes into another chunk").result()
+    clicks.seal()
+    frame = Owned(clicks, spark, {"store": str(path)}).read("quire.manifest_log", stream="cl*")  # type: ignore[arg-type]
+    found = frame.orderBy("ordinal").collect()
+    assert [row.ordinal for row in found] == list(range(clicks.ledger.log.index.records))
+    assert {row.stream for row in found} == {"clicks"}
+    first = found[0]
+    assert (first.chunk, first.offset, first.type, first.segment_id) == (0, 64, "SegmentOpened", 1)
+    assert json.loads(first.fields) == {"base_offset": 1, "epoch": 1}
+    uploaded = frame.filter("type = 'UploadDone'").collect()
+    assert [json.loads(row.fields)["key"] for row in uploaded] == [clicks.ledger.view.get(4).key]  # type: ignore[union-attr]
+
+
+def test_every_log_record_comes_once_from_whatever_tier(tmp_path: Path) -> None:
+    from quire.stream import mlog_bundle
+
+    with made(tmp_path / "store") as clicks:
+        log = clicks.ledger.log
+        for _ in range(4):
+            clicks.append(b"x").result()
+            clicks.seal()
+            log.rotate()
+        log.upload()
+        count = log.index.records
+        whole = rows(logs(tmp_path / "store"))
+        assert [row["ordinal"] for row in whole] == list(range(count))
+        objects = rows(logs(tmp_path / "store", tier="object"))
+        assert [row | {"tier": "disk"} for row in objects] == [
+            row for row in whole if row["chunk"] < log.committed.chunk_index
+        ]
+        assert rows(logs(tmp_path / "store", tier="disk")) == [row | {"tier": "disk"} for row in whole]
+        # A bundle of the first three chunks stands for them, whether or not they are still there.
+        assert log.objects is not None
+        done = mlog_bundle.run(mlog_bundle.BundleTask(stream_id=clicks.stream_id, first=0, last=2), log.objects.store)
+        bundled = rows(logs(tmp_path / "store"))
+        assert [(row["ordinal"], row["type"], row["fields"]) for row in bundled] == [
+            (row["ordinal"], row["type"], row["fields"]) for row in whole
+        ]
+        assert {(row["chunk"], row["last_chunk"]) for row in bundled[: done.record_count]} == {(0, 2)}
+        planned = logs(tmp_path / "store", tier="object")
+        parts = planned.partitions()
+        log.objects.store.delete(log.objects.chunk_key(4))
+        with pytest.raises(StalePlan):
+            [batch for part in parts for batch in planned.read(part)]
+
+
+def test_filters_leave_chunks_and_streams_out(tmp_path: Path) -> None:
+    with made(tmp_path / "store") as clicks:
+        clicks.ledger.log.rotate()
+        clicks.append(b"x").result()
+        clicks.seal()
+        some = logs(tmp_path / "store")
+        kept = [GreaterThanOrEqual(("chunk",), 1), In(("stream",), ("clicks", "taps"))]
+        assert list(some.pushFilters(kept)) == kept
+        assert {row["chunk"] for row in rows(some)} == {1, 2}
+        some = logs(tmp_path / "store")
+        some.pushFilters([EqualTo(("stream",), "taps")])
+        assert some.partitions() == []
+        with pytest.raises(UnknownDatabase):
+            logs(tmp_path / "store", stream="taps").partitions()
+        with pytest.raises(InvalidInput):
+            logs(tmp_path / "store", tier="tape")
+
+
+def test_damage_in_the_log_is_an_error(tmp_path: Path) -> None:
+    from quire.core.errors import ManifestIntegrityError
+
+    with made(tmp_path / "store") as clicks:
+        files = clicks.ledger.log.files
+        path = Path(files.chunk(0))
+        shutil.copy(path, tmp_path / "kept")
+        raw = bytearray(path.read_bytes())
+        raw[100] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(ManifestIntegrityError):
+            rows(logs(tmp_path / "store"))
+        path.write_bytes((tmp_path / "kept").read_bytes())
+
+
+# ── jobs about streams ────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.slow
+def test_bundles_and_verification_of_many_streams_run_on_spark(spark: SparkSession, tmp_path: Path) -> None:
+    """The same as with threads: see tests/jobs/test_bundle_job.py and test_stream_verify.py."""
+    from quire.manifest.records import JobState
+    from quire.stream.mlog_tier2 import LogObjects
+    from tests.jobs.test_bundle_job import with_chunks
+    from tests.jobs.test_stream_verify import flip
+
+    assert spark is not None
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        streams = [store.stream(f"stream {number}", create=True) for number in range(5)]
+        for each in streams:
+            with_chunks(each)
+            each.upload()
+            each.evict(1, warm=True)
+        job = store.heavy.bundle(runner="spark")
+        assert job.record.state is JobState.SUCCEEDED, job.record.error
+        assert (job.result["streams"], job.result["bundles"], job.result["failed"]) == (5, 5, [])
+        for each in streams:
+            found = LogObjects(store.objects, each.stream_id).listing()
+            assert found.bundles
+            assert not [index for index in found.chunks if found.bundle_of(index) is not None]
+        result = store.heavy.verify(runner="spark").result
+        assert (result["missing"], result["altered"], result["logs"]) == (0, 0, [])
+        assert result["verified"] == sum(len(each.ledger.view.sealed) for each in streams)
+        lone = streams[2].ledger.view.get(1)
+        assert lone is not None
+        flip(tmp_path / "store" / "objects" / lone.key)
+        bundle = next(iter(LogObjects(store.objects, streams[3].stream_id).listing().bundles.values()))
+        flip(tmp_path / "store" / "objects" / bundle.key)
+        result = store.heavy.verify(runner="spark").result
+        assert result["altered"] == 1
+        assert [each.split(":")[0] for each in result["logs"]] == [f"manifest log of stream {streams[3].stream_id}, L5"]
+        assert store.manifest.check() == []

@@ -1,0 +1,79 @@
+"""Sweeps, audits and stats on Spark: executors join listings with names, and group counts; threads find the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from quire.jobs.audit.handler import audit_job
+from quire.jobs.runner import Runners
+from quire.jobs.stats.handler import stats_job
+from quire.jobs.sweep import plan
+from quire.jobs.sweep.handler import sweep_job
+from quire.jobs.worker import Worker
+from quire.manifest.records import JobKind, JobState
+from quire.objects.open import open_store
+from tests.jobs.checkpoint_child import Owner, images
+from tests.jobs.test_sweep import BURNED, orphan
+from tests.pages.world import Model, write
+from tests.spark.world import SparkOwner
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[SparkOwner]:
+    made = SparkOwner(tmp_path, spark=spark)
+    store, model = made.database(), Model()
+    write(store, model, images(*range(40)))
+    made.ask()
+    Owner.worker(made).drain()
+    assert made.manifest.reserve_generation(1) == BURNED
+    made.engine.snapshot("shop", "early")
+    made.engine.fork("shop", "fork")
+    yield made
+    made.stop()
+
+
+def run(owner: SparkOwner, kind: JobKind, handler: Any, runners: Runners, **payload: Any) -> dict[str, Any]:
+    job_id = owner.manifest.jobs.enqueue(kind, 0, payload or None)
+    Worker(owner.context(), {kind: partial(handler, runners=runners)}).drain()
+    job = owner.job(job_id)
+    assert job.state is JobState.SUCCEEDED, job.record.error
+    result: dict[str, Any] = job.result
+    return result
+
+
+def test_orphans_and_missing_objects_are_what_an_outer_join_leaves(
+    owner: SparkOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "RANGE_NAMES", 2)  # several tasks, several partitions
+    store = open_store(owner.objects_url)
+    strays = {orphan(slot) for slot in (0, 7, 900)} | {orphan(3, db_id=700)}
+    for name in strays:
+        store.put(name, b"stray")
+    victim = sorted(owner.objects().keys() - strays)[1]
+    os.rename(os.path.join(owner.objects_url, victim), owner.base / "kept")
+    old = -10 * 365 * 86_400.0  # the test's clock stands still in the past
+    found = run(owner, JobKind.SWEEP, sweep_job, owner.runners, grace_seconds=old, delete=True)
+    assert {each["object"] for each in found["orphans"]} == strays
+    assert (found["orphaned"], found["deleted"], found["objects"], found["more"]) == (4, 4, 8, False)
+    assert [each["object"] for each in found["missing"]] == [victim]
+    os.rename(owner.base / "kept", os.path.join(owner.objects_url, victim))
+    assert not strays & owner.objects().keys()
+
+
+def test_threads_and_executors_add_up_the_same(owner: SparkOwner) -> None:
+    for kind, handler in ((JobKind.STATS, stats_job), (JobKind.AUDIT, audit_job)):
+        theirs = run(owner, kind, handler, owner.runners)
+        ours = run(owner, kind, handler, Runners())
+        assert (theirs.pop("runner"), ours.pop("runner")) == ("spark", "threads")
+        assert theirs == ours
+        assert ours["rows"] > 10
+    assert ours["differences"] == 0

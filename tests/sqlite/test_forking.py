@@ -1,0 +1,209 @@
+"""A fork of any version that can be read: in the log, at a snapshot, between two that a window of time travel keeps."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import apsw
+import pytest
+
+import quire
+from quire.core.errors import InvalidInput, NameTaken, ReadOnly, SnapshotGone, UnknownDatabase, UnknownSnapshot
+from quire.core.ids import Epoch
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.pages.pagestore import PageStore
+from quire.sqlite import forking
+from quire.sqlite.connect import At, SqliteRoom
+from quire.store.store import Store
+from tests.sqlite.conftest import SETTINGS, assert_sound, count
+
+WINDOW = StoreSettings(maintenance=MaintenanceSettings(enabled=False, time_travel_seconds=3_600.0))
+
+
+def room(store: Store) -> SqliteRoom:
+    return store._need_rooms().sqlite
+
+
+def forked(store: Store, new_name: str, at: At, name: str = "shop") -> apsw.Connection:
+    room(store).fork(name, new_name, at=at)
+    return store.sqlite(new_name)
+
+
+def epoch_of(connection: apsw.Connection) -> int:
+    return int(str(connection.pragma("quire_epoch")))
+
+
+def rows(connection: apsw.Connection) -> list[tuple[apsw.SQLiteValue, ...]]:
+    return connection.execute("select * from t order by id").fetchall()
+
+
+@pytest.fixture
+def travelling(root: Path) -> Iterator[Store]:
+    """A store that keeps every version for an hour."""
+    with quire.open(root, settings=WINDOW) as opened:
+        yield opened
+
+
+def test_at_a_snapshot_an_epoch_and_a_time(store: Store, shop: apsw.Connection) -> None:
+    store.snapshot("shop", "monday")
+    epoch, before = epoch_of(shop), rows(shop)
+    shop.execute("delete from t where id < 5")
+    moment, between = datetime.now(UTC), rows(shop)
+    time.sleep(0.01)  # commits have milliseconds
+    shop.execute("delete from t")
+    versions: list[tuple[At, list[tuple[apsw.SQLiteValue, ...]]]] = [
+        ("monday", before),
+        (epoch, before),
+        (Epoch(epoch, 1), before),
+        (moment, between),
+    ]
+    for number, (at, wanted) in enumerate(versions):
+        fork = forked(store, f"fork-{number}", at)
+        assert rows(fork) == wanted
+        fork.execute("insert into t values (77, 'its own')")
+        fork.close()
+    assert count(shop) == 0
+
+
+def test_a_commit_that_is_not_on_disk_yet_is_forked(store: Store, shop: apsw.Connection) -> None:
+    shop.pragma("synchronous", "off")
+    shop.execute("delete from t where id = 1")
+    epoch = epoch_of(shop)
+    shop.execute("delete from t")
+    fork = forked(store, "fork", epoch)
+    assert count(fork) == 9
+    fork.close()
+
+
+def test_a_fork_in_the_middle_of_a_segment_stays_what_it_is(root: Path) -> None:
+    """Through checkpoints of either, a fork of the fork, the end of its parent and a new opening."""
+    with quire.open(root, settings=SETTINGS) as store:
+        shop = store.sqlite("shop", create=True)
+        shop.execute("create table t(id integer primary key, b text)")
+        shop.executemany("insert into t values (?, ?)", [(number, "x" * 900) for number in range(50)])
+        epoch, wanted = epoch_of(shop), rows(shop)
+        shop.execute("update t set b = 'changed'; delete from t where id > 20; vacuum")
+        fork = forked(store, "fork", epoch)
+        store.checkpoint("shop")
+        assert rows(fork) == wanted
+        store.checkpoint("fork")
+        assert rows(fork) == wanted
+        fork.execute("insert into t values (1000, 'more')")
+        child = forked(store, "child", epoch_of(fork), "fork")
+        fork.execute("delete from t")
+        assert rows(child) == [*wanted, (1000, "more")]
+        for each in (shop, fork, child):
+            each.close()
+        store.drop("shop")
+        store.maintain()
+    with quire.open(root, settings=SETTINGS) as store:
+        child = store.sqlite("child")
+        assert rows(child) == [*wanted, (1000, "more")]
+        child.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_version_of_a_window_can_be_forked(travelling: Store, seed: int) -> None:
+    """Statements that grow and shrink it, with checkpoints in between; then a fork of each version, in any order."""
+    rng, store = random.Random(seed), travelling
+    shop = store.sqlite("shop", create=True, page_size=512)
+    shop.execute("pragma auto_vacuum=full; create table t(id integer primary key, b text)")
+    seen: list[tuple[int, list[tuple[apsw.SQLiteValue, ...]]]] = []
+    for number in range(24):
+        match rng.randrange(6):
+            case 0:
+                shop.execute("delete from t where id % 3 = 0")
+            case 1:
+                store.checkpoint("shop")
+            case 2:
+                shop.execute("vacuum")
+            case _:
+                shop.execute("insert into t(b) values (?)", ("x" * rng.randrange(3_000),))
+                shop.execute("update t set b = b || ? where id = (select min(id) from t)", (str(number),))
+        seen.append((epoch_of(shop), rows(shop)))
+    shop.close()
+    rng.shuffle(seen)
+    for number, (epoch, wanted) in enumerate(seen[:12]):
+        fork = forked(store, f"fork-{number}", epoch)
+        assert rows(fork) == wanted, f"version {epoch}"
+        if number % 3 == 0:
+            store.checkpoint(f"fork-{number}")
+            assert rows(fork) == wanted, f"version {epoch}, after a checkpoint"
+        fork.close()
+    assert not [info.name for info in store.databases() if info.name.endswith(".unfinished")]
+    assert_sound(store)
+
+
+def set_back_versions(store: Store) -> int:
+    """A database with a version that only a later snapshot of the window holds; that version."""
+    shop = store.sqlite("shop", create=True)
+    shop.execute("create table t(id integer primary key, b text); insert into t values (1, 'first')")
+    epoch = epoch_of(shop)
+    shop.execute("update t set b = 'second'")
+    store.checkpoint("shop")
+    shop.execute("update t set b = 'third'")
+    shop.close()
+    return epoch
+
+
+def test_a_fork_that_fails_while_it_is_set_back_leaves_nothing(
+    travelling: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = set_back_versions(travelling)
+    begin = PageStore.begin
+
+    def fail(self: PageStore, timeout: float = 30.0) -> object:
+        if self.db_id != travelling.database("shop").db_id:
+            raise OSError("the disk is gone")
+        return begin(self, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageStore, "begin", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            room(travelling).fork("shop", "fork", at=epoch)
+    assert [info.name for info in travelling.databases()] == ["shop"]
+    fork = forked(travelling, "fork", epoch)
+    assert rows(fork) == [(1, "first")]
+    fork.close()
+
+
+def test_what_a_crash_left_of_a_fork_is_dropped_by_the_next_attempt(travelling: Store) -> None:
+    epoch = set_back_versions(travelling)
+    travelling.fork("shop", forking.unfinished_name("fork"))
+    fork = forked(travelling, "fork", epoch)
+    assert rows(fork) == [(1, "first")]
+    fork.close()
+    assert [info.name for info in travelling.databases()] == ["fork", "shop"]
+
+
+def test_what_cannot_be_forked_says_why(store: Store, shop: apsw.Connection) -> None:
+    epoch = epoch_of(shop)
+    fork = room(store).fork
+    with pytest.raises(NameTaken):
+        fork("shop", "shop", at=epoch)
+    with pytest.raises(UnknownDatabase):
+        fork("nosuch", "fork", at=epoch)
+    with pytest.raises(UnknownSnapshot):
+        fork("shop", "fork", at="tuesday")
+    with pytest.raises(InvalidInput, match="no such version yet"):
+        fork("shop", "fork", at=10_000_000)
+    with pytest.raises(InvalidInput, match="zone"):
+        fork("shop", "fork", at=datetime(2020, 1, 1))
+    with pytest.raises(InvalidInput, match="no such way"):
+        fork("shop", "fork", at=True)
+    with pytest.raises(InvalidInput):
+        fork("shop", "a/b", at=epoch)
+    with pytest.raises(SnapshotGone):
+        fork("shop", "fork", at=datetime(2001, 1, 1, tzinfo=UTC))
+    assert [info.name for info in store.databases()] == ["shop"]
+
+
+def test_who_only_reads_does_not_fork(root: Path) -> None:
+    with quire.open(root, settings=SETTINGS) as store:
+        store.sqlite("shop", create=True).close()
+    with quire.open(root, "r") as reader, pytest.raises(ReadOnly):
+        room(reader).fork("shop", "fork", at=1)
