@@ -39,7 +39,7 @@ run: $(STAMP) ## take the tour in STORE (./quire-data), on local Spark
 	@$(BIN)/quire tour --spark --store $(STORE)
 
 test: $(STAMP) ## the fast tests
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
 
 lint: $(STAMP) ## style, types, import direction
 	@$(BIN)/ruff check --quiet
@@ -53,7 +53,7 @@ bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
 # hypothesis marks its tests itself, so the properties are searched again with the larger budget.
 torture: $(STAMP) ## the slow tests, and many more examples for the properties
 	@QUIRE_HYPOTHESIS_PROFILE=torture \
-	  $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "slow or hypothesis" --timeout 3600 $(ARGS)
+	  $(BIN)/python -m pytest -q -n $(JOBS) -m "slow or hypothesis" --timeout 3600 $(ARGS)
 
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as
 # the same Python is installed there. Spark brings its own part of pyspark.

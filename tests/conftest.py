@@ -6,10 +6,11 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,9 +25,23 @@ settings.register_profile(
 settings.load_profile(os.environ.get("QUIRE_HYPOTHESIS_PROFILE", "default"))
 
 
+class SparkInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests go one by one to whoever is free, but those with "spark" in their path or name all to one process: a JVM for each
+    would be slower. (`--dist loadgroup` is for that, but does nothing with pytest 9.2 and pytest-xdist 3.8.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "spark" if "spark" in nodeid.lower() else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SparkInOneProcess:
+    """Whatever `--dist` says."""
+    return SparkInOneProcess(config, log)
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session: two cores of this machine. Tests that use it belong to the xdist group "spark": one process has it."""
+    """The session: two cores of this machine. Tests that use it have "spark" in their path or name (`SparkInOneProcess`)."""
     from quire.spark.session import session
 
     made = session("local[2]", memory="1g")

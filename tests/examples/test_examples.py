@@ -22,8 +22,6 @@ __all__ = ["s3_server"]  # a fixture
 
 EXAMPLES = ROOT / "examples"
 
-on_spark = pytest.mark.xdist_group("spark")  # one worker has the session
-
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     captured = capsys.readouterr()
@@ -97,8 +95,9 @@ def test_an_audit_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert sum(int(count) for count in re.findall(r"batches of \[(.*)\]", out)[0].split(", ")) == 300
 
 
-@on_spark
-def test_changes_into_parquet(spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_into_parquet_with_spark(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert changes_to_parquet.main(["--out", str(tmp_path)]) == 0
     out = said(capsys)
     monday, tuesday = (int(count) for count in re.findall(r"day: (\d+) changes are new", out))
@@ -112,8 +111,7 @@ def test_changes_into_parquet(spark: SparkSession, tmp_path: Path, capsys: pytes
     assert len(sequences) == monday + tuesday == max(sequences), "none is missing"
 
 
-@on_spark
-def test_a_feature_store(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_feature_store_with_spark(spark: SparkSession, capsys: pytest.CaptureFixture[str]) -> None:
     assert feature_store.main(["--customers", "300", "--orders", "3000"]) == 0
     out = said(capsys)
     assert "kept as night-2" in out

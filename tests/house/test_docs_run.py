@@ -28,17 +28,13 @@ def programs(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in BLOCK.finditer(text)]
 
 
-def marks(code: str) -> list[pytest.MarkDecorator]:
-    """A block that uses Spark runs in the process that has the session."""
-    return [pytest.mark.timeout(120), *([pytest.mark.xdist_group("spark")] if uses_spark(code) else [])]
-
-
 def uses_spark(code: str) -> bool:
+    """Such blocks run in the process that has the session: their ids say so (tests/conftest.py)."""
     return "quire.spark" in code
 
 
 BLOCKS = [
-    pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}", marks=marks(code))
+    pytest.param(code, id=f"{page.relative_to(ROOT)}:{line}{' on Spark' * uses_spark(code)}")
     for page in PAGES
     for line, code in programs(page)
 ]
@@ -60,6 +56,7 @@ def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:
     return captured.readouterr().err
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("code", BLOCKS)
 def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if uses_spark(code):
