@@ -47,6 +47,9 @@ RENEW_ROUNDS = 5
 SQLITE_PAGE_SIZE = 4096
 """What SQLite makes a new database with."""
 
+CACHE_KIB = 65_536
+"""Pages that a connection keeps itself, at most. SQLite's own 2 MiB are for files: here a page from below is a call of Python."""
+
 Connection = apsw.Connection
 At = str | int | Epoch | datetime
 """A snapshot's name, an lsn, an epoch, or a time with its zone."""
@@ -135,6 +138,7 @@ class SqliteRoom:
         if self._opened.file is not None and (file := self._opened.file()) is not None:
             file.connection = weakref.ref(connection)
         connection.set_busy_timeout(int(timeout * 1000))
+        connection.pragma("cache_size", -CACHE_KIB)
         return connection
 
     def _find(self, name: str) -> int:
