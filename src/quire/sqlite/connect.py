@@ -48,7 +48,7 @@ SQLITE_PAGE_SIZE = 4096
 """What SQLite makes a new database with."""
 
 CACHE_KIB = 65_536
-"""Pages that a connection keeps itself, at most. SQLite's own 2 MiB are for files: here a page from below is a call of Python."""
+"""Pages that a connection keeps itself, at most. SQLite's own 2 MiB are for files: here a page is a call of Python."""
 
 Connection = apsw.Connection
 At = str | int | Epoch | datetime
