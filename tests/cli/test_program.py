@@ -163,10 +163,10 @@ def test_the_program_runs_as_a_module(path: Path) -> None:
 
 
 def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
-    """As `make run` does, at 80 columns: three times, sound each time, and the catalog does not grow."""
+    """As `make run` does, at 80 columns: again and again, sound each time, and the catalog does not grow."""
     root = tmp_path / "quire-data"
     rows = []
-    for _ in range(3):
+    for _ in range(2):
         ended = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"})
         assert ended.returncode == 0, ended.stderr
         assert ended.stderr == ""
@@ -177,7 +177,7 @@ def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
         with quire.open(root) as store, store.manifest.read() as txn:
             assert store.manifest.check() == []
             rows.append(txn.count(GC_REFCOUNTS))
-    assert rows[1] == rows[2]
+    assert rows[0] == rows[1]
     data = json.loads(quire_program("tour", "--json", "--store", str(root)).stdout)
     assert (data["problems"], data["refused"], data["burst"]["operations"]) == ([], "NameTaken", 5_000)
     assert (data["checkpoint"]["state"], data["retention"]["dropped"]) == ("succeeded", 2)

@@ -206,6 +206,7 @@ def in_a_reader(tmp_path: Path, kills: int) -> tuple[Lives, int]:
         return lives, lives.finish(manifest)
 
 
+@pytest.mark.slow
 def test_a_killed_follower_misses_nothing(tmp_path: Path) -> None:
     check_at_least_once(*in_the_owner(tmp_path, "follow", 8))
 

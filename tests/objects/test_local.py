@@ -219,6 +219,26 @@ def test_puts_and_deletes_in_one_directory_do_not_trip_over_each_other(tmp_path:
     assert contents(first) == {}
 
 
+def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path: Path) -> None:
+    """`makedirs` finds it there, a delete removes it, and then it is no directory: that is no object in the way."""
+
+    class Going(OsDisk):
+        rounds = 0
+
+        def make_dirs(self, path: str) -> None:
+            if path.endswith("/d") and not self.rounds:
+                self.rounds += 1
+                raise FileExistsError(path)
+            super().make_dirs(path)
+
+    disk = Going()
+    store = LocalStore(str(tmp_path), disk=disk)
+    store.put("d/e", b"1", create_only=True)
+    assert (store.get("d/e"), disk.rounds) == (b"1", 1)
+    with pytest.raises(InvalidName):
+        store.put("d/e/f", b"2")
+
+
 def test_nothing_is_made_before_the_first_put(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path / "absent"))
     assert contents(store) == {}

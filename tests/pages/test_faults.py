@@ -37,7 +37,15 @@ def _attempt(store: PageStore, model: Model, pages: Pages) -> QuireError | None:
     return None
 
 
-@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault.EIO,
+        pytest.param(Fault.ENOSPC, marks=pytest.mark.slow),
+        Fault.SHORT_WRITE,
+        pytest.param(Fault.LOST_ANSWER, marks=pytest.mark.slow),
+    ],
+)
 def test_any_fault_leaves_the_database_unusable_or_untouched_and_the_other_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:

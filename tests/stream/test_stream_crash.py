@@ -139,6 +139,7 @@ WHOLE: list[Step] = [
 ]
 
 
+@pytest.mark.slow
 def test_power_off_at_every_step_of_appending_and_rolling(tmp_path: Path) -> None:
     choosers = [drop_all, mostly(Outcome.KEEP, 3)]
     power_off_at_every_step(tmp_path, ROLLING, choosers, least=30)

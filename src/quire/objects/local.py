@@ -287,7 +287,10 @@ class LocalStore:
             try:
                 self._disk.make_dirs(directory)
             except FileExistsError:
-                raise _not_a_leaf(key) from None
+                if self._disk.exists(directory) and not _is_directory(self._disk, directory):
+                    raise _not_a_leaf(key) from None
+                # It was a directory that a delete removed between making it and looking: the caller goes round again.
+                raise FileNotFoundError(directory) from None
         if len(self._named) >= NAMED_MAX:
             self._named.clear()
         self._named.add(directory)
