@@ -201,8 +201,7 @@ def test_an_attempt_that_outlives_its_job_is_swept(owner: Owned) -> None:
 
     late.append(writer.write(batches()))
     cart = owner.store.kv("cart")
-    assert f"{late[0].ids[0]:06d}.sst" in {path.name for path in tables_of(owner)}
-    cart.compact()
+    cart.compact()  # the background may have swept it before
     assert f"{late[0].ids[0]:06d}.sst" not in {path.name for path in tables_of(owner)}
     with pytest.raises(quire.NotFound, match="not under way"):
         writer.commit([late[0]])
