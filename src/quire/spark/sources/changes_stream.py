@@ -5,12 +5,7 @@ Terms
   offset   {"store": id, "sequence": n}: everything up to n has been read
   acked    what the cursor has acknowledged: nothing above it is trimmed
 
-Rules
-  1. Spark commits batch N while it plans batch N + 1, never after the last one: the acknowledgement trails by one batch, and
-     a stream that idles or ends leaves its last batch unacknowledged. It is read again by nobody: Spark's checkpoint knows.
-  2. Acknowledging is idempotent and moves forward only: a restarted query repeats it without harm.
-  3. A restart asks for no initial offset. Its first range is checked instead: one that begins below what the cursor has
-     acknowledged, or below what is kept, is of an older checkpoint; reading on would double, or leave a gap. `CursorLost`.
+Rules (1 to 3 are those of following.py)
   4. A checkpoint belongs to its store: an offset with another store's id is refused.
   5. A new query begins where its cursor stands. A cursor that is not there is registered: `start` says where.
 
@@ -18,7 +13,7 @@ Options: `cursor`; `start` for a new cursor: `oldest` (the default), `latest`, a
 `database` and `snapshot`: behind the change that published it, so that reading the snapshot and then the stream leaves no gap.
 `max_changes` in a batch; `partitions`; `columns`.
 
-One process of Spark's for each query, one thread. Raises `CursorLost`, `InvalidInput`, and what a client raises.
+Raises `CursorLost`, `InvalidInput`, and what a client raises.
 """
 
 from __future__ import annotations
@@ -27,19 +22,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    ReadMinRows,
-    SupportsTriggerAvailableNow,
-)
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, TimedOut, UnknownCursor
 from quire.manifest.records import AuditAction, CursorState
 from quire.spark.sources.changes import Span, gone, read_span, same_schema, split
+from quire.spark.sources.following import WAIT_SECONDS, FollowingReader, Offset
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import default_partitions
 
@@ -49,17 +38,12 @@ if TYPE_CHECKING:
     from quire.manifest.change import CursorInfo
     from quire.service.client import Client
 
-WAIT_SECONDS = 0.2
-"""How long a query that has read everything waits at the owner for a change before it says so: it would ask a hundred times
-a second otherwise."""
 
-Offset = dict[str, Any]
-
-
-class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class ChangesStreamReader(FollowingReader):
     """See the rules above."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options.number("max_changes", 0))
         same_schema(schema, options)
         self.schema = schema
         if options.text("first") or options.text("last"):
@@ -67,10 +51,7 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.access = options.access()
         self.cursor = options.need("cursor")
         self._start = _Start(options)
-        self._max_changes = options.number("max_changes", 0)
         self._wanted = options.number("partitions", default_partitions(), least=1)
-        self._target: int | None = None
-        """Where a query of what is there now ends."""
         self._client: Client | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,37 +72,40 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except UnknownCursor:
             found = self._start.register(self._owner(), self.cursor)
         self._check_alive(found)
-        return self._offset(found.acked_sequence)
+        return self.offset(found.acked_sequence)
 
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """How far the next batch goes."""
-        position = self._position(start)
-        head = self._owner().feed.head() if self._target is None else self._target
-        if head <= position and self._target is None:
+    def end(self) -> int:
+        """The head of the feed."""
+        return self._owner().feed.head()
+
+    def end_beyond(self, position: int) -> int:
+        """The head, after waiting a little for one beyond `position`."""
+        head = self.end()
+        if head <= position:
             with suppress(TimedOut):
                 head = self._owner().feed.wait(position, WAIT_SECONDS)
-        if isinstance(limit, ReadMaxRows):
-            head = min(head, position + limit.max_rows)
-        if isinstance(limit, ReadMinRows) and head - position < limit.min_rows:
-            head = position
-        return self._offset(max(head, position))
+        return head
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """The option `max_changes`."""
-        return ReadMaxRows(self._max_changes) if self._max_changes else ReadAllAvailable()
+    def offset(self, position: int) -> Offset:
+        """Everything up to a sequence."""
+        return {"store": self._owner().server.store_id, "sequence": position}
 
-    def reportLatestOffset(self) -> Offset:  # noqa: N802
-        """The head, for the query's progress."""
-        return self._offset(self._owner().feed.head())
-
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """What is committed from here on is not this query's."""
-        self._target = self._owner().feed.head()
+    def position(self, offset: Offset) -> int:
+        """Rule 4."""
+        theirs, ours = offset.get("store"), self._owner().server.store_id
+        if theirs != ours:
+            raise InvalidInput(
+                "the checkpoint is of another store",
+                hint="use a checkpoint location of its own",
+                theirs=theirs,
+                ours=ours,
+            )
+        return int(offset["sequence"])
 
     # ── batches ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """The parts of a batch, checked (rule 3)."""
-        first, last = self._position(start) + 1, self._position(end)
+        first, last = self.position(start) + 1, self.position(end)
         if first > last:
             return []
         with self._knowing():
@@ -146,7 +130,7 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: Offset) -> None:
         """Spark has done with everything up to `end` (rules 1 and 2)."""
         with self._knowing():
-            self._owner().feed.acknowledge(self.cursor, self._position(end))
+            self._owner().feed.acknowledge(self.cursor, self.position(end))
 
     def stop(self) -> None:
         """The query has ended."""
@@ -155,21 +139,6 @@ class ChangesStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._client = None
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _offset(self, sequence: int) -> Offset:
-        return {"store": self._owner().server.store_id, "sequence": sequence}
-
-    def _position(self, offset: Offset) -> int:
-        """Rule 4."""
-        theirs, ours = offset.get("store"), self._owner().server.store_id
-        if theirs != ours:
-            raise InvalidInput(
-                "the checkpoint is of another store",
-                hint="use a checkpoint location of its own",
-                theirs=theirs,
-                ours=ours,
-            )
-        return int(offset["sequence"])
-
     @contextmanager
     def _knowing(self) -> Iterator[None]:
         """A query that has begun has a cursor, unless somebody dropped it."""

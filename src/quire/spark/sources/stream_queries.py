@@ -5,19 +5,14 @@ Terms
   offset     {"store": id, "stream": id, "record": n}: everything below n has been read
   position   what the consumer has acknowledged: nothing from there on is retired while it holds (`stream/state.py`)
 
-Rules
-  1. Spark commits batch N while it plans batch N + 1, never after the last one: the position trails by one batch, and a query
-     that idles or ends leaves its last batch unacknowledged. It is read again by nobody: Spark's checkpoint knows.
-  2. Acknowledging is idempotent and moves forward only: a restarted query repeats it without harm.
-  3. A restart asks for no initial offset. Its first range is checked instead: one that begins below the consumer's position, or
-     below what is retained, is of an older checkpoint; reading on would double, or leave a gap. `CursorLost`.
+Rules (1 to 3 are those of following.py)
   4. A checkpoint belongs to its store and its stream: an offset of another one is refused, also if it has the same name.
   5. A new query begins where its consumer stands. One that is not there is registered: `start` says where.
 
 Options: `stream`, `consumer`; `start` for a new consumer: `oldest` (the default), `latest`, or the id of the first record
 wanted; `max_records` in a batch; `columns`, `upload`, `partitions`.
 
-One process of Spark's for each query, one thread. Raises `CursorLost`, `InvalidInput`, and what a client raises.
+Raises `CursorLost`, `InvalidInput`, and what a client raises.
 """
 
 from __future__ import annotations
@@ -26,14 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    ReadMinRows,
-    SupportsTriggerAvailableNow,
-)
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, UnknownCursor
@@ -47,6 +35,7 @@ from quire.service.stream_messages import (
     RegisterConsumer,
     WaitForRecord,
 )
+from quire.spark.sources.following import WAIT_SECONDS, FollowingReader, Offset
 from quire.spark.sources.options import Options
 from quire.spark.sources.stream import Records, StreamPartition
 
@@ -56,17 +45,12 @@ if TYPE_CHECKING:
     from quire.service.channel import Channel
     from quire.stream.shared import Share
 
-WAIT_SECONDS = 0.2
-"""How long a query that has read everything waits at the owner for a record before it says so: it would ask a hundred times
-a second otherwise."""
 
-Offset = dict[str, Any]
-
-
-class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamQueryReader(FollowingReader):
     """See the rules above."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options.number("max_records", 0))
         if options.text("end"):
             raise InvalidInput("`end` is for ranges", hint="a streaming query has none; read instead of readStream")
         self.consumer = options.need("consumer")
@@ -74,9 +58,6 @@ class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._start: int | str = options.text("start", "oldest").lower()
         if self._start not in ("oldest", "latest"):
             self._start = options.number("start", 0, least=1)
-        self._max_records = options.number("max_records", 0)
-        self._target: int | None = None
-        """Where a query of what is there now ends."""
         self._channel: Channel | None = None
         self._share: Share | None = None
 
@@ -102,36 +83,37 @@ class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
         """Rule 5."""
         request = RegisterConsumer(self.records.stream, self.consumer, self._start)
-        return self._offset(self._owner().ask(STREAM_REGISTER, request))
+        return self.offset(self._owner().ask(STREAM_REGISTER, request))
 
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """How far the next batch goes."""
-        position, end = self._position(start), self._target
-        if end is None:
-            request = WaitForRecord(self.records.stream, position, WAIT_SECONDS)
-            end = int(self._owner().ask(STREAM_WAIT, request))
-        if isinstance(limit, ReadMaxRows):
-            end = min(end, position + limit.max_rows)
-        if isinstance(limit, ReadMinRows) and end - position < limit.min_rows:
-            end = position
-        return self._offset(max(end, position))
+    def end(self) -> int:
+        """Behind the last durable record."""
+        return self._now().end_record
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """The option `max_records`."""
-        return ReadMaxRows(self._max_records) if self._max_records else ReadAllAvailable()
+    def end_beyond(self, position: int) -> int:
+        """The same, after waiting a little for a record from `position` on."""
+        return int(self._owner().ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
 
-    def reportLatestOffset(self) -> Offset:  # noqa: N802
-        """The end, for the query's progress."""
-        return self._offset(self._now().end_record)
+    def offset(self, position: int) -> Offset:
+        """Everything below a record."""
+        ours = self._ours()
+        return {"store": ours.store_id, "stream": ours.stream_id, "record": position}
 
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """What becomes durable from here on is not this query's."""
-        self._target = self._now().end_record
+    def position(self, offset: Offset) -> int:
+        """Rule 4."""
+        theirs, found = (offset.get("store"), offset.get("stream")), self._ours()
+        if theirs != (found.store_id, found.stream_id):
+            raise InvalidInput(
+                "the checkpoint is of another stream",
+                hint="use a checkpoint location of its own",
+                theirs=theirs,
+                ours=(found.store_id, found.stream_id),
+            )
+        return int(offset["record"])
 
     # ── batches ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """The parts of a batch, checked (rule 3)."""
-        first, stop = self._position(start), self._position(end)
+        first, stop = self.position(start), self.position(end)
         if first >= stop:
             return []
         with self._knowing():
@@ -155,7 +137,7 @@ class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: Offset) -> None:
         """Spark has done with everything below `end` (rules 1 and 2)."""
         with self._knowing():
-            self._owner().ask(STREAM_ACK, AckRecords(self.records.stream, self.consumer, self._position(end)))
+            self._owner().ask(STREAM_ACK, AckRecords(self.records.stream, self.consumer, self.position(end)))
 
     def stop(self) -> None:
         """The query has ended."""
@@ -164,22 +146,6 @@ class StreamQueryReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._channel = None
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _offset(self, record: int) -> Offset:
-        ours = self._ours()
-        return {"store": ours.store_id, "stream": ours.stream_id, "record": record}
-
-    def _position(self, offset: Offset) -> int:
-        """Rule 4."""
-        theirs, found = (offset.get("store"), offset.get("stream")), self._ours()
-        if theirs != (found.store_id, found.stream_id):
-            raise InvalidInput(
-                "the checkpoint is of another stream",
-                hint="use a checkpoint location of its own",
-                theirs=theirs,
-                ours=(found.store_id, found.stream_id),
-            )
-        return int(offset["record"])
-
     @contextmanager
     def _knowing(self) -> Iterator[None]:
         """A query that has begun has a consumer, unless somebody dropped it."""
