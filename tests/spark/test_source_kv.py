@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 import pytest
+from pyspark.sql.functions import count, spark_partition_id
+from pyspark.sql.functions import max as max_
+from pyspark.sql.functions import min as min_
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import quire
@@ -17,7 +20,7 @@ from quire.lsm.verify import problems
 from quire.manifest.records import JobState
 from quire.spark.sources import kv
 from quire.spark.sources.kv import WRITING, Piece, Range, cut
-from quire.spark.sources.kv_load import bulk_load
+from quire.spark.sources.kv_load import bulk_load, in_ranges
 from quire.spark.sources.kv_writer import KvWriter, TablesMessage
 from quire.spark.sources.options import Options
 from tests.spark.sourced import Owned, owned
@@ -78,6 +81,21 @@ def test_a_bulk_load_needs_no_compaction_and_null_deletes(owner: Owned) -> None:
     assert sum(1 for _ in cart.scan()) == 2_000
     bulk_load(frame.selectExpr("key AS k", "'x' AS v"), owner.options, "other", key="k", value="v")
     assert dict(owner.store.kv("other").scan(prefix=b"id-000001")) == {b"id-000001": b"x"}
+
+
+def test_ranges_are_disjoint_and_of_about_the_same_size_whatever_the_keys_are(owner: Owned) -> None:
+    frame = owner.spark.range(0, 30_000, numPartitions=3).selectExpr(
+        "if(id < 20000, concat('same-', id), string(id * id)) AS key", "'x' AS value"
+    )
+    ranged = in_ranges(frame, 8).withColumn("part", spark_partition_id())
+    found = ranged.groupBy("part").agg(
+        count("*").alias("rows"), min_("key").alias("low"), max_("key").alias("high")
+    )  # text that is ASCII: Spark's order is ours
+    parts = sorted(found.collect(), key=lambda row: row["low"])
+    assert sum(row["rows"] for row in parts) == 30_000
+    assert len(parts) == 8
+    assert all(left["high"] < right["low"] for left, right in pairwise(parts))
+    assert max(row["rows"] for row in parts) < 2 * 30_000 / 8
 
 
 def test_reads_of_a_snapshot_a_prefix_a_range_and_filters(owner: Owned) -> None:

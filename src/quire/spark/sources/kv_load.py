@@ -8,20 +8,37 @@ Why not the plain writer: its tasks would each have keys from everywhere, so tha
 read all of it again. Here each task has a range of its own: tables are disjoint, and stay where they are. Tasks sort with
 Arrow (`lsm/bulk.py`), which takes a fraction of what `sortWithinPartitions` does.
 
+Why not `repartitionByRange`: to find its ranges it runs the whole query once more, all columns of it. The ranges are found here
+from a sample of the keys alone, for which a columnar file is not read whole, and each row is sent to its range by comparisons
+that Spark compiles.
+
+Rules
+  1. Where the ranges are cut is a matter of balance only: whatever the sample says, each key is in one range.
+  2. The frame runs twice, once for its keys. If it gives other rows the second time, balance suffers and nothing else.
+  3. The driver holds at most `2 * KEYS_MAX` keys of each task.
+
 Threads: any. Raises what Spark raises, with our errors in it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.spark.access import Served, options_of
 from quire.spark.sources.shapes import default_partitions
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
+
+RANGES_MAX = 256
+"""More of them make an expression that the JVM does not compile; Spark finds those ranges then."""
+
+SAMPLE = 1 / 16
+KEYS_MAX = 256
+"""A task's part in the sample: between this many and twice as many, if it has them."""
 
 
 def bulk_load(
@@ -44,6 +61,70 @@ def bulk_load(
     else:
         given = {"store": os.fspath(store)} if isinstance(store, str | os.PathLike) else options_of(store)
     pairs = frame.select(frame[key].alias("key"), frame[value].alias("value"))
-    ranged = pairs.repartitionByRange(partitions or 4 * default_partitions(), "key")
     options = {**given, "database": database, "create": str(create).lower()}
+    ranged = in_ranges(pairs, partitions or 4 * default_partitions())
     ranged.write.format("quire.kv").mode("append").options(**options).save()
+
+
+def in_ranges(pairs: DataFrame, partitions: int) -> DataFrame:
+    """The same rows, in partitions with disjoint ranges of keys of about the same size."""
+    from pyspark.sql.functions import col
+
+    if not 2 <= partitions <= RANGES_MAX:
+        return pairs.repartitionByRange(partitions, "key")
+    key = col("key").cast("binary")
+    sampled = (
+        pairs.select(key.alias("key"))
+        .sample(fraction=SAMPLE, seed=0)
+        .mapInArrow(_thinned, "key binary, stands_for bigint")
+    )
+    cuts = even_cuts(sampled.toArrow(), partitions)
+    return pairs.repartitionById(partitions, _range_of(key, cuts, 0))
+
+
+def even_cuts(sample: pa.Table, parts: int) -> list[bytes]:
+    """Where each range but the first begins.
+
+    >>> import pyarrow as pa
+    >>> even_cuts(pa.table({"key": [b"d", b"a", b"b", b"c"], "stands_for": [1, 1, 1, 1]}), 2)
+    [b'c']
+    >>> even_cuts(pa.table({"key": [b"a", b"b"], "stands_for": [9, 1]}), 4)
+    [b'b']
+    """
+    import numpy as np
+
+    sample = sample.sort_by("key")
+    if not sample.num_rows:
+        return []
+    behind = np.cumsum(sample["stands_for"].to_numpy())
+    at = np.searchsorted(behind, behind[-1] * np.arange(1, parts) / parts, side="right")
+    found = sample["key"].take(np.minimum(at, sample.num_rows - 1)).to_pylist()
+    return sorted(set(found) - {sample["key"][0].as_py()})
+
+
+def _range_of(key: Column, cuts: Sequence[bytes], first: int) -> Column:
+    """The number of a key's range, from `first` on: a search by halves."""
+    from pyspark.sql.functions import lit, when
+
+    if not cuts:
+        return lit(first)
+    middle = len(cuts) // 2
+    below = _range_of(key, cuts[:middle], first)
+    return when(key < lit(cuts[middle]), below).otherwise(_range_of(key, cuts[middle + 1 :], first + middle + 1))
+
+
+def _thinned(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Of a task's keys every n-th, n as large as must be (rule 3). Runs on executors."""
+    import pyarrow as pa
+
+    kept, step, seen = list[pa.Array](), 1, 0
+    for batch in batches:
+        keys = batch.column(0).drop_null()
+        kept.append(keys.take(pa.array(range(-seen % step, len(keys), step), pa.int64())))
+        seen += len(keys)
+        while sum(map(len, kept)) > 2 * KEYS_MAX:
+            together = pa.concat_arrays(kept)
+            kept, step = [together.take(pa.array(range(0, len(together), 2), pa.int64()))], 2 * step
+    if kept:
+        keys = pa.concat_arrays(kept)
+        yield pa.RecordBatch.from_arrays([keys, pa.array([step] * len(keys), pa.int64())], ["key", "stands_for"])
