@@ -122,6 +122,17 @@ def test_only_differences_come_back(runner: Runner) -> None:
         list(runner.unmatched(numbers_of, [Words(1, ("a", "bad"))], expected))
 
 
+def test_the_callers_session_stays_the_active_one(spark: SparkSession, tmp_path: Path) -> None:
+    """Else `df.write.format("quire.kv")` after a checkpoint looks for the source in the runner's session."""
+    spark.createDataFrame([(1,)], "n int")  # makes it the active one
+    runner = SparkRunner(spark, root=str(tmp_path), objects_url=str(tmp_path / "objects"))
+    assert told(runner.map(double, [1, 2])) == {0: 2, 1: 4}
+    assert list(runner.unmatched(numbers_of, [Words(1, ())], np.array([HIGH], np.uint64)))
+    assert told(runner.regroup(by_length, [Words(1, ("a",))], gather)) == {(1, 1): ("", ["a"])}
+    active: Any = type(spark).getActiveSession()
+    assert active._jsparkSession.equals(spark._jsparkSession)
+
+
 # ── placing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_heavy_key_has_a_partition_of_its_own() -> None:
     tasks: dict[tuple[int, int], Any] = {(1, slot): Task("light") for slot in range(100)}

@@ -12,7 +12,8 @@ Rules
   3. Only sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3). Where a session is no Connect
      one, what is sent is cut into partitions here, which spares a stage: there each Arrow batch becomes a partition.
   4. While the action runs, `tick` is called now and then; if it raises, the action is interrupted and waited for. A runner has
-     a session of its own beside the caller's, so that nothing else is interrupted.
+     a session of its own beside the caller's, so that nothing else is interrupted; the active one is the caller's as before
+     (Spark looks there for a data source that is written to).
   5. Whether executors see the store's directory is known for local masters, and else said by who makes the runner. Where they
      do not, the object store must be one that they reach: not a path, not memory.
 
@@ -27,6 +28,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +160,7 @@ class SparkRunner:
         found = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(teller(self._site, tell), FOUND_DDL)
         if len(expected):  # an empty table would have no partition at all
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
-            wanted = self._spark.createDataFrame(table, schema="wanted bigint")
+            wanted = self._made(table, "wanted bigint")
             joined = found.join(wanted, found["number"] == wanted["wanted"], "full_outer")
             found = joined.where("number is null or wanted is null")
         rows = found.toLocalIterator()
@@ -175,7 +177,12 @@ class SparkRunner:
     # ── frames and actions ────────────────────────────────────────────────────────────────────────────────────────────
     def _local(self, *batches: list[Row]) -> DataFrame:
         table = pa.Table.from_batches([batch_of(rows) for rows in batches])
-        return self._spark.createDataFrame(table, schema=ROWS_DDL)
+        return self._made(table, ROWS_DDL)
+
+    def _made(self, table: pa.Table, schema: str) -> DataFrame:
+        """A frame of the runner's session, which is not the active one afterwards (rule 4)."""
+        with _active_as_before() if self._cuts else nullcontext():
+            return self._spark.createDataFrame(table, schema=schema)
 
     def _frame(self, rows: list[Row], partitions: int) -> DataFrame:
         """Rows, spread evenly over partitions, one here, one there (rule 3)."""
@@ -195,6 +202,20 @@ class SparkRunner:
         for done, row in enumerate(rows, 1):
             yield pickle.loads(row["data"])
             tick(done, max(total, done))
+
+
+@contextmanager
+def _active_as_before() -> Iterator[None]:
+    """Have the session active afterwards that is active now: making a frame changes it, and nothing public changes it back."""
+    from pyspark.sql import SparkSession
+
+    before: Any = SparkSession.getActiveSession()
+    try:
+        yield
+    finally:
+        if before is not None:
+            SparkSession._activeSession = before
+            SparkSession._get_j_spark_session_class(before._jvm).setActiveSession(before._jsparkSession)
 
 
 def is_local(spark: SparkSession) -> bool:
