@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from quire.jobs.sweep import plan
 from quire.jobs.sweep.handler import sweep_job
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, JobState
+from quire.objects.api import TEMPORARY_SEGMENT
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
 from tests.pages.world import Model, write
@@ -94,6 +96,20 @@ def test_what_is_no_artifact_or_too_young_or_of_the_future_is_left_alone(owner: 
     result = sweep(owner, delete=True)
     assert [each["object"] for each in result["orphans"]] == [young]
     assert {*foreign, future} <= owner.objects().keys()
+
+
+def test_what_crashed_puts_left_goes_if_it_is_old_and_deleting_was_asked_for(owner: Owner) -> None:
+    staging = Path(owner.objects_url, TEMPORARY_SEGMENT)
+    staging.mkdir(exist_ok=True)
+    now_ms = time.time_ns() // 1_000_000
+    old, young = staging / f"{now_ms - 86_400_000:x}-aa", staging / f"{now_ms:x}-bb"
+    for path in (old, young):
+        path.write_bytes(b"half of a body")
+    assert sweep(owner)["staged"] == 0
+    assert old.exists()
+    assert sweep(owner, delete=True)["staged"] == 1
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_the_names_of_a_plan_that_runs_are_spared(owner: Owner) -> None:

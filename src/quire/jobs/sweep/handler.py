@@ -6,7 +6,8 @@ Rules
   2. Listings are made by the runner, a range of keys in each task, and joined there with the names that the manifest knows:
      only differences come here, a few thousand at a time, and are looked up in the manifest as it is then.
   3. What was deleted stays deleted if an attempt is interrupted; the next one finds what is left.
-  4. The result names the first `LISTED_MAX` of each sort, and says whether there were more.
+  4. Where an object store is a directory, what puts that crashed left in its staging goes too, if it is old.
+  5. The result names the first `LISTED_MAX` of each sort, and says whether there were more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from quire.jobs.sweep.plan import Space, ranges, real_orphans, really_missing, s
 from quire.jobs.sweep.run import Listed, ListTask, Stray, list_range
 from quire.jobs.threads import thread_runner
 from quire.manifest.jobqueue import Job
+from quire.objects.local import LocalStore
 
 WAVE_RANGES = 256
 """Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
@@ -55,7 +57,7 @@ class _Sweep:
     missing: set[int] = field(default_factory=set)
     total: dict[str, Any] = field(
         default_factory=lambda: {
-            **dict.fromkeys(("objects", "bytes_listed", "orphaned", "bytes", "deleted", "lost"), 0),
+            **dict.fromkeys(("objects", "bytes_listed", "orphaned", "bytes", "deleted", "lost", "staged"), 0),
             "more": False,
             "orphans": [],
             "missing": [],
@@ -77,7 +79,15 @@ def sweep_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners
         rest = iter(planned)
         while wave := list(islice(rest, WAVE_RANGES)):
             _compare(sweep, runner, wave, progress)
+    if sweep.delete:
+        sweep.total["staged"] = sum(_unstage(ctx, url) for url in {url for url, _ in sweep.spaces.values()})
     return Done(sweep.total)
+
+
+def _unstage(ctx: JobContext, url: str) -> int:
+    """Rule 4; the number of files removed."""
+    store = ctx.open_store(url)
+    return store.sweep_temporary() if isinstance(store, LocalStore) else 0
 
 
 def _compare(sweep: _Sweep, runner: Runner, wave: Sequence[tuple[ListTask, list[int]]], progress: Progress) -> None:
