@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 import quire
 from quire.lsm.verify import problems
 from quire.manifest.records import JobState
+from quire.spark.session import session
 from quire.spark.sources import kv
 from quire.spark.sources.kv import WRITING, Piece, Range, cut
 from quire.spark.sources.kv_load import bulk_load, in_ranges
@@ -81,6 +83,23 @@ def test_a_bulk_load_needs_no_compaction_and_null_deletes(owner: Owned) -> None:
     assert sum(1 for _ in cart.scan()) == 2_000
     bulk_load(frame.selectExpr("key AS k", "'x' AS v"), owner.options, "other", key="k", value="v")
     assert dict(owner.store.kv("other").scan(prefix=b"id-000001")) == {b"id-000001": b"x"}
+
+
+def test_a_thread_of_ones_own_loads_after_it_asked_for_the_session(owner: Owned) -> None:
+    """Spark looks for the source in the active session, and each thread has its own."""
+
+    def load() -> None:
+        write(owner, ids(owner, 3, 1).sparkSession.sql("SELECT 'plain' AS key, 'x' AS value"))
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(Exception, match="DATA_SOURCE_NOT_FOUND"):
+            pool.submit(load).result()
+        pool.submit(session).result()
+        pool.submit(load).result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bulk_load, ids(owner, 10, 1), owner.store, "cart").result()
+    assert owner.store.kv("cart").get(b"plain") == b"x"
+    assert owner.store.kv("cart").get(b"id-000009") is not None
 
 
 def test_ranges_are_disjoint_and_of_about_the_same_size_whatever_the_keys_are(owner: Owned) -> None:

@@ -54,6 +54,7 @@ from quire.spark.executor import (
     splitter,
     teller,
 )
+from quire.spark.session import is_connect, make_active
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -104,7 +105,7 @@ class SparkRunner:
         self._spark = spark.newSession()  # rule 4
         for name, value in SETTINGS.items():
             self._spark.conf.set(name, value)
-        self._cuts = not type(spark).__module__.startswith("pyspark.sql.connect")  # rule 3
+        self._cuts = not is_connect(spark)  # rule 3
         self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
         self.width = width_of(spark)
         self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options)
@@ -206,16 +207,15 @@ class SparkRunner:
 
 @contextmanager
 def _active_as_before() -> Iterator[None]:
-    """Have the session active afterwards that is active now: making a frame changes it, and nothing public changes it back."""
+    """Have the session active afterwards that is active now: making a frame changes it."""
     from pyspark.sql import SparkSession
 
-    before: Any = SparkSession.getActiveSession()
+    before = SparkSession.getActiveSession()
     try:
         yield
     finally:
         if before is not None:
-            SparkSession._activeSession = before
-            SparkSession._get_j_spark_session_class(before._jvm).setActiveSession(before._jsparkSession)
+            make_active(before)
 
 
 def is_local(spark: SparkSession) -> bool:

@@ -123,7 +123,7 @@ def default_memory_mib() -> int:
 
 
 def attach(spark: SparkSession) -> SparkSession:
-    """Make quire's data sources known to a session; the same session."""
+    """Make quire's data sources known to a session, and it the active one of this thread; the same session."""
     _require()
     from quire.spark.sources.registry import sources
 
@@ -131,7 +131,27 @@ def attach(spark: SparkSession) -> SparkSession:
         warnings.simplefilter("ignore")  # it warns if a source was registered before: that is what attaching twice does
         for each in sources(pushdown=_can_push(spark)):
             spark.dataSource.register(each)
+    make_active(spark)
     return spark
+
+
+def make_active(spark: SparkSession) -> None:
+    """Have a session the active one of this thread: there Spark looks for a source that is written to.
+
+    A thread has none before it makes its first frame from data; of what makes it, nothing else is public.
+    """
+    if is_connect(spark):
+        return
+    from pyspark.sql import SparkSession
+
+    classic: Any = spark
+    SparkSession._activeSession = classic
+    SparkSession._get_j_spark_session_class(classic._jvm).setActiveSession(classic._jsparkSession)
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether a session is one of Spark Connect: it has no JVM here."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def _can_push(spark: SparkSession) -> bool:

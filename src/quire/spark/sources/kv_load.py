@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.spark.access import Served, options_of
+from quire.spark.session import make_active
 from quire.spark.sources.shapes import default_partitions
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def bulk_load(
         given = {"store": os.fspath(store)} if isinstance(store, str | os.PathLike) else options_of(store)
     pairs = frame.select(frame[key].alias("key"), frame[value].alias("value"))
     options = {**given, "database": database, "create": str(create).lower()}
+    make_active(frame.sparkSession)
     ranged = in_ranges(pairs, partitions or 4 * default_partitions())
     ranged.write.format("quire.kv").mode("append").options(**options).save()
 
