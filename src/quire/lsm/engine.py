@@ -32,14 +32,11 @@ from contextlib import suppress
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.closing import close_all
 from quire.core.errors import (
     Corruption,
-    DatabaseTombstoned,
-    QuireError,
     ReadOnly,
     StoreClosed,
-    UnknownDatabase,
-    WrongKind,
 )
 from quire.core.events import emit
 from quire.core.settings import LsmSettings
@@ -52,11 +49,10 @@ from quire.lsm.kv import Kv
 from quire.lsm.manifest import Manifest
 from quire.lsm.projection import Projection
 from quire.lsm.sst_reader import Block
-from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_tree
+from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_home
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
-from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbRecord, DbStatus
 from quire.manifest.snapshots import Anchor, SnapshotInfo
 from quire.manifest.store import ManifestStore
@@ -108,7 +104,7 @@ class KvEngine:
             if create and isinstance(db, str) and not self._is_known(db):
                 db = self._manifest.register_db(db, DbKind.LSM)
             with self._manifest.read() as txn:
-                db_id, record = find_database(txn, db)
+                db_id, record = txn.live(db, DbKind.LSM)
             kv = self._open.get(db_id)
             if kv is not None and kv.failure is None:
                 return kv
@@ -164,7 +160,7 @@ class KvEngine:
                 check_name("snapshot", name)
             kv = self.open(db)
             with self._manifest.read() as txn:
-                db_id, _ = find_database(txn, db)
+                db_id, _ = txn.live(db, DbKind.LSM)
             number = 1 + max(self._snapshot_numbers(db_id), default=0)
             target = self._path(lsm_snapshot_dir(db_id, number))
             try:
@@ -173,7 +169,7 @@ class KvEngine:
                     db_id, name, anchor=Anchor(lsn, number), tags=tags, expires_at_ms=expires_at_ms
                 )
             except Exception:
-                remove_tree(self._disk, target)
+                remove_home(self._disk, target)
                 raise
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
@@ -191,7 +187,7 @@ class KvEngine:
     def _snapshot_path(self, db: int | str, snapshot: int | str) -> str:
         info = self._manifest.snapshots.get(db, snapshot)
         with self._manifest.read() as txn:
-            find_database(txn, info.db_id)
+            txn.live(info.db_id, DbKind.LSM)
             record = txn.snapshot(info.db_id, info.snapshot_id)
         assert record is not None
         return self._path(lsm_snapshot_dir(info.db_id, record.anchor_segment_id))
@@ -202,7 +198,7 @@ class KvEngine:
         with self._lock:
             self._require()
             with self._manifest.read() as txn:
-                source, record = find_database(txn, db)
+                source, record = txn.live(db, DbKind.LSM)
             new_id = self._manifest.reserve_db_id()
             target = self._path(lsm_home(new_id))
             try:
@@ -215,7 +211,7 @@ class KvEngine:
                     copy_frozen(self._disk, self._snapshot_path(source, at), target)
                 self._manifest.submit([self._registration(new_id, new_name, source, snapshot_id, lsn)]).result()
             except Exception:
-                remove_tree(self._disk, target)
+                remove_home(self._disk, target)
                 raise
         emit("info", "lsm.forked", source=record.name, name=new_name, db_id=new_id)
         return new_id
@@ -246,7 +242,7 @@ class KvEngine:
                 make(target)
                 self._manifest.submit([self._registration(db_id, name)]).result()
             except Exception:
-                remove_tree(self._disk, target)
+                remove_home(self._disk, target)
                 raise
             return db_id
 
@@ -273,11 +269,11 @@ class KvEngine:
                     kv = self._open.pop(db_id, None)
                     if kv is not None:
                         kv.abandon()
-                    remove_tree(self._disk, self._path(lsm_home(db_id)))
+                    remove_home(self._disk, self._path(lsm_home(db_id)))
                     removed += 1
                     continue
                 for number in set(self._snapshot_numbers(db_id)) - live[db_id]:
-                    remove_tree(self._disk, self._path(lsm_snapshot_dir(db_id, number)))
+                    remove_home(self._disk, self._path(lsm_snapshot_dir(db_id, number)))
                     removed += 1
         return removed
 
@@ -296,14 +292,7 @@ class KvEngine:
                 return
             self._closed = True
             opened, self._open = list(self._open.values()), {}
-        failures: list[QuireError] = []
-        for kv in opened:
-            try:
-                kv.close()
-            except QuireError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        close_all(opened)
 
     def _require(self) -> None:
         if self._closed:
@@ -315,19 +304,6 @@ class KvEngine:
         self._lock = threading.RLock()
         for kv in self._open.values():
             kv.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
-
-
-def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
-    """A live key-value database by id or name."""
-    db_id = txn.database_id(db) if isinstance(db, str) else db
-    record = txn.database(db_id)
-    if record is None:
-        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-    if record.kind is not DbKind.LSM:
-        raise WrongKind("not a key-value database", hint="`quire ls` shows the kinds", kind=record.kind.name.lower())
-    if record.status is DbStatus.TOMBSTONED:
-        raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=db_id, name=record.name)
-    return db_id, record
 
 
 def _hex8(name: str) -> int | None:

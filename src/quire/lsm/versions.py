@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from quire.core.errors import StorageFault
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
+from quire.durable.trees import remove_tree
 from quire.lsm.cache import BlockCache
 from quire.lsm.levels import Levels
 from quire.lsm.manifest import Manifest
@@ -114,20 +114,8 @@ class FrozenKv(Reader):
         self.close()
 
 
-def remove_tree(disk: Disk, path: str) -> None:
+def remove_home(disk: Disk, path: str) -> None:
     """Remove a directory and what is in it. Its manifest first: from then on it is not a copy any more."""
     with suppress(FileNotFoundError):
         disk.remove(LsmHome(path).manifest_snapshot)
-    with suppress(FileNotFoundError):
-        _remove(disk, path)
-
-
-def _remove(disk: Disk, path: str) -> None:
-    try:
-        disk.remove(path)
-    except StorageFault as fault:
-        if fault.where.get("errno") not in ("EISDIR", "EPERM"):
-            raise
-        for name in disk.names(path):
-            _remove(disk, f"{path}/{name}")
-        disk.remove_dir(path)
+    remove_tree(disk, path)

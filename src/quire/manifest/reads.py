@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import msgspec
 
-from quire.core.errors import InvalidInput, QuireError, StoreClosed, UnknownDatabase
+from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX, ArtifactKey
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
@@ -34,7 +34,9 @@ from quire.manifest.keys import prefix_end
 from quire.manifest.ops.base import LOCAL_COUNTERS, Counter
 from quire.manifest.ops.refs import artifact_key
 from quire.manifest.records import (
+    DbKind,
     DbRecord,
+    DbStatus,
     JobRecord,
     NamespaceRecord,
     RefcountRecord,
@@ -45,6 +47,8 @@ from quire.manifest.slots import EMPTY, Chain, place, unpack_leaf
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM: "key-value database"}
 
 
 class ReadTxn:
@@ -192,6 +196,22 @@ class ReadTxn:
         if row is None:
             raise UnknownDatabase("no database has this name", hint="`quire ls` lists the databases", name=name)
         return row.value
+
+    def live(self, db: int | str, kind: DbKind) -> tuple[int, DbRecord]:
+        """(id, record) of a database that was not dropped, by id or name; it must be of this kind."""
+        db_id = self.database_id(db) if isinstance(db, str) else db
+        record, what = self.database(db_id), KIND_WORDS[kind]
+        if record is None:
+            raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
+        if record.kind is not kind:
+            raise WrongKind(
+                f"not a {what}", hint="`quire ls` shows the kinds", db_id=db_id, kind=record.kind.name.lower()
+            )
+        if record.status is DbStatus.TOMBSTONED:
+            raise DatabaseTombstoned(
+                f"the {what.split()[-1]} was dropped", hint="create another one", db_id=db_id, name=record.name
+            )
+        return db_id, record
 
     def databases(self) -> Iterator[tuple[int, DbRecord]]:
         """(id, record) of every database."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-from quire.core.errors import ConfigMismatch, DatabaseTombstoned, InvalidInput, UnknownDatabase, WrongKind
+from quire.core.errors import ConfigMismatch, InvalidInput
 from quire.core.limits import CHUNK_BYTES, PAGE_SIZE_MAX, PAGE_SIZE_MIN
 from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.reads import ReadTxn
@@ -28,15 +28,7 @@ class Shape(NamedTuple):
 
 def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
     """A live page database by id or name."""
-    db_id = txn.database_id(db) if isinstance(db, str) else db
-    record = txn.database(db_id)
-    if record is None:
-        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-    if record.kind is not DbKind.PAGES:
-        raise WrongKind("not a page database", db_id=db_id, kind=record.kind.name)
-    if record.status is DbStatus.TOMBSTONED:
-        raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=db_id, name=record.name)
-    return db_id, record
+    return txn.live(db, DbKind.PAGES)
 
 
 def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> Shape:

@@ -42,6 +42,7 @@ from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, Manif
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.durable.trees import remove_tree
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -219,16 +220,4 @@ def sweep_scratch(disk: Disk, root: str) -> None:
     except FileNotFoundError:
         return
     for name in staged:
-        _remove_tree(disk, os.path.join(scratch, name))
-
-
-def _remove_tree(disk: Disk, path: str) -> None:
-    """Remove a file or a directory with what is in it. Asking the kernel first keeps us from following a link out."""
-    try:
-        disk.remove(path)
-    except StorageFault as fault:
-        if fault.where.get("errno") not in ("EISDIR", "EPERM"):
-            raise
-        for name in disk.names(path):
-            _remove_tree(disk, os.path.join(path, name))
-        disk.remove_dir(path)
+        remove_tree(disk, os.path.join(scratch, name))

@@ -23,15 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quire.core.clock import Clock
+from quire.core.closing import close_all
 from quire.core.errors import (
-    DatabaseTombstoned,
     QuireError,
     ReadOnly,
     StorageFault,
     StoreClosed,
     StoreUnusable,
     Unavailable,
-    UnknownDatabase,
     WrongKind,
 )
 from quire.core.events import emit
@@ -40,10 +39,10 @@ from quire.durable.files import Disk
 from quire.durable.mlog_names import log_prefix
 from quire.durable.names import STREAMS
 from quire.durable.stream_names import parse_stream_home, stream_home
+from quire.durable.trees import remove_tree
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
-from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbRecord, DbStatus
+from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore, list_objects
@@ -98,7 +97,7 @@ class StreamEngine:
             if create and isinstance(db, str) and not self._is_known(db):
                 db = self._manifest.register_db(db, DbKind.STREAM)
             with self._manifest.read() as txn:
-                stream_id, _ = find_stream(txn, db)
+                stream_id, _ = txn.live(db, DbKind.STREAM)
             stream = self._open.get(stream_id)
             if stream is not None and stream.failure is None:
                 return stream
@@ -129,7 +128,7 @@ class StreamEngine:
         opens it meanwhile: a job over thousands of streams must not leave them all open."""
         with self._lock:
             with self._manifest.read() as txn:
-                stream_id, _ = find_stream(txn, db)
+                stream_id, _ = txn.live(db, DbKind.STREAM)
             known = self._open.get(stream_id)
             if known is None or known.failure is not None:
                 stream = self.open(stream_id)
@@ -221,7 +220,7 @@ class StreamEngine:
         try:
             store = self._store()
             store.delete_many([each.key for each in list_objects(store, log_prefix(stream_id))])
-            _remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
+            remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
         except (Unavailable, StorageFault) as error:  # the next sweep tries again
             emit("warning", "stream.sweep_failed", stream=stream_id, error=str(error))
             return False
@@ -248,14 +247,7 @@ class StreamEngine:
                 return
             self._closed = True
             opened, self._open = list(self._open.values()), {}
-        failures: list[QuireError] = []
-        for stream in opened:
-            try:
-                stream.close()
-            except QuireError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        close_all(opened)
 
     def _require(self) -> None:
         if self._closed:
@@ -268,31 +260,3 @@ class StreamEngine:
         self._mover = None
         for stream in self._open.values():
             stream.forked()
-
-
-def find_stream(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
-    """A live stream by id or name."""
-    db_id = txn.database_id(db) if isinstance(db, str) else db
-    record = txn.database(db_id)
-    if record is None:
-        raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-    if record.kind is not DbKind.STREAM:
-        raise WrongKind("not a stream", hint="`quire ls` shows the kinds", kind=record.kind.name.lower())
-    if record.status is DbStatus.TOMBSTONED:
-        raise DatabaseTombstoned("the stream was dropped", hint="create another one", db_id=db_id, name=record.name)
-    return db_id, record
-
-
-def _remove_tree(disk: Disk, folder: str) -> None:
-    """Remove a directory and what is in it; one that is gone is fine."""
-    try:
-        names = disk.names(folder)
-    except FileNotFoundError:
-        return
-    for name in names:
-        path = os.path.join(folder, name)
-        if os.path.isdir(path):
-            _remove_tree(disk, path)
-        else:
-            disk.remove(path)
-    disk.remove_dir(folder)
