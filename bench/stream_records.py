@@ -1,8 +1,8 @@
 """Records of a stream: appending in groups, reading, tailing; run as part of `python -m bench stream`.
 
 How the opponents are made fair: the raw loop writes the records' bytes, without ids or checksums, into a file that was filled
-ahead, as segments are, and syncs as often as the stream: once a group. The bare reader reads the same file in pieces of the
-same size and takes one checksum of all of it. Contenders take turns.
+ahead, as segments are and as large as they are, and syncs as often as the stream: once a group. The bare reader reads the same
+file in pieces of the same size and takes one checksum of all of it. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from quire.durable.files import OsDisk, preallocate
 from quire.durable.names import Tier
 
 RECORD_SIZE = 256
+SEGMENT_BYTES = 256 << 20
+"""Of the stream's segment and of the raw loop's file: both were just filled with zeros, which the disk still remembers."""
 GROUPS = (1, 10, 100)
 """Records appended one by one that are made durable together."""
 THREADS = 16
@@ -39,12 +41,12 @@ class _Engine:
         root = directory / name
         shutil.rmtree(root, ignore_errors=True)
         settings = StoreSettings(
-            maintenance=MaintenanceSettings(enabled=False), stream=StreamSettings(segment_bytes=256 << 20)
+            maintenance=MaintenanceSettings(enabled=False), stream=StreamSettings(segment_bytes=SEGMENT_BYTES)
         )
         self.store = quire.open(root, settings=settings)
         self.stream = self.store.stream("clicks", create=True)
         # A segment as large as they become: growing up from a quiet stream is not what is measured.
-        self.stream.hot._used_bytes = 128 << 20
+        self.stream.hot._used_bytes = SEGMENT_BYTES // 2
         self.stream.append(b"first").result()
 
     def close(self) -> None:
@@ -56,7 +58,7 @@ def _raw(directory: Path, records: int, groups: int) -> float:
     path = directory / "raw"
     path.unlink(missing_ok=True)
     group = os.urandom(RECORD_SIZE * records)
-    file = preallocate(OsDisk(), str(path), len(group) * groups)
+    file = preallocate(OsDisk(), str(path), max(SEGMENT_BYTES, len(group) * groups))
 
     def work() -> None:
         at = 0

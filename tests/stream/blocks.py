@@ -24,7 +24,7 @@ def segment_of(
         for place, payloads in enumerate(blocks):
             where = Place(len(raw), record, header.created_at_ms + number, synced)
             last = place == len(blocks) - 1
-            raw += encode_block(header.crc64, where, body_of(payloads), len(payloads), is_commit=last)
+            raw += encode_block(header.crc64, where, body_of(payloads), is_commit=last)
             record += len(payloads)
         if durable:
             synced = record

@@ -23,7 +23,7 @@ def written(blocks: Sequence[tuple[int, list[bytes]]]) -> bytes:
     raw, record = HEADER.encode(), HEADER.base_record
     for stamp, payloads in blocks:
         place = Place(len(raw), record, stamp, record)
-        raw += encode_block(HEADER.crc64, place, body_of(payloads), len(payloads), is_commit=True)
+        raw += encode_block(HEADER.crc64, place, body_of(payloads), is_commit=True)
         record += len(payloads)
     return raw
 
@@ -129,13 +129,13 @@ def test_a_flip_in_every_byte_ends_a_read_behind_the_block_before_it(
             else:
                 assert isinstance(lost.error, Corruption)
                 assert len(got) < len(rows)
-    assert harmless == 3 * sum(-len(body_of(payloads)) % ALIGN for _, payloads in blocks)
+    assert harmless == 3 * sum(-body_of(payloads).size % ALIGN for _, payloads in blocks)
 
 
 def test_a_segment_that_ends_within_a_block_is_damaged() -> None:
     blocks = [(5, [b"one"]), (6, [b"two" * 30])]
     raw = written(blocks)
-    whole = HEADER_BYTES + 64 + 64, HEADER_BYTES + 64 + len(body_of(blocks[0][1]))
+    whole = HEADER_BYTES + 64 + 64, HEADER_BYTES + 64 + body_of(blocks[0][1]).size
     for end in range(HEADER_BYTES + 1, len(raw) - ALIGN):
         got, lost = read(raw[:end])
         assert got == expected(blocks)[: len(got)]
@@ -146,7 +146,7 @@ def test_blocks_that_do_not_follow_each_other_are_damage() -> None:
     raw, record = HEADER.encode(), 100
     for skip in (0, 1):
         place = Place(len(raw), record + skip, 5, 100)
-        raw += encode_block(HEADER.crc64, place, body_of([b"x"]), 1, is_commit=True)
+        raw += encode_block(HEADER.crc64, place, body_of([b"x"]), is_commit=True)
         record += 1
     for size in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:

@@ -166,6 +166,33 @@ def test_a_tail_begins_with_what_comes_and_ends_when_nothing_does(world: StreamW
     assert ids(world.stream.tail(21, timeout=0.01)) == [21]
 
 
+def test_a_tail_that_waited_reads_no_file(world: StreamWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has become durable just now is still in memory; what came before it, or as a column, is read."""
+    stream = world.stream
+    stream.append([b"one", b"two"]).result()
+    stream.append([b"three", b"", b"five"]).result()
+    expected = [(each.id, each.timestamp_ms, each.payload) for each in stream.read()]
+    reads: list[tuple[int, int]] = []
+    read = stream._reader.read
+
+    def noted(start: int, stop: int) -> Iterator[Any]:
+        reads.append((start, stop))
+        return read(start, stop)
+
+    monkeypatch.setattr(stream._reader, "read", noted)
+    assert list(stream.tail(3, timeout=0.01)) == expected[2:]
+    assert list(stream.tail(5, timeout=0.01)) == expected[4:]
+    assert reads == []
+    assert list(stream.tail(1, timeout=0.01)) == expected
+    assert reads == [(1, 6)]
+    stream.append(pa.array([b"six"])).result()
+    assert ids(stream.tail(6, timeout=0.01)) == [6]
+    stream.append([bytes(8_000)] * 40).result()
+    assert ids(stream.tail(7, timeout=0.01)) == list(range(7, 47))
+    assert reads == [(1, 6), (6, 7), (7, 47)], "what is large is not kept"
+    assert stream.hot.newest.first == 3
+
+
 def test_a_tail_in_an_event_loop(world: StreamWorld) -> None:
     async def follow() -> list[int]:
         seen: list[int] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.objects.api import list_objects
 from quire.stream.ledger import facts_of_index
 from quire.stream.mlog_modes import compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted
@@ -109,6 +110,39 @@ def test_a_slice_of_an_object_that_was_made_while_the_log_was_off(world: StreamW
         assert world.payloads(3, 5) == payloads[2:4]
         assert not world.segments()[0].is_hot
     assert world.payloads() == payloads
+
+
+def test_the_size_of_objects_that_were_made_while_the_log_was_off(world: StreamWorld) -> None:
+    """The log is told of a compression whose file is gone, because nothing else in it says how long an object is."""
+    world.reopen("off")
+    world.fill(3)
+    world.stream.upload(1, 2)
+    world.stream.evict(1, warm=True)
+    world.stream.evict(2)
+    there = {each.key: each.size_bytes for each in list_objects(world.objects, f"{world.stream_id:08x}/")}
+    sizes = [there[each.key] for each in world.segments()[:2]]
+    assert world.stream.info().remote_bytes == sum(sizes) > 0
+    before = world.segments()
+    world.stream.switch("on")
+    assert world.stream.info().remote_bytes == sum(sizes)
+    assert [each.state for each in world.segments()] == [each.state for each in before]
+    assert [each.dictionary_id for each in world.segments()] == [each.dictionary_id for each in before]
+    world.crash()
+    assert [each.warm_bytes for each in world.segments()[:2]] == sizes
+    assert world.stream.info().remote_bytes == sum(sizes)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_the_size_of_objects_after_an_opening_that_had_no_log(world: StreamWorld, crash: bool) -> None:
+    """LMDB does not know it: what the listing of the first round says counts."""
+    world.reopen("off")
+    world.fill(2)
+    world.stream.upload()
+    expected = world.stream.info().remote_bytes
+    world.stream.evict(1, warm=True)
+    (world.crash if crash else world.reopen)("on")
+    world.stream.tick()
+    assert world.stream.info().remote_bytes == expected > 0
 
 
 def test_a_comparison_sees_what_either_side_alone_knows(world: StreamWorld) -> None:

@@ -28,6 +28,8 @@ from quire.core.errors import DiskFull, NotWritable, StorageFault
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""What a kernel or file system says that does not know a flag of a write."""
 
 ZERO_FILL_STEP = 1 << 20
 """Zero-filling writes this much at a time: large enough to stream, small enough not to double a segment in memory."""
@@ -162,6 +164,22 @@ class OsFile:
         except OSError as error:
             raise translate(error, self._path, "syncing") from error
 
+    def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """Write all of `data` and make it durable, in one call: what was written before is not this one's business.
+
+        A thread needs the interpreter again after every system call. Between a write and its sync, with others that want it
+        too, the disk would be idle for as long as they take.
+        """
+        try:
+            done = os.pwritev(self._fd, [data], offset, os.RWF_DSYNC)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED_ERRNOS:
+                raise translate(error, self._path, "writing") from error
+            done = 0
+        if done < len(data):
+            self.write_at(memoryview(data)[done:], offset + done)
+            self.sync()
+
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
@@ -250,6 +268,15 @@ class OsDisk:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+
+def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset` and make it durable; of a file that is not the system's in the two steps that it has."""
+    if isinstance(file, OsFile):
+        file.write_synced_at(data, offset)
+    else:
+        file.write_at(data, offset)
+        file.sync()
 
 
 def write_atomic(disk: Disk, path: str, data: bytes) -> None:

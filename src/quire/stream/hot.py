@@ -10,7 +10,8 @@ Terms
 Rules
   1. Ids are given in `append`, in order and without gaps. An append is durable whole or not at all: its records are in one
      block, or in blocks of one segment of which only the last is a commit.
-  2. One sync serves everyone who had appended when it began: what was pending is written as few blocks, by whoever leads.
+  2. One sync serves everyone who had appended when it began: what was pending is written as few blocks, by whoever leads
+     (`handover.py`). A group that is one write, which is nearly every one, is written and synced by one call.
   3. A segment's header and name are synced, and the log knows it, before its first block is written. The segment before it is
      synced first, so that nothing survives whose past does not.
   4. Never append after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
@@ -38,19 +39,23 @@ from quire.core.events import emit
 from quire.core.ids import U64_MAX
 from quire.core.limits import KIB
 from quire.core.settings import StreamSettings
-from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.group_sync import GroupSync
+from quire.durable.files import write_synced
 from quire.durable.names import Tier
 from quire.manifest.doorbell import Waiters
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.open_segment import Opened, OpenSegment, Sealed
+from quire.stream.handover import Handover
+from quire.stream.open_segment import Newest, Opened, OpenSegment, Sealed
 from quire.stream.pending import FULL, Many, Records, Run, many
-from quire.stream.segment import ALIGN, BLOCK_HEAD_BYTES, HEADER_BYTES, Place, SegmentHeader, aligned, encode_block
+from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, Place, SegmentHeader, aligned, encode_into
 from quire.stream.spares import Spares
 
 SEGMENT_BYTES_MIN = 256 * KIB
 """The first segment of a stream; each further one is twice as large, if the one before was filled."""
+
+BUFFER_BYTES_MAX = 1 << 20
+"""What a stream keeps at most to encode in; a larger run has memory of its own."""
+BUFFER_STEP = 4 * KIB
 
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -76,9 +81,7 @@ class Appended(msgspec.Struct, gc=False, eq=False):
 
     def result(self) -> int:
         """Return when the records are durable: the id of the first one."""
-        end = self.record + self.count
-        if self._log.durable < end:
-            self._log.sync(end)
+        self._log.until(self.record + self.count)
         return self.record
 
     def __await__(self) -> Generator[Any, None, int]:
@@ -108,20 +111,26 @@ class HotLog:
         self._clock = clock
         self._settings = settings
         self._record_bytes_max = settings.record_bytes_max
+        self._small_max = min(settings.record_bytes_max + 4, BLOCK_BYTES)
+        """What a record takes at most that shares a block with others."""
         self._roll = roll
         self._asked = asked
-        self._group = GroupSync(self._sync, written_lsn=lambda: self._next, durable_lsn=lambda: self.durable)
+        group = self._group = Handover(self, self._sync)
+        self.until = group.until
+        """Returns when everything below an id is durable."""
         self.spares = Spares(files)
         self.waiters = Waiters()
         """Threads that wait for records to become durable."""
         # guarded by _writing
         self._writing = threading.RLock()
         self.segment: OpenSegment | None = None
+        self._kept = memoryview(b"")
         self._next_segment = next_segment
         self._used_bytes = 0
         self.durable = next_record
         """The id behind the last durable record."""
         self.syncs = 0
+        self.newest = Newest(0, 0, [])
         # guarded by _lock
         self._lock = threading.Lock()
         self._next = next_record
@@ -135,8 +144,7 @@ class HotLog:
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, records: Records) -> Appended:
         """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns."""
-        if type(records) is bytes and len(records) <= self._record_bytes_max:
-            size = len(records) + 4
+        if type(records) is bytes and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run
                 if size <= run.room:
@@ -145,16 +153,34 @@ class HotLog:
                     first = self._next
                     self._next = first + 1
                     return Appended(self, first, 1)
+            return self._append_first(records, size)
         return self._append_many(many([bytes(records)] if isinstance(records, _BYTES) else records))
+
+    def _append_first(self, record: bytes, size: int) -> Appended:
+        """The same, if there was no run that it fits into."""
+        with self._lock:
+            self.require()
+            first = self._next
+            if first >= U64_MAX:
+                raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first)
+            run = self._run
+            if size > run.room:  # somebody else may have begun one
+                run = self._begin_run(Run(first, []))
+            run.room -= size
+            run.payloads.append(record)
+            self._next = first + 1
+            pending = self._pending_bytes
+        if pending > self._settings.pending_bytes_max:
+            self._relieve()
+        return Appended(self, first, 1)
 
     def _append_many(self, given: Many) -> Appended:
         """The same, at leisure."""
-        if given.largest > self._record_bytes_max:
+        limit = self._record_bytes_max
+        if given.size > limit and (largest := given.largest()) > limit:
             hint = "split it, or raise stream.record_bytes_max"
-            raise OutOfRange(
-                "a record is larger than this stream takes", hint=hint, bytes=given.largest, max=self._record_bytes_max
-            )
-        count = len(given.payloads)
+            raise OutOfRange("a record is larger than this stream takes", hint=hint, bytes=largest, max=limit)
+        count = given.records
         with self._lock:
             self.require()
             first = self._next
@@ -167,7 +193,7 @@ class HotLog:
                 run.payloads.extend(given.payloads)
                 run.room -= given.size
             elif count:
-                self._begin_run(Run(first, given.payloads, given.size, -1, is_batch=True))
+                self._begin_run(Run(first, given.payloads, given.size, -1))
             self._next = first + count
             pending = self._pending_bytes
         if pending > self._settings.pending_bytes_max:
@@ -194,72 +220,91 @@ class HotLog:
         return self._next
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _write_out(self) -> None:
-        """Write what is pending. REQUIRES `_writing`."""
+    def _write_out(self, *, sync: bool = False) -> None:
+        """Write what is pending; `sync`: and make it durable. REQUIRES `_writing`."""
         with self._lock:
             self.require()
             runs, self._runs, self._run, self._pending_bytes = self._runs, [], FULL, 0
         done = 0
         try:
             for run in runs:
-                self._write(run)
                 done += 1
+                self._write(run, sync=sync and done == len(runs))
         except DiskFull:  # rule 5: nothing of this run is written
             if self.failure is None:
-                self._put_back(runs[done:])
+                self._put_back(runs[done - 1 :])
             raise
+        segment = self.segment
+        if sync and segment is not None and segment.written > self.durable:
+            try:
+                segment.file.sync()
+            except BaseException as error:
+                self._poison(error)
+                raise
+            self._synced(segment)
 
     def _put_back(self, runs: list[Run]) -> None:
         with self._lock:
             self._runs[:0] = runs
             self._pending_bytes += sum(run.size for run in runs)
 
-    def _write(self, run: Run) -> None:
-        """Encode a run and write it, in the open segment or in the next. REQUIRES `_writing`."""
-        bodies = list(run.bodies())
-        need = sum(aligned(BLOCK_HEAD_BYTES + len(body), ALIGN) for body, _ in bodies)
+    def _write(self, run: Run, *, sync: bool) -> None:
+        """Encode a run and write it, in the open segment or in the next; `sync`: durably, if all before it is.
+
+        REQUIRES `_writing`.
+        """
+        bodies = run.bodies()
+        need = bodies[0].block_bytes if len(bodies) == 1 else sum(body.block_bytes for body in bodies)
         segment = self.segment
         if segment is None or segment.offset + need > segment.capacity:
             segment = self._next_open(run.first, need)
-        stamp, first, offset = self._clock.now_ms(), run.first, segment.offset
-        encoded = []
-        for number, (body, count) in enumerate(bodies, 1):
-            place = Place(offset, first, stamp, self.durable)
-            block = encode_block(segment.header.crc64, place, body, count, is_commit=number == len(bodies))
-            segment.crc = crc64(block, segment.crc)
-            encoded.append(block)
+        stamp, first, offset, durable = self._clock.now_ms(), run.first, segment.offset, self.durable
+        out, seed, last = self._buffer(need), segment.header.crc64, len(bodies)
+        for number, body in enumerate(bodies, 1):
+            place = Place(offset, first, stamp, durable)
+            here = out[offset - segment.offset :]
+            segment.crc = encode_into(here, seed, place, body, is_commit=number == last, running=segment.crc)
             segment.firsts.append(first)
             segment.offsets.append(offset)
             segment.stamps.append(stamp)
-            offset, first = offset + len(block), first + count
+            offset, first = offset + body.block_bytes, first + body.records
+        sync = sync and segment.written == durable
         try:
-            segment.file.write_at(encoded[0] if len(encoded) == 1 else b"".join(encoded), segment.offset)
+            if sync:
+                write_synced(segment.file, out, segment.offset)
+            else:
+                segment.file.write_at(out, segment.offset)
         except BaseException as error:
             self._poison(error)
             raise
         hit("stream.hot.written")
         segment.offset, segment.written = offset, first
+        if sync:
+            self._synced(segment)
+            if type(run.payloads) is list and run.size <= BLOCK_BYTES:
+                self.newest = Newest(run.first, stamp, run.payloads)
 
-    def sync(self, upto: int | None = None) -> None:
-        """Return when everything below an id (default: all that was appended) is durable."""
-        target = self._next if upto is None else upto
-        if self.durable < target:
-            self._group.until(target)
+    def _synced(self, segment: OpenSegment) -> None:
+        hit("stream.hot.synced")
+        self.syncs += 1
+        self.durable = segment.written
+
+    def _buffer(self, size: int) -> memoryview:
+        """Where a run is encoded: the same memory each time, which is in the processor's cache. REQUIRES `_writing`."""
+        if size > len(self._kept):
+            if size > BUFFER_BYTES_MAX:
+                return memoryview(bytearray(size))
+            self._kept = memoryview(bytearray(aligned(size, BUFFER_STEP)))
+        return self._kept[:size]
+
+    def sync(self) -> None:
+        """Return when everything that was appended is durable."""
+        self.until(self._next)
 
     def _sync(self) -> None:
-        """Rule 2. One at a time: `GroupSync` calls it."""
+        """Rule 2. One at a time: `Handover` calls it."""
         with self._writing:
-            self._write_out()
-            segment = self.segment
-            if segment is not None and segment.written > self.durable:
-                try:
-                    segment.file.sync()
-                except BaseException as error:
-                    self._poison(error)
-                    raise
-                hit("stream.hot.synced")
-                self.syncs += 1
-                self.durable = segment.written
+            self._write_out(sync=True)
         if self.waiters:
             self.waiters.wake()
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 
@@ -79,6 +79,8 @@ class SegmentFacts:
     key: str | None = None
     """Key of the tier 2 copy, `None` if there is none."""
     etag: str = ""
+    packed: tuple[int, int] | None = field(default=None, compare=False)
+    """(size, dictionary) of the tier 2 copy, for whoever knows it: LMDB does not, so it is no part of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,14 @@ def facts_of(info: SegmentInfo) -> SegmentFacts:
         dictionary_id=info.field(RecordType.COMPRESSION_DONE, "dictionary_id") if warm else 0,
         key=info.key if remote else None,
         etag=info.field(RecordType.UPLOAD_DONE, "etag") if remote else "",
+        packed=packed_of(info) if remote else None,
     )
+
+
+def packed_of(info: SegmentInfo) -> tuple[int, int] | None:
+    """(size, dictionary) of the compressed form of a segment, if it ever had one that the log was told of."""
+    size = info.field(RecordType.COMPRESSION_DONE, "compressed_bytes")
+    return (size, info.field(RecordType.COMPRESSION_DONE, "dictionary_id")) if size else None
 
 
 def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
@@ -123,7 +132,8 @@ def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> lis
 def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
     """The records that bring a log up to a projection (rule 1).
 
-    They are the shortest way the transition table has to the projection's state, so they may tell a step that nobody took.
+    They are the shortest way the transition table has to the projection's state, so they may tell a step that nobody took; an
+    object's size, if it is known, is told by a compression on the way.
     Where both know a copy and differ only in its size, key or etag nothing is told: that is for `compare` to show.
     """
     told: list[tuple[Payload, int]] = []
@@ -200,8 +210,15 @@ def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable
         None if wanted is None else (wanted.sealed, wanted.hot, wanted.warm_bytes is not None, wanted.key is not None)
     )
     facts = wanted or SegmentFacts(base_offset=0)
+    events = _way(start, goal)
+    is_told = info is not None and packed_of(info) is not None
+    if facts.packed and not is_told and Event.UPLOAD_DONE in events and Event.COMPRESSION_DONE not in events:
+        # Only a compression says how long the object is: there was one, whose file is gone by now.
+        size, dictionary_id = facts.packed
+        facts = replace(facts, warm_bytes=size, dictionary_id=dictionary_id)
+        events = (*_way(start, (True, facts.hot, True, True)), Event.WARM_EVICTED)
     key: str = (info.field(RecordType.UPLOAD_STARTED, "key") if info is not None else None) or ""
-    for event in _way(start, goal):
+    for event in events:
         if event is Event.UPLOAD_STARTED:
             key = facts.key or key
         yield _payload(event, facts, key)

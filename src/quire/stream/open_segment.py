@@ -32,6 +32,15 @@ class Opened(NamedTuple):
     base_record: int
 
 
+class Newest(NamedTuple):
+    """Records that have just become durable: whoever waits for them need not read the file."""
+
+    first: int
+    timestamp_ms: int
+    payloads: list[bytes]
+    """Nobody adds to it any more."""
+
+
 class OpenSegment:
     """The segment that is being written, and where its blocks are."""
 

@@ -8,20 +8,23 @@ Pure functions and values, any thread. Raises `InvalidInput` for what is not rec
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from quire.core.errors import InvalidInput
-from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, body_of, body_of_arrow, parts
+from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
 
 Column: TypeAlias = Any
 """A `pyarrow.Array`."""
 Records: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | pa.Array | pa.ChunkedArray"
 """What `append` takes: one record, or many."""
+
+_BINARY = pa.binary()
+_COLUMNS = (pa.Array, pa.ChunkedArray)
 
 
 @dataclass(slots=True)
@@ -29,67 +32,75 @@ class Run:
     """Pending records with consecutive ids."""
 
     first: int
-    payloads: list[bytes] | Column
+    payloads: Any
+    """A list, or of a batch that came as a column the column or the body of its one block."""
     size: int = BLOCK_BYTES
     """What it may take."""
     room: int = BLOCK_BYTES
     """What its block still takes, at 4 bytes a record on top: so it has no more than `BLOCK_RECORDS_MAX`."""
-    is_batch: bool = False
-    """Whether it is one append that nothing is added to."""
 
-    def bodies(self) -> Generator[tuple[bytes, int], None, None]:
-        """(body, records) of each of its blocks."""
+    def bodies(self) -> list[Body]:
+        """Those of its blocks."""
         payloads = self.payloads
-        if not self.is_batch:
-            yield body_of(payloads), len(payloads)
-        elif isinstance(payloads, list):
-            for start, stop in parts(list(map(len, payloads))):
-                yield body_of(payloads[start:stop]), stop - start
-        else:
-            for start, stop in parts(_sizes(payloads)):
-                yield body_of_arrow(payloads.slice(start, stop - start)), stop - start
+        if type(payloads) is Body:
+            return [payloads]
+        is_list = type(payloads) is list
+        encode = body_of if is_list else body_of_arrow
+        if self.size <= BLOCK_BYTES and len(payloads) <= BLOCK_RECORDS_MAX:
+            return [encode(payloads)]
+        sizes = list(map(len, payloads)) if is_list else _sizes(payloads)
+        return [encode(payloads[start:stop]) for start, stop in parts(sizes)]
 
 
 FULL = Run(0, [], 0, -1)
 """Takes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Many:
+class Many(NamedTuple):
     """Records that were given together."""
 
-    payloads: list[bytes] | Column
+    payloads: Any
+    """As in `Run`."""
+    records: int
     size: int
     """What they take in blocks, heads left out."""
-    largest: int
+    given: Any
+
+    def largest(self) -> int:
+        """The size of the largest record: no more than `size`, which is asked first."""
+        given = self.given
+        return max(map(len, given), default=0) if isinstance(given, list) else int(_sizes(given).max(initial=0))
 
     @property
     def is_small(self) -> bool:
         """Whether they go into a block together with others."""
-        payloads = self.payloads
-        return isinstance(payloads, list) and self.size <= BLOCK_BYTES and len(payloads) <= BLOCK_RECORDS_MAX
+        return type(self.payloads) is list and self.size <= BLOCK_BYTES and self.records <= BLOCK_RECORDS_MAX
 
 
 def many(records: Records) -> Many:
     """The records of an append."""
-    if isinstance(records, (pa.Array, pa.ChunkedArray)):
-        column = _binary(records)
-        sizes = _sizes(column)
-        return Many(column, int(sizes.sum()) + 4 * len(column), int(sizes.max(initial=0)))
-    if isinstance(records, str) or not isinstance(records, Sequence):
+    if isinstance(records, _COLUMNS):
+        return _column(_binary(records))
+    if type(records) is not list and (isinstance(records, str) or not isinstance(records, Sequence)):
         raise InvalidInput("records are bytes", hint="encode them first", type=type(records).__name__)
     payloads = list(records)
     if any(type(each) is not bytes for each in payloads):
         raise InvalidInput("records are bytes", hint="encode them first")
-    lengths = list(map(len, payloads))
-    return Many(payloads, sum(lengths) + 4 * len(payloads), max(lengths, default=0))
+    return Many(payloads, len(payloads), sum(map(len, payloads)) + 4 * len(payloads), payloads)
+
+
+def _column(column: Column) -> Many:
+    count = len(column)
+    if not count:
+        return Many([], 0, 0, [])
+    body = body_of_arrow(column)
+    size = len(body.pieces[-1]) + 4 * count
+    fits = size <= BLOCK_BYTES and count <= BLOCK_RECORDS_MAX
+    return Many(body if fits else column, count, size, column)
 
 
 def _sizes(column: Column) -> Any:
-    if not len(column):
-        return np.zeros(0, np.int64)
-    _, offsets, _ = column.buffers()
-    return np.diff(np.frombuffer(offsets, np.int32, len(column) + 1, column.offset * 4))
+    return np.diff(np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4))
 
 
 def _binary(records: Column) -> Column:
@@ -99,11 +110,13 @@ def _binary(records: Column) -> Column:
         column = pa.concat_arrays(records.chunks) if records.num_chunks else pa.array([], pa.binary())
     if column.null_count:
         raise InvalidInput("a record cannot be null", hint="drop the nulls, or fill them", nulls=column.null_count)
+    if column.type == _BINARY:
+        return column
     if pa.types.is_string(column.type):
-        return column.view(pa.binary())
-    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+        return column.view(_BINARY)
+    if not pa.types.is_large_binary(column.type):
         raise InvalidInput("records are a binary or string column", hint="cast it first", type=str(column.type))
-    return column if pa.types.is_binary(column.type) else column.cast(pa.binary())
+    return column.cast(_BINARY)
 
 
 assert BLOCK_BYTES // 4 <= BLOCK_RECORDS_MAX

@@ -137,11 +137,18 @@ class StreamReader:
         position = self._hot.durable if start is None else start
         while True:
             if position < self._hot.durable:
-                for record in self.read(position, self._hot.durable):
+                for record in self._newest(position) or self.read(position, self._hot.durable):
                     yield record
                     position = record.id + 1
             elif not self.wait(position, timeout):
                 return
+
+    def _newest(self, position: int) -> list[Record]:
+        """Records from a position on, if they are those that have become durable just now: they are still in memory."""
+        first, stamp, payloads = self._hot.newest
+        if not first <= position < first + len(payloads):
+            return []
+        return [Record(position + number, stamp, each) for number, each in enumerate(payloads[position - first :])]
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
         """Sleep until a record is durable; False if the time was up first."""

@@ -24,17 +24,22 @@ Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInpu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from awscrt import checksums
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
 from quire.core.ids import U64_MAX, u64
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64
+
+combine: Callable[[int, int, int], int] | None = getattr(checksums, "combine_crc64nvme", None)
+"""The crc64 of what follows each other, from those of both and the second's length; older versions of it have none."""
 
 MAGIC = b"QSTREAM1"
 VERSION = 1
@@ -43,6 +48,9 @@ HEADER = struct.Struct("<8sHHIQQQQQQ")
 """magic, version, reserved (0), reserved (0), stream_id, segment_id, base_record, created_at_ms, salt, crc64"""
 BLOCK = struct.Struct("<IIIIQQQQQQ")
 """mark, flags, body_bytes, count, first_record, timestamp_ms, durable_upto, body_crc64, reserved (0), head_crc64"""
+
+CHECKED = struct.Struct("<IIIIQQQQQ")
+"""A head without its own checksum."""
 
 LAST = struct.Struct("<i")
 """One offset of a body."""
@@ -55,6 +63,8 @@ ALIGN = 64
 """Of blocks in the file (rule 1)."""
 BODY_ALIGN = 8
 """Of the payloads in a body."""
+PADDING = tuple(map(bytes, range(ALIGN)))
+"""Zeros, by how many."""
 
 MARK = 0x4B4C4251
 """What a block begins with: "QBLK"."""
@@ -70,6 +80,7 @@ RECORD_BYTES_MAX = 64 * MIB
 
 assert HEADER.size == HEADER_BYTES
 assert BLOCK.size == BLOCK_HEAD_BYTES
+assert CHECKED.size == CHECKED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,43 +159,72 @@ def aligned(number: int, step: int) -> int:
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def body_of(payloads: Sequence[bytes]) -> bytes:
+class Body(NamedTuple):
+    """The body of a block, in pieces that stand one behind the other in the file."""
+
+    pieces: tuple[Bytes, ...]
+    size: int
+    records: int
+    block_bytes: int
+    """What its block takes in the file."""
+
+
+def body_of(payloads: Sequence[bytes]) -> Body:
     """The body of a block of these records."""
-    offsets = np.zeros(len(payloads) + 1, np.int32)
-    np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)), out=offsets[1:])
-    table = offsets.tobytes()
-    return b"".join((table, bytes(-len(table) % BODY_ALIGN), *payloads))
+    count = len(payloads)
+    # Not numpy: of a block of few records, as most commits have them, its calls would be the larger part.
+    table = struct.pack(f"<{count + 1}i", 0, *accumulate(map(len, payloads)))
+    piece = b"".join((table, PADDING[-len(table) % BODY_ALIGN], *payloads))
+    size = len(piece)
+    return Body((piece,), size, count, BLOCK_HEAD_BYTES + size + -size % ALIGN)
 
 
-def body_of_arrow(column: pa.Array) -> bytes:
-    """The same of a binary column without nulls; nothing is looked at record by record."""
+def body_of_arrow(column: pa.Array) -> Body:
+    """The same of a binary column without nulls, as views of its memory; nothing is looked at record by record."""
     count = len(column)
     _, offsets, data = column.buffers()
-    table = np.frombuffer(offsets, np.int32, count + 1, column.offset * 4)
-    first, last = int(table[0]), int(table[-1])
-    head = (table - table[0]).tobytes() if first else table.tobytes()
-    payload = memoryview(data)[first:last] if data is not None else b""
-    return b"".join((head, bytes(-len(head) % BODY_ALIGN), payload))
+    start = 4 * column.offset
+    table = memoryview(offsets).cast("B")[start : start + 4 * count + 4]
+    first, last = LAST.unpack_from(table)[0], LAST.unpack_from(table, 4 * count)[0]
+    if first:
+        table = (np.frombuffer(table, np.int32) - np.int32(first)).view(np.uint8).data
+    padding = PADDING[-len(table) % BODY_ALIGN]
+    payload = memoryview(data).cast("B")[first:last] if data is not None else b""
+    size = len(table) + len(padding) + len(payload)
+    return Body((table, padding, payload), size, count, BLOCK_HEAD_BYTES + size + -size % ALIGN)
 
 
-def encode_block(seed: int, place: Place, body: bytes, count: int, *, is_commit: bool) -> bytes:
-    """A block as it stands in the file, padded to the next one. `seed` is the header's crc64."""
+def encode_into(out: memoryview, seed: int, place: Place, body: Body, *, is_commit: bool, running: int = 0) -> int:
+    """Put a block into `out`, as it stands in the file and padded to the next one; the crc64 `running` carried on over it.
+
+    `seed` is the header's crc64. The body is copied once, and checked as it was copied: what somebody does to a column
+    meanwhile may change a record, never make a block that fails its checksum.
+    """
     if place.durable_upto > place.first_record:
         raise InvalidInput("a block cannot vouch for itself", first=place.first_record, durable_upto=place.durable_upto)
-    head = BLOCK.pack(
-        MARK,
-        COMMIT if is_commit else 0,
-        len(body),
-        count,
-        place.first_record,
-        place.timestamp_ms,
-        place.durable_upto,
-        crc64(body),
-        0,
-        0,
-    )[:CHECKED_BYTES]
-    crc = crc64(head, seed ^ place.offset)
-    return b"".join((head, crc.to_bytes(8, "little"), body, bytes(-len(body) % ALIGN)))
+    pieces, size, count, whole = body
+    at = BLOCK_HEAD_BYTES
+    for piece in pieces:
+        out[at : at + len(piece)] = piece
+        at += len(piece)
+    padding = PADDING[-size % ALIGN]
+    out[at : at + len(padding)] = padding
+    body_crc = crc64(out[BLOCK_HEAD_BYTES:at])
+    flags = COMMIT if is_commit else 0
+    checked = CHECKED.pack(
+        MARK, flags, size, count, place.first_record, place.timestamp_ms, place.durable_upto, body_crc, 0
+    )
+    out[:BLOCK_HEAD_BYTES] = head = checked + crc64(checked, seed ^ place.offset).to_bytes(8, "little")
+    if combine is None:
+        return crc64(out[:whole], running)
+    return crc64(padding, combine(crc64(head, running), body_crc, size))
+
+
+def encode_block(seed: int, place: Place, body: Body, *, is_commit: bool) -> bytes:
+    """The same as bytes."""
+    out = bytearray(body.block_bytes)
+    encode_into(memoryview(out), seed, place, body, is_commit=is_commit)
+    return bytes(out)
 
 
 def parts(sizes: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

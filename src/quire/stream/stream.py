@@ -342,7 +342,7 @@ class Stream:
             warm_segments=len(warm),
             warm_bytes=sum(each.warm_bytes for each in warm),
             remote_segments=len(remote),
-            remote_bytes=sum(each.warm_bytes for each in remote),
+            remote_bytes=sum(each.warm_bytes or self.upkeep.object_bytes.get(each.segment_id, 0) for each in remote),
             mode=self.mode.value,
             consumers=self.consumers,
             retention=self.retention,

@@ -230,13 +230,12 @@ class Tiers:
             self._ledger.project()
             return self._need(segment_id)
 
-    def objects_there(self) -> frozenset[str]:
-        """The keys of the objects that are in the places of this stream's segments; one listing for each origin."""
+    def objects_there(self) -> dict[str, int]:
+        """The objects in the places of this stream's segments, with their sizes; one listing for each origin."""
         origins = {each.key.partition("/")[0] for each in self._ledger.view if each.is_remote}
         store = self._store()
-        return frozenset(
-            info.key for origin in sorted(origins) for page in store.list_pages(f"{origin}/") for info in page
-        )
+        pages = (page for origin in sorted(origins) for page in store.list_pages(f"{origin}/"))
+        return {info.key: info.size_bytes for page in pages for info in page}
 
     def send_again(self, segment_id: int) -> bool:
         """Put a segment's object where it should be and is not, from the copy that is here; nothing in the log changes but

@@ -70,6 +70,8 @@ class Upkeep:
         self._is_reconciled = False
         self.needs_repair: list[int] = []
         """Segments whose only copy was an object that is gone (rule 4)."""
+        self.object_bytes: dict[int, int] = {}
+        """How long the objects are that the log was not told of when they were made."""
 
     @property
     def retention(self) -> Retention:
@@ -111,7 +113,7 @@ class Upkeep:
         """Rule 4. What the object store cannot do now is tried in a later round."""
         if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
             return
-        there: frozenset[str] = frozenset()
+        there: dict[str, int] = {}
 
         def look(_: int) -> None:
             nonlocal there
@@ -124,6 +126,8 @@ class Upkeep:
             return
         for segment in remote:
             if segment.key in there:
+                if not segment.warm_bytes:
+                    self.object_bytes[segment.segment_id] = there[segment.key]
                 continue
             if not (segment.is_hot or segment.is_warm):
                 self.needs_repair.append(segment.segment_id)

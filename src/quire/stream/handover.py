@@ -1,0 +1,157 @@
+"""Who writes and syncs what was appended, and who wakes whom: many threads of which each waits for its own record.
+
+Terms
+  leader    the thread that writes and syncs, for itself and for everyone who had appended by then
+  sleeper   waits for the leader's sync, or for the next one; each has a ring of its own
+  baton     the duty to wake the next sleeper that has been served
+
+Rules
+  1. With nobody else about, a sync is a call: no thread in between, and nothing is made.
+  2. A leader stays for `MORE_GROUPS` further groups if there are any. The disk then goes on at once, while those that were
+     served wake up; a new leader would first have to get the interpreter, for which all of them wait too.
+  3. Sleepers are woken one by one: whoever wakes up wakes the next, before anything else. Woken at once, all but one of them
+     would find the interpreter taken and go to sleep again (measured: twice as many context switches).
+  4. Nobody is forgotten. A sleeper enters itself before it looks a last time, and a leader looks for sleepers after it has
+     given its lock back: either it sees the sleeper, or the sleeper sees that nobody leads. One that goes without having been
+     woken says so first and looks at its ring then; who hands it the baton rings first and looks then: one of the two goes on.
+  5. What fails is raised where it was waited for. A leader whose own records are durable leaves it to the others to find out.
+
+Why this is not `durable/group_sync.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
+for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
+
+Threads: any. Single steps of a deque are atomic; there is no lock but the leader's. Raises what the sync raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+MORE_GROUPS = 2
+"""What a leader waits longer than it must, in syncs: no more than those who come while it leads."""
+
+LOOK_SECONDS = 1.0
+"""A sleeper looks this often by itself: a signal handler that raises in the thread with the baton may have dropped it."""
+
+
+class _Sleeper:
+    """A thread that waits."""
+
+    __slots__ = ("is_gone", "ring", "upto")
+
+    def __init__(self, upto: int) -> None:
+        self.upto = upto
+        self.ring = threading.Lock()
+        self.ring.acquire()
+        self.is_gone = False
+
+
+class Durable(Protocol):
+    """What is waited for."""
+
+    durable: int
+    """The id behind the last durable record."""
+
+
+class Handover:
+    """Waits for ids to become durable; `sync` writes and syncs what is pending when it is called, and may raise."""
+
+    __slots__ = ("_leader", "_log", "_served", "_sync", "_waiting")
+
+    def __init__(self, log: Durable, sync: Callable[[], None]) -> None:
+        # constant after construction
+        self._log = log
+        self._sync = sync
+        # guarded by themselves
+        self._leader = threading.Lock()
+        self._waiting: deque[_Sleeper] = deque()
+        self._served: deque[_Sleeper] = deque()
+
+    def until(self, upto: int) -> None:
+        """Return when everything below an id is durable."""
+        while self._log.durable < upto:
+            if self._leader.acquire(False):
+                self._lead(upto)
+            else:
+                self._sleep(upto)
+
+    def wake(self) -> None:
+        """Let every sleeper look again."""
+        for _ in range(len(self._waiting)):
+            self._hand_over()
+
+    def forked(self) -> None:
+        """In the child of a fork() nobody holds the lock, and nobody sleeps."""
+        self._leader = threading.Lock()
+        self._waiting, self._served = deque(), deque()
+
+    def _lead(self, upto: int) -> None:
+        """REQUIRES the leader's lock, and gives it back."""
+        try:
+            if self._log.durable < upto:
+                self._sync()
+            if self._waiting:
+                self._stay()
+        finally:
+            self._leader.release()
+            if self._waiting:
+                self._hand_over()  # rule 4: the first of them leads, if nobody else does by then
+
+    def _stay(self) -> None:
+        """Rule 2, after a sync."""
+        for _ in range(MORE_GROUPS):
+            self._look_after()
+            if not self._waiting:
+                return
+            try:
+                self._sync()
+            except Exception:  # rule 5
+                return
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Begin to wake those who are served. REQUIRES the leader's lock."""
+        durable, waiting = self._log.durable, self._waiting
+        try:
+            for _ in range(len(waiting)):
+                sleeper = waiting.popleft()
+                (self._served if sleeper.upto <= durable else waiting).append(sleeper)
+        except IndexError:
+            pass  # the leader before woke one meanwhile
+        if self._served:
+            self._pass_on()
+
+    def _hand_over(self) -> None:
+        """Wake a sleeper that has not been served."""
+        try:
+            self._served.appendleft(self._waiting.popleft())
+        except IndexError:
+            return
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Rule 3."""
+        try:
+            while True:
+                sleeper = self._served.popleft()
+                sleeper.ring.release()
+                if not sleeper.is_gone:
+                    return
+        except IndexError:
+            pass
+
+    def _sleep(self, upto: int) -> None:
+        sleeper = _Sleeper(upto)
+        self._waiting.append(sleeper)
+        woken = False
+        try:
+            while not woken and self._log.durable < upto and self._leader.locked():
+                woken = sleeper.ring.acquire(timeout=LOOK_SECONDS)
+        finally:
+            if not woken:
+                sleeper.is_gone = True
+                woken = sleeper.ring.acquire(False)
+            if woken and self._served:
+                self._pass_on()
