@@ -21,7 +21,7 @@ from quire.cli import app, away, main
 from quire.cli.command import Cli
 from quire.core.errors import AccessDenied, InvalidInput, Unavailable
 from quire.service.commands import Command
-from tests.cli.conftest import Ended
+from tests.cli.conftest import Ended, quire_program
 from tests.house.tree import SRC
 from tests.service.world import served
 
@@ -133,7 +133,6 @@ def test_files_are_those_of_who_asks(root: Path, tmp_path: Path, monkeypatch: py
     ("arguments", "said"),
     [
         (["jobs", "work", "--once"], "runs its jobs itself"),
-        (["sqlite", "shell", "shop", "select 1"], "`quire sqlite export DB FILE`"),
         (["serve"], "being served already"),
         (["sqlite", "follow", "x.db", "--once"], "stop the owner"),
     ],
@@ -142,6 +141,30 @@ def test_what_cannot_be_done_there_says_what_to_do(root: Path, arguments: list[s
     ended = run(root, *arguments, code=5)
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_shell_beside_the_owner_reads(root: Path) -> None:
+    """A process of its own: LMDB is opened once in each."""
+    where = ["--store", str(root)]
+    shown = quire_program("sqlite", "shell", "shop", "select count(*), name from sqlite_master", *where)
+    assert (shown.returncode, shown.stdout) == (0, "1|item\n"), shown.stderr
+    assert quire_program("sqlite", "shell", "shop", "select 7", "--at", "monday", *where).stdout == "7\n"
+    refused = quire_program("sqlite", "shell", "shop", "insert into item values('x')", *where)
+    assert refused.returncode == 2
+    assert "readonly" in refused.stderr
+    talked = quire_program("sqlite", "shell", "shop", *where, input="select 1;\n")
+    assert talked.returncode == 0
+
+
+def test_a_fork_between_snapshots_is_made_at_the_owner(root: Path) -> None:
+    """Its socket knows snapshots only, so the whole command is done there."""
+    assert "as shop was at snapshot monday (id 1)" in run(root, "fork", "shop", "at-monday", "--at", "monday").out
+    made = run(root, "fork", "shop", "at-a-moment", "--at", "0s").out
+    assert "made at-a-moment" in made
+    assert "as shop was 2" in made
+    assert "no such snapshot" in run(root, "fork", "shop", "nowhere", "--at", "someday", code=3).err
+    for name in ("at-monday", "at-a-moment"):
+        run(root, "drop", name, "--yes")
 
 
 def test_an_owner_that_runs_no_commands(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from tests.cli.conftest import Ended, Run
+from tests.cli.conftest import Ended, Run, quire_program
 from tests.house.tree import SRC
 
 QUIRE = f"{shlex.quote(sys.executable)} -m quire"
@@ -149,3 +149,25 @@ def test_an_interrupt_ends_with_130_and_no_traceback(path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=30)
     assert (process.returncode, b"Traceback" in rest) == (130, False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("quire jo", ["jobs"]),
+        ("quire jobs ", ["ls", "show", "retry", "cancel", "work"]),
+        ("quire fork shop new --a", ["--at"]),
+        ("quire retention set shop --no", ["--no-keep-named"]),
+    ],
+)
+def test_a_shell_completes_commands_and_options(typed: str, offered: list[str]) -> None:
+    """As bash asks for it: with the words in the environment."""
+    asked = {"_QUIRE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    ended = quire_program(env=asked)
+    assert (ended.returncode, ended.stdout.split()) == (0, offered)
+
+
+def test_a_shell_gets_its_script() -> None:
+    ended = quire_program("--show-completion", "bash", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"})
+    assert ended.returncode == 0
+    assert "_QUIRE_COMPLETE=complete_bash" in ended.stdout

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,35 @@ def test_a_key_value_database_is_forked_too(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         assert store.kv("copy").get(b"a") == b"1"
     assert run("fork", "clicks", "other").code == 2, "a stream has no forks"
+
+
+def test_a_fork_begins_at_any_version(run: Run, path: Path, tmp_path: Path) -> None:
+    """The versions of `fork --at` are those of `sqlite export --at`, and of `sqlite shell --at`: one parser."""
+    with quire.open(path) as store, store.sqlite("prices", create=True) as db:
+        db.execute("create table item(price); insert into item values(1)")
+    epoch = run("sqlite", "export", "prices", str(tmp_path / "one.db"), "--json").data["epoch"]
+    first = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}"
+    with quire.open(path) as store, store.sqlite("prices") as db:
+        db.execute("update item set price = 2")
+    assert "as prices was at epoch" in run("fork", "prices", "by-epoch", "--at", epoch).out
+    assert "as prices was 20" in run("fork", "prices", "by-time", "--at", first).out
+    assert run("checkpoint", "prices").code == 0
+    assert run("fork", "prices", "newest", "--at", "0s").code == 0
+    prices = {}
+    with quire.open(path) as store:
+        for name in ("by-epoch", "by-time", "newest"):
+            with store.sqlite(name) as db:
+                prices[name] = db.execute("select price from item").fetchall()
+    assert prices == {"by-epoch": [(1,)], "by-time": [(1,)], "newest": [(2,)]}
+    for text in ("1:99999999999", "2001-01-01", "9999999999:1"):
+        ended = run("fork", "prices", "nowhere", "--at", text)
+        assert (ended.code in (2, 3, 4), ended.out) == (True, ""), ended
+        assert "Traceback" not in ended.err
+    assert "no such snapshot" in run("fork", "prices", "nowhere", "--at", "3:x").err
+
+
+def test_a_key_value_database_is_forked_at_snapshots_only(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.create("sessions", "lsm")
+    ended = run("fork", "sessions", "copy", "--at", "1h")
+    assert (ended.code, "only page databases can be forked between snapshots" in ended.err) == (2, True), ended

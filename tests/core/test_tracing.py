@@ -56,7 +56,7 @@ def test_spans_and_the_change_records_that_lead_back_to_them(tmp_path: Path) -> 
     mine, spans = told["mine"], told["spans"]
     names = {each["name"] for each in spans}
     assert names - {"request"} <= set(SPANS)
-    assert set(SPANS) - names == {"Spark.run"}, "tests/spark has that one"
+    assert set(SPANS) - names == {"Spark.run", "Service.call"}, "tests/spark and tests/service have those"
     in_request = {each["name"] for each in spans if each["trace"] == mine}
     assert {"PageStore.commit", "Job.run", "Checkpoint.plan", "Checkpoint.write", "Checkpoint.publish"} <= in_request
     written = next(each for each in spans if each["name"] == "Checkpoint.write")

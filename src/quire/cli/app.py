@@ -1,7 +1,7 @@
 """The commands of `quire`, put together.
 
-Importing it loads typer; a command's module is loaded when that command, or the list of all, is wanted. These load the store,
-LMDB or rich only when a command runs.
+A command's module is loaded when that command, or the list of all, is wanted. These load the store, LMDB or rich only when a
+command runs.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-import typer
-
-from quire.cli.typed import new_app
+from quire.cli.declared import Group
 
 TEXT = "quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."
 
@@ -41,34 +39,23 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 """Modules of this room, in the order of the help → the first words of their commands (a test compares)."""
 
 
-def app_for(arguments: Sequence[str]) -> typer.Typer:
+def app_for(arguments: Sequence[str]) -> Group:
     """All that a command line needs: the module of its command, or all of them where it begins with none."""
+    return assembled(modules_for(arguments) or list(MODULES))
+
+
+def modules_for(arguments: Sequence[str]) -> list[str]:
+    """The module of the command that a command line begins with, if it does."""
     first = arguments[0] if arguments else ""
-    wanted = [name for name, words in MODULES.items() if first in words]
-    return assembled(wanted or list(MODULES))
+    return [name for name, words in MODULES.items() if first in words]
 
 
-def assembled(modules: Sequence[str]) -> typer.Typer:
-    """The application with the commands of these modules."""
-    made = new_app(TEXT)
+def assembled(modules: Sequence[str]) -> Group:
+    """The program with the commands of these modules."""
+    made = Group(TEXT)
     for name in modules:
         import_module(f"quire.cli.{name}").add_to(made)
-    made.callback(epilog="Example: quire tour --store ./quire-data")(_options)
     return made
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"quire {version('quire')}")
-        raise typer.Exit
-
-
-def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
-) -> None:
-    """quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."""
 
 
 def __getattr__(name: str) -> Any:

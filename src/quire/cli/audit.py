@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from quire.cli.command import Cli
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.named import any_database, names_of
 from quire.cli.output import Listing, Row
-from quire.cli.plain import moment, size
+from quire.cli.plain import moment, plain, size
 from quire.cli.times import moment_of
-from quire.cli.typed import command
 from quire.core.errors import InvalidInput
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.audit import AuditEntry
@@ -29,7 +26,7 @@ WORDS = {
 """Actions that are not told by their own name."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "audit", example="quire audit shop --since 1h")(audit)
 
@@ -38,15 +35,11 @@ def audit(
     cli: Cli,
     database: Annotated[
         str,
-        typer.Argument(
-            metavar="[DB]", help="A database's name, or the id of one that is gone.", show_default="all of them"
-        ),
+        Argument(metavar="[DB]", help="A database's name, or the id of one that is gone.", show_default="all of them"),
     ] = "",
-    since: Annotated[
-        str, typer.Option(metavar="WHEN", help="From then on: 90s, 15m, 2h, 7d ago, or a date in UTC.")
-    ] = "",
-    until: Annotated[str, typer.Option(metavar="WHEN", help="Before then; as --since.")] = "",
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+    since: Annotated[str, Option(metavar="WHEN", help="From then on: 90s, 15m, 2h, 7d ago, or a date in UTC.")] = "",
+    until: Annotated[str, Option(metavar="WHEN", help="Before then; as --since.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
 ) -> Listing:
     """Show what happened to databases: snapshots, forks, deletions …"""
     with cli.reader() as manifest:

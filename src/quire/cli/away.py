@@ -5,7 +5,7 @@ Terms
 
 Rules
   1. Only commands listed here are done there: those that begin, do one thing and end. A command that would stay (`follow`,
-     `jobs work`), that takes the store apart (`manifest check --repair`) or that talks with a person (`sqlite shell`) is not.
+     `jobs work`) or that takes the store apart (`manifest check --repair`) is not; `sqlite shell` reads beside the owner.
   2. What is written, and the exit code, are those of the command done here; an error is raised here as it was there. Questions
      are asked here.
   3. Paths are made absolute first: the owner's directory is another one.
@@ -57,7 +57,6 @@ PATHS = {"sqlite.import_": "file", "sqlite.export": "out", "restore.restore": "f
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
-    "sqlite.shell": "`quire sqlite export DB FILE` gives you a copy meanwhile; else stop the owner",
     "sqlite.follow": "stop the owner, or follow into a store of its own",
     "serve.serve": "it is being served already: `quire doctor` says by whom",
     "check.check": "a store is repaired by its only process: stop the owner first",

@@ -20,15 +20,12 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
-from quire.cli.plain import count_of, in_words
-from quire.cli.typed import command
+from quire.cli.plain import count_of, in_words, plain
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.check import Problem
@@ -39,7 +36,7 @@ CIRCULAR = re.compile(r"; run `quire manifest check`[^()]*(?=\(|$)")
 RESTORE = "restore the manifest from a backup (docs/operations.md)"
 
 
-def add_to(group: typer.Typer) -> None:
+def add_to(group: Group) -> None:
     """Register this command."""
     command(group, "check", example="quire manifest check --repair")(check)
 
@@ -48,10 +45,10 @@ def check(
     cli: Cli,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend what can be recomputed, if that is all there is. Needs to own the store."),
+        Option("--repair", help="Mend what can be recomputed, if that is all there is. Needs to own the store."),
     ] = False,
     partial: Annotated[
-        bool, typer.Option("--partial", help="With --repair: mend what can be, even if something else cannot.")
+        bool, Option("--partial", help="With --repair: mend what can be, even if something else cannot.")
     ] = False,
 ) -> Verdict:
     """Hold the manifest to its rules; exit code 1 if one is broken.

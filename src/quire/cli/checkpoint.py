@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli.bar import bar
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.jobs import job_json
 from quire.cli.named import names_of, need_pages, settled
 from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, size
-from quire.cli.typed import command
 from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -31,17 +29,15 @@ if TYPE_CHECKING:
 
 RUNNERS = ("auto", "threads", "spark")
 
-Databases = Annotated[
-    list[str] | None, typer.Argument(metavar="[DB]...", help="Names of databases.", show_default=False)
-]
-All = Annotated[bool, typer.Option("--all", help="All page databases, in one run.")]
+Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="Names of databases.", show_default=False)]
+All = Annotated[bool, Option("--all", help="All page databases, in one run.")]
 Runner = Annotated[
-    str, typer.Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
+    str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what there is to do.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Only show what there is to do.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
     command(app, "checkpoint", example="quire checkpoint --all --runner spark")(checkpoint)
     command(app, "merge", example="quire merge shop")(merge)

@@ -14,18 +14,16 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from quire.cli.check import RESTORE, unreadable
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
 from quire.cli.plain import count_of, here, size, span
 from quire.cli.telling import for_people, next_step
-from quire.cli.typed import command
+from quire.cli.values import Value
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
@@ -40,8 +38,7 @@ CLOCK = SystemClock()
 CLOCK_SLACK_MS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Value):
     """One thing that was looked at; `next` is what to do about it."""
 
     check: str
@@ -50,13 +47,13 @@ class Finding:
     next: str = ""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "doctor", example="quire doctor --store ./data")(doctor)
 
 
 def doctor(
-    cli: Cli, no_objects: Annotated[bool, typer.Option("--no-objects", help="Do not touch the object store.")] = False
+    cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not touch the object store.")] = False
 ) -> Verdict:
     """See whether machine, store and object store are well.
 
@@ -70,7 +67,8 @@ def doctor(
     shown = Listing(
         columns=["check", "state", "detail"],
         rows=[
-            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], each) for each in findings
+            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], each.fields())
+            for each in findings
         ],
         closing=(f"{count_of(failed, 'thing')} to look after" if failed else "all is well") + notes,
     )

@@ -8,20 +8,17 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import PROBLEMS
 from quire.cli.output import Listing, Note, Row
-from quire.cli.plain import count_of, moment, pairs, span, telling
-from quire.cli.typed import command, new_app
+from quire.cli.plain import count_of, moment, pairs, plain, span, telling
 from quire.core.clock import SystemClock
 from quire.core.errors import UnknownCursor
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.change import ChangeRecord, CursorInfo
@@ -31,22 +28,22 @@ STEP_RECORDS = 64
 """Change records read together: one may hold thousands of operations."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = new_app("Every batch that was committed, in order, and who follows it.")
+    group = Group("Every batch that was committed, in order, and who follows it.")
     command(group, "tail", example="quire feed tail --limit 5")(tail)
     command(group, "cursors", example="quire feed cursors --json")(cursors)
     command(group, "drop", example="quire feed drop my-app --yes")(drop)
-    app.add_typer(group, name="feed")
+    app.add("feed", group)
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tail(
     cli: Cli,
     start: Annotated[
-        int, typer.Option("--from", min=0, metavar="N", help="First sequence; 0: so that the newest are shown.")
+        int, Option("--from", min=0, metavar="N", help="First sequence; 0: so that the newest are shown.")
     ] = 0,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 10,
+    limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 10,
 ) -> Listing:
     """Show change records: their sequence, time and operations."""
     from quire.manifest.change import change_json
@@ -97,23 +94,24 @@ def cursors(cli: Cli) -> Listing:
     A live cursor keeps every change that it has not acknowledged; one without a ttl and a max lag keeps them for ever.
     Being registered counts as the first acknowledgement.
     """
-    from quire.manifest.records import CursorState
-
     with cli.reader() as manifest:
         found = manifest.feed.cursors()
-    lost = [each for each in found if each.state is CursorState.LOST]
+    return listing(found, [cursor_json(each) for each in found])
+
+
+def listing(found: Sequence[CursorInfo], data: Sequence[Any]) -> Listing:
+    """Cursors as rows; `data` is what each is for programs."""
+    lost = [each for each in found if each.state.name == "LOST"]
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
-        rows=[Row(_cells(each), cursor_json(each)) for each in found],
+        rows=[Row(_cells(each), told) for each, told in zip(found, data)],
         empty="nobody follows the feed (docs/feed.md shows how)",
         closing="\n".join(f"{_called(each)} is lost: {each.lost_reason}" for each in lost),
     )
 
 
 def _cells(each: CursorInfo) -> list[str]:
-    from quire.manifest.records import CursorState
-
-    lost = each.state is CursorState.LOST
+    lost = each.state.name == "LOST"
     return [
         str(each.cursor_id),
         each.name,
@@ -133,8 +131,8 @@ def cursor_json(each: CursorInfo) -> dict[str, Any]:
 
 def drop(
     cli: Cli,
-    cursor: Annotated[str, typer.Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> Note | Verdict:
     """Drop a subscriber for good. What only it has kept of the change log may then be trimmed."""
     with cli.owner() as store:

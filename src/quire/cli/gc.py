@@ -13,22 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-import typer
-from msgspec.structs import replace
-
 from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import PROBLEMS
 from quire.cli.jobs import job_json, state_text
 from quire.cli.named import Yes, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, size, span
-from quire.cli.typed import command
-from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.core.plain import plain
+from quire.cli.plain import count_of, moment, plain, size, span
+from quire.cli.values import Value
 
 if TYPE_CHECKING:
     from quire.cli.working import Bench
+    from quire.core.ids import ArtifactKey
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
@@ -44,12 +40,12 @@ ROUND = {
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "gc", example="quire gc --dry-run")(gc)
 
 
-class Zero(msgspec.Struct, frozen=True):
+class Zero(Value):
     """An artifact that waits to be deleted."""
 
     artifact: ArtifactKey
@@ -61,11 +57,11 @@ class Zero(msgspec.Struct, frozen=True):
 
 def gc(
     cli: Cli,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what waits, and until when.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show what waits, and until when.")] = False,
     now: Annotated[
-        bool, typer.Option("--now", help="Do not wait for the grace that readers in other processes have.")
+        bool, Option("--now", help="Do not wait for the grace that readers in other processes have.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
+    limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
     yes: Yes = False,
 ) -> Report | Verdict:
     """Do a round of maintenance, now, and show what was done.
@@ -106,11 +102,12 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
             job = txn.job(gate.value) if gate else None
             due[origin] = job.not_before_ms if job else 0
         found = [_zero(txn, key, row.value, names, grace_ms) for key, row in txn.scan(t.GC_ZERO)]
-    found = [replace(each, due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
+    found = [each.with_(due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
     return sorted(found, key=lambda each: (each.due_at_ms, each.artifact))
 
 
 def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, names: dict[int, str], grace_ms: int) -> Zero:
+    from quire.core.ids import ArtifactKey, ArtifactKind
     from quire.manifest import tables as t
     from quire.store.info import artifact_bytes
 
@@ -165,7 +162,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         "due_bytes": sum(each.size_bytes for each in ready),
         "would_drop": dict(going),
         "jobs_due": len(due),
-        "waiting": [plain(each) for each in shown],
+        "waiting": [plain(each.fields()) for each in shown],
     }
     return Report(parts=[table, facts], data=data)
 

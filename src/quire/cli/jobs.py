@@ -8,58 +8,57 @@ Rules
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-import typer
-
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import INTERRUPTED, OK
 from quire.cli.logging import Log, log_to
 from quire.cli.named import any_database, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, in_words, moment, pairs, size, span
-from quire.cli.typed import command, new_app
+from quire.cli.plain import count_of, in_words, moment, pairs, plain, size, span
 from quire.core.errors import IllegalTransition, InvalidInput
-from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from quire.core.ids import ArtifactKey
     from quire.manifest.jobqueue import Job
     from quire.manifest.records import JobState
     from quire.manifest.store import ManifestStore
     from quire.store.store import Store
 
-JobId = Annotated[int, typer.Argument(metavar="ID", min=1, help="The job's id.")]
+JobId = Annotated[int, Argument(metavar="ID", min=1, help="The job's id.")]
 
 STATES = {"in_flight": "running", "failed_permanent": "failed"}
 """Shorter words for states; both are understood."""
+
+LEASE_FIELDS = ("worker", "expires_at_ms", "heartbeat_at_ms", "done", "total")
 
 SHOWN_MAX = 200
 """Jobs that `work` tells of at its end: one that worked for a week has run many."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = new_app("Work that survives a crash: checkpoints, deletions, uploads …")
+    group = Group("Work that survives a crash: checkpoints, deletions, uploads …")
     command(group, "ls", example="quire jobs ls --state failed --db shop")(ls)
     command(group, "show", example="quire jobs show 12")(show)
     command(group, "retry", example="quire jobs retry 12")(retry)
     command(group, "cancel", example="quire jobs cancel 12")(cancel)
     command(group, "work", example="quire jobs work --once")(work)
-    app.add_typer(group, name="jobs")
+    app.add("jobs", group)
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def ls(
     cli: Cli,
     state: Annotated[
-        str, typer.Option(metavar="STATE", help="Only these: pending, running, succeeded, failed, cancelled.")
+        str, Option(metavar="STATE", help="Only these: pending, running, succeeded, failed, cancelled.")
     ] = "",
-    database: Annotated[str, typer.Option("--db", metavar="DB", help="Only those of this database.")] = "",
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
+    database: Annotated[str, Option("--db", metavar="DB", help="Only those of this database.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
 ) -> Listing:
     """List jobs, oldest first."""
     wanted = _state_named(state) if state else None
@@ -69,7 +68,11 @@ def ls(
         with manifest.read() as txn:
             names = names_of(txn)
             only = any_database(txn, database) if database else None
-    chosen = [each for each in found if only is None or each.db_id == only]
+    return listing([each for each in found if only is None or each.db_id == only], names, now, state, limit)
+
+
+def listing(chosen: Sequence[Job], names: dict[int, str], now: int, state: str, limit: int) -> Listing:
+    """The newest of these jobs as rows."""
     shown = chosen[-limit:] if limit else chosen
     of_kind = f" {state}" if state else ""
     return Listing(
@@ -191,14 +194,26 @@ def _when(at_ms: int, now: int) -> str:
 def _artifact(job: Job) -> ArtifactKey | None:
     if job.record.artifact is None:
         return None
+    from quire.core.ids import ArtifactKey, ArtifactKind
+
     origin, kind, number, generation, delta = job.record.artifact
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
 
 
 def _decoded(packed: bytes) -> Any:
     """What was packed into a job; its bytes, if they are not msgpack."""
+    if not packed:
+        return None
+    with suppress(Exception):  # what is usual needs no msgspec
+        from quire.manifest.glance import unpacked
+
+        value, end = unpacked(packed, 0)
+        if end == len(packed):
+            return value
+    import msgspec
+
     try:
-        return msgspec.msgpack.decode(packed) if packed else None
+        return msgspec.msgpack.decode(packed)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return packed
 
@@ -208,10 +223,10 @@ def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
     record, lease = job.record, job.lease
     return {
         "job_id": job.job_id,
-        "kind": plain(job.kind),
+        "kind": job.kind.name.lower(),
         "db_id": job.db_id,
         "database": names.get(job.db_id, ""),
-        "state": plain(job.state),
+        "state": job.state.name.lower(),
         "created_at_ms": record.created_at_ms,
         "not_before_ms": record.not_before_ms,
         "started_at_ms": record.started_at_ms,
@@ -223,7 +238,7 @@ def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
         "payload": plain(_decoded(record.payload)),
         "result": plain(_decoded(record.result)),
         "artifact": plain(_artifact(job)),
-        "lease": plain(lease),
+        "lease": None if lease is None else {name: getattr(lease, name) for name in LEASE_FIELDS},
     }
 
 
@@ -270,7 +285,7 @@ def _told(store: Store, job_id: int) -> dict[str, Any]:
 # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def work(
     cli: Cli,
-    once: Annotated[bool, typer.Option("--once", help="End when nothing is due.")] = False,
+    once: Annotated[bool, Option("--once", help="End when nothing is due.")] = False,
     log: Log = "",
 ) -> Verdict:
     """Run jobs until Ctrl-C, or until nothing is due.

@@ -12,33 +12,29 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.named import Database
 from quire.cli.output import Facts, Listing, Note, Row
 from quire.cli.plain import count_of, moment, size
-from quire.cli.typed import command, new_app
 from quire.core.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from quire.lsm.backup import Backup
 
-Key = Annotated[str, typer.Argument(metavar="KEY", help="The key.")]
-Hex = Annotated[bool, typer.Option("--hex", help="Keys and values are hexadecimal.")]
-Label = Annotated[
-    str, typer.Option("--label", metavar="NAME", help="The backups' name.", show_default="the database's")
-]
+Key = Annotated[str, Argument(metavar="KEY", help="The key.")]
+Hex = Annotated[bool, Option("--hex", help="Keys and values are hexadecimal.")]
+Label = Annotated[str, Option("--label", metavar="NAME", help="The backups' name.", show_default="the database's")]
 
 SCAN_ROWS = 100
 """Shown by `scan` unless told otherwise."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
-    group = new_app("Key-value databases: read, write, look after.")
+    group = Group("Key-value databases: read, write, look after.")
     command(group, "get", example="quire kv get cart ann")(get)
     command(group, "put", example="quire kv put cart ann '3 apples' --create")(put)
     command(group, "delete", example="quire kv delete cart ann")(delete)
@@ -49,7 +45,7 @@ def add_to(app: typer.Typer) -> None:
     command(group, "backup", example="quire kv backup cart")(backup)
     command(group, "backups", example="quire kv backups cart")(list_backups)
     command(group, "restore", example="quire kv restore cart-again --label cart")(restore)
-    app.add_typer(group, name="kv")
+    app.add("kv", group)
 
 
 # ── pairs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -68,9 +64,9 @@ def put(
     cli: Cli,
     database: Database,
     key: Key,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="Its value.")],
+    value: Annotated[str, Argument(metavar="VALUE", help="Its value.")],
     hex_: Hex = False,
-    create: Annotated[bool, typer.Option("--create", help="Make the database if there is none.")] = False,
+    create: Annotated[bool, Option("--create", help="Make the database if there is none.")] = False,
 ) -> Note:
     """Set the value of a key."""
     name, content = _given(key, hex_), _given(value, hex_)
@@ -90,11 +86,11 @@ def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
 def scan(
     cli: Cli,
     database: Database,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="KEY", help="Keys that begin so.")] = "",
-    low: Annotated[str, typer.Option("--from", metavar="KEY", help="Keys from this one on.")] = "",
-    high: Annotated[str, typer.Option("--to", metavar="KEY", help="Keys below this one.")] = "",
-    reverse: Annotated[bool, typer.Option("--reverse", help="The last first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many; 0 for all.")] = SCAN_ROWS,
+    prefix: Annotated[str, Option("--prefix", metavar="KEY", help="Keys that begin so.")] = "",
+    low: Annotated[str, Option("--from", metavar="KEY", help="Keys from this one on.")] = "",
+    high: Annotated[str, Option("--to", metavar="KEY", help="Keys below this one.")] = "",
+    reverse: Annotated[bool, Option("--reverse", help="The last first.")] = False,
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0 for all.")] = SCAN_ROWS,
     hex_: Hex = False,
 ) -> Listing:
     """List keys and values in order."""
@@ -132,7 +128,7 @@ def stats(cli: Cli, database: Database) -> Facts:
 
 
 def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
-    """Merge all tables into one level: what was overwritten or deleted goes."""
+    """Merge all tables into one level. What was overwritten or deleted goes."""
     from quire.cli.working import failure_of
 
     need_runner(runner)
@@ -164,7 +160,7 @@ def verify(cli: Cli, database: Database) -> Verdict:
 
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def backup(cli: Cli, database: Database, label: Label = "") -> Note:
-    """Copy a database to the object store; tables that are there already are not sent again."""
+    """Copy a database to the object store. Tables that are there already are not sent again."""
     from quire.lsm.backup import back_up
 
     with cli.owner() as store:
@@ -173,9 +169,7 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     return Note(text=text, data=_backup_json(made))
 
 
-def list_backups(
-    cli: Cli, label: Annotated[str, typer.Argument(metavar="LABEL", help="The backups' name.")]
-) -> Listing:
+def list_backups(cli: Cli, label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")]) -> Listing:
     """List the backups in the object store, oldest first."""
     from quire.lsm.backup import backups, read_backup
 
@@ -193,9 +187,9 @@ def list_backups(
 
 def restore(
     cli: Cli,
-    database: Annotated[str, typer.Argument(metavar="NEW", help="The new database's name.")],
+    database: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     label: Label = "",
-    lsn: Annotated[int, typer.Option("--lsn", help="Of the backup.", show_default="the newest")] = 0,
+    lsn: Annotated[int, Option("--lsn", help="Of the backup.", show_default="the newest")] = 0,
 ) -> Note:
     """Make a database of a backup."""
     from quire.durable.files import OsDisk

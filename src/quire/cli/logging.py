@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from quire.cli.declared import Option
 
 Log = Annotated[
     str,
-    typer.Option(
+    Option(
         "--log", metavar="STYLE", help="Tell events on stderr: json or console.", show_default="QUIRE_LOG, or warnings"
     ),
 ]

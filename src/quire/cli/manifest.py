@@ -11,29 +11,26 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli import check, mlog
 from quire.cli.command import Cli
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.output import STEP_ROWS, Listing, Row
-from quire.cli.plain import pairs, telling
-from quire.cli.typed import command, new_app
+from quire.cli.plain import pairs, plain, telling
 from quire.core.errors import ManifestDamaged
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.slots import Chain, Leaf
     from quire.manifest.tables import Table
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = new_app("Look into the manifest: the catalog of everything in a store.")
+    group = Group("Look into the manifest: the catalog of everything in a store.")
     check.add_to(group)
     command(group, "tables", example="quire manifest tables")(tables)
     command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
     mlog.add_to(group)
-    app.add_typer(group, name="manifest")
+    app.add("manifest", group)
 
 
 def tables(cli: Cli) -> Listing:
@@ -62,8 +59,8 @@ def tables(cli: Cli) -> Listing:
 
 def dump(
     cli: Cli,
-    table: Annotated[str, typer.Argument(metavar="TABLE", help="A name that `quire manifest tables` lists.")],
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Rows at most; 0: no limit.")] = 20,
+    table: Annotated[str, Argument(metavar="TABLE", help="A name that `quire manifest tables` lists.")],
+    limit: Annotated[int, Option(min=0, metavar="N", help="Rows at most; 0: no limit.")] = 20,
 ) -> Listing:
     """Show the rows of a table, decoded.
 

@@ -13,16 +13,13 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Note, Row
-from quire.cli.plain import count_of, pairs
-from quire.cli.typed import command
+from quire.cli.plain import count_of, pairs, plain
 from quire.core.errors import UnknownDatabase, WrongKind
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.jobs.runner import ThreadRunner
@@ -35,10 +32,10 @@ if TYPE_CHECKING:
 THREADS = 8
 """Logs that are looked at together: most of the time goes into waiting for disk and object store."""
 
-Stream = Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")]
+Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name.")]
 
 
-def add_to(group: typer.Typer) -> None:
+def add_to(group: Group) -> None:
     """Register these commands in the group `manifest`."""
     command(group, "inspect", example="quire manifest inspect clicks --limit 20")(inspect)
     command(group, "verify", example="quire manifest verify clicks")(verify)
@@ -48,13 +45,13 @@ def add_to(group: typer.Typer) -> None:
 def inspect(
     cli: Cli,
     stream: Stream,
-    start: Annotated[int | None, typer.Option("--from", min=0, metavar="CHUNK", help="Begin with this chunk.")] = None,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 100,
+    start: Annotated[int | None, Option("--from", min=0, metavar="CHUNK", help="Begin with this chunk.")] = None,
+    limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 100,
 ) -> Listing:
     """Show the records of a stream's manifest log."""
     stream_id, _ = _one(cli, stream)
     return Listing(
-        columns=["at", "record", ">segment", "says", "tier 2"],
+        columns=["at", "record", ">segment", "tier 2", "says"],
         rows=_records(cli, stream_id, start, limit),
         empty=f"{stream} has no manifest log on this disk",
     )
@@ -62,8 +59,8 @@ def inspect(
 
 def verify(
     cli: Cli,
-    stream: Annotated[str, typer.Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
-    shallow: Annotated[bool, typer.Option("--shallow", help="Do not read objects whole.")] = False,
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
     runner: Runner = "",
 ) -> Verdict:
     """Hold manifest logs to their rules, many at once.
@@ -95,7 +92,7 @@ def verify(
 
 def bundle(
     cli: Cli,
-    stream: Annotated[str, typer.Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
     runner: Runner = "",
 ) -> Note:
     """Make one object of each week's old chunks of manifest logs.
@@ -186,7 +183,7 @@ def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterato
 
 def _record(row: LogRow) -> Row:
     segment = str(row.segment_id) if row.segment_id else "-"
-    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, pairs(row.fields), row.tier2], plain(row))
+    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, row.tier2, pairs(row.fields)], plain(row))
 
 
 def _problem(problem: Problem, stream_id: int, name: str) -> Row:

@@ -13,10 +13,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from quire.cli.declared import Argument, Option
 from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot, WrongKind
-from quire.core.ids import U32_MAX
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
 
     AnyInfo = DatabaseInfo | RemoteInfo
 
-Database = Annotated[str, typer.Argument(metavar="DB", help="The database's name.")]
-Snapshot = Annotated[str, typer.Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
+Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
 
 
 def number_of(text: str) -> int:
@@ -39,6 +37,8 @@ def number_of(text: str) -> int:
     digits = text.removeprefix("#")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
         return 0
+    from quire.core.ids import U32_MAX
+
     return int(digits) if int(digits) <= U32_MAX else 0
 
 

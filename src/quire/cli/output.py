@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TextIO
 
-from quire.cli.plain import visible
+from quire.cli.plain import plain, visible
 from quire.cli.values import Value
 from quire.core.errors import QuireError
 
@@ -281,8 +281,6 @@ def wrapped(text: str, width: int) -> list[str]:
 def _ready(data: Any) -> Any:
     if isinstance(data, Ready) or (isinstance(data, list) and data and all(isinstance(each, Ready) for each in data)):
         return data
-    from quire.core.plain import plain
-
     return plain(data)
 
 

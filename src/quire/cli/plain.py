@@ -18,11 +18,29 @@ SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
 
 
+def plain(value: Any) -> Any:
+    """As `quire.core.plain.plain`, which is loaded for what is not plain already, or nearly so.
+
+    >>> plain([(1, b"\\x01"), {3: None}])
+    [[1, '01'], {'3': None}]
+    """
+    kind = type(value)
+    if kind in (str, int, float, bool, type(None)):
+        return value
+    if kind is dict:
+        return {str(key): plain(each) for key, each in value.items()}
+    if kind in (list, tuple):
+        return [plain(each) for each in value]
+    if kind is bytes:
+        return value.hex()
+    from quire.core.plain import plain as plain_of
+
+    return plain_of(value)
+
+
 def telling(record: msgspec.Struct) -> dict[str, Any]:
     """The fields of a record that differ from their defaults: what a person wants to see of it."""
     from msgspec.structs import fields
-
-    from quire.core.plain import plain
 
     defaults = {each.name: each.default for each in fields(type(record)) if not each.required}
     shown: dict[str, Any] = {}
@@ -61,11 +79,12 @@ def in_words(value: Any) -> str:
     >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
     ('base 5 of database 1, generation 3', 'ghost', '1/2', 'nothing')
     """
-    from quire.core.ids import ArtifactKey
-    from quire.core.plain import plain
-
     if value is None:
         return "nothing"
+    if type(value) in (str, int):
+        return short(str(value))
+    from quire.core.ids import ArtifactKey
+
     if isinstance(value, ArtifactKey):
         delta = f", delta {value.delta_id}" if value.delta_id else ""
         return f"{value.kind.name.lower()} {value.id} of database {value.origin_db_id}, generation {value.generation}{delta}"

@@ -1,4 +1,5 @@
-"""The quick way to what is asked most: ls, info, tree, snapshot ls and the list of commands, for a few Python starts.
+"""The quick way to what is asked most: ls, info, tree, snapshot ls and the list of commands, for a few Python starts;
+`quick_lists` has two more.
 
 Rules
   1. It shows what the usual commands show, letter by letter (a test compares them), or it declines by raising anything at all:
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +35,17 @@ HELP_COLUMNS = 80
 
 
 # ── a store ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class _Store(Glance):
+class Looked(Glance):
     """A store that is only looked at."""
 
     def __init__(self, cli: Cli) -> None:
         self.root = os.path.abspath(cli.path)
         self.object_store = _object_store(self.root)
         super().__init__(os.path.join(self.root, MANIFEST))
+
+    def rows(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and values of a table, in order."""
+        return self._rows(table)
 
 
 def _object_store(root: str) -> str:
@@ -67,7 +73,7 @@ def _told(value: SimpleNamespace) -> Ready:
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def ls(cli: Cli) -> Listing:
     """As `quire.cli.show.ls`."""
-    with _Store(cli) as store:
+    with Looked(cli) as store:
         records = store.databases()
         live = [
             SimpleNamespace(
@@ -95,7 +101,7 @@ def _parent(record: SimpleNamespace | None) -> str:
 
 def info(cli: Cli) -> Facts:
     """As `quire.cli.show.info`."""
-    with _Store(cli) as store:
+    with Looked(cli) as store:
         records = store.databases().values()
         live = [each.kind for each in records if each.status is not DbStatus.TOMBSTONED]
         oldest, head = store.feed_bounds()
@@ -124,7 +130,7 @@ def info(cli: Cli) -> Facts:
 
 def tree(cli: Cli) -> Tree:
     """As `quire.cli.tree.tree`, without its options."""
-    with _Store(cli) as store:
+    with Looked(cli) as store:
         records: Any = store.databases()
         snapshots: Any = {db_id: store.snapshots(db_id) for db_id in records}
     lineage: Any = grow(records, _node)
@@ -164,7 +170,7 @@ def _node(db_id: int, record: Any, forks: tuple[Any, ...]) -> SimpleNamespace:
 
 def snapshot_ls(cli: Cli, database: str) -> Listing:
     """As `quire.cli.snapshots.ls`."""
-    with _Store(cli) as store:
+    with Looked(cli) as store:
         live = [db_id for db_id, each in store.databases().items() if (each.name, _is_live(each)) == (database, True)]
         if len(live) != 1:
             raise Unfamiliar("a database that is not there")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli.bar import bar
 from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.named import Database, Snapshot, need_pages, snapshot_named
 from quire.cli.output import Note
 from quire.cli.plain import count_of, size
-from quire.cli.typed import command
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "restore", example="quire restore shop monday shop-monday.db")(restore)
 
@@ -24,8 +22,8 @@ def restore(
     cli: Cli,
     database: Database,
     snapshot: Snapshot,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the file if there is one.")] = False,
+    file: Annotated[str, Argument(metavar="FILE", help="Where to write it.")],
+    replace: Annotated[bool, Option("--replace", help="Replace the file if there is one.")] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Note:

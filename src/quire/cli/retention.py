@@ -10,19 +10,15 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from msgspec.structs import replace
-
 from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import PROBLEMS
 from quire.cli.named import Database, Yes, title_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment
+from quire.cli.plain import count_of, moment, plain
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.cli.times import duration, seconds_of
-from quire.cli.typed import command, new_app
 from quire.core.errors import InvalidInput, WouldDropEverything
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.records import RetentionRecord
@@ -33,15 +29,15 @@ NAMED_MAX = 5
 """Snapshots that a question names."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = new_app("Which snapshots are kept, and which are made by themselves.")
+    group = Group("Which snapshots are kept, and which are made by themselves.")
     command(group, "show", example="quire retention show shop")(show)
     command(group, "set", example="quire retention set shop --hourly 24 --daily 7 --schedule hourly")(set_)
     command(group, "clear", example="quire retention clear shop")(clear)
     command(group, "plan", example="quire retention plan shop")(plan)
     command(group, "apply", example="quire retention apply shop --yes")(apply)
-    app.add_typer(group, name="retention")
+    app.add("retention", group)
 
 
 # ── the policy ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -55,19 +51,19 @@ def show(cli: Cli, database: Database) -> Facts:
 def set_(
     cli: Cli,
     database: Database,
-    keep_last: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep the newest N.")] = None,
+    keep_last: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest N.")] = None,
     keep_generations: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Keep those of the newest N checkpoint generations.")
+        int | None, Option(min=0, metavar="N", help="Keep those of the newest N checkpoint generations.")
     ] = None,
-    hourly: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep the newest of N hours.")] = None,
-    daily: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep the newest of N days.")] = None,
-    weekly: Annotated[int | None, typer.Option(min=0, metavar="N", help="Keep the newest of N weeks.")] = None,
-    keep: Annotated[str | None, typer.Option(metavar="30d", help="Keep what is younger: 90s, 15m, 2h, 7d.")] = None,
+    hourly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N hours.")] = None,
+    daily: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N days.")] = None,
+    weekly: Annotated[int | None, Option(min=0, metavar="N", help="Keep the newest of N weeks.")] = None,
+    keep: Annotated[str | None, Option(metavar="30d", help="Keep what is younger: 90s, 15m, 2h, 7d.")] = None,
     keep_named: Annotated[
-        bool | None, typer.Option("--keep-named/--no-keep-named", help="Keep those that a person named.")
+        bool | None, Option("--keep-named/--no-keep-named", help="Keep those that a person named.")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(metavar="hourly,daily", help="Make these by itself: hourly, daily, weekly; or none.")
+        str | None, Option(metavar="hourly,daily", help="Make these by itself: hourly, daily, weekly; or none.")
     ] = None,
 ) -> Facts:
     """Change rules of a database; others stay as they are.
@@ -75,6 +71,8 @@ def set_(
     0 ends a rule. Nothing is dropped yet. A snapshot is kept if any rule keeps it; without a rule every one is. The owner of
     the store applies the rules about once a minute.
     """
+    from msgspec.structs import replace
+
     from quire.manifest.records import RetentionRecord
     from quire.manifest.retention import check_policy
 
@@ -160,7 +158,7 @@ def _cells(each: Decision, found: RetentionPlan) -> list[str]:
 def apply(
     cli: Cli,
     database: Database,
-    force: Annotated[bool, typer.Option("--force", help="Even if no snapshot is left.")] = False,
+    force: Annotated[bool, Option("--force", help="Even if no snapshot is left.")] = False,
     yes: Yes = False,
 ) -> Note | Verdict:
     """Drop the snapshots that no rule keeps, now."""

@@ -12,16 +12,14 @@ import sys
 import time
 from typing import Annotated
 
-import typer
-
 from quire.cli.command import Cli
+from quire.cli.declared import Group, Option, command
 from quire.cli.logging import Log, log_to
 from quire.cli.output import Note
 from quire.cli.plain import count_of
-from quire.cli.typed import command
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "serve", example="quire serve --http 127.0.0.1:7448")(serve)
 
@@ -30,23 +28,23 @@ def serve(
     cli: Cli,
     listen: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="ADDRESS",
             help="grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH, beside the store's own socket.",
             show_default="the store's socket only",
         ),
     ] = "",
     admin_token: Annotated[
-        str, typer.Option(metavar="FILE", help="Token for everything; made if missing.", show_default="in the store")
+        str, Option(metavar="FILE", help="Token for everything; made if missing.", show_default="in the store")
     ] = "",
     read_token: Annotated[
-        str, typer.Option(metavar="FILE", help="Token for reading; made if missing.", show_default="in the store")
+        str, Option(metavar="FILE", help="Token for reading; made if missing.", show_default="in the store")
     ] = "",
-    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="Certificate (PEM), for grpc+tls and https.")] = "",
-    tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its key (PEM).")] = "",
+    tls_cert: Annotated[str, Option(metavar="FILE", help="Certificate (PEM), for grpc+tls and https.")] = "",
+    tls_key: Annotated[str, Option(metavar="FILE", help="Its key (PEM).")] = "",
     http: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="ADDRESS",
             help="HOST:PORT or https://HOST:PORT for the dashboard and /metrics.",
             show_default="neither",

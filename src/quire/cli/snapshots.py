@@ -9,38 +9,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-import typer
-
 from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import PROBLEMS
 from quire.cli.named import Database, Snapshot, Yes, need_pages, settled, snapshot_named, tags_of, title_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, size, span, tags_text
+from quire.cli.plain import count_of, moment, plain, size, span, tags_text
 from quire.cli.show import snapshot_listing
-from quire.cli.typed import command, new_app
+from quire.cli.values import Value
+from quire.cli.versions import At, version_of
 from quire.core.errors import UnknownSnapshot
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
+    from quire.cli.named import AnyInfo
+    from quire.core.ids import Epoch
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
+    from quire.service.client import Client
     from quire.store.info import Share
+    from quire.store.store import Store
 
 NOW = "now"
 """The word for a database as it is, where a snapshot is asked for."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
-    group = new_app("Snapshots: a database as it was, kept without copying.")
+    group = Group("Snapshots: a database as it was, kept without copying.")
     command(group, "create", example="quire snapshot create shop monday --tag by=ann")(create)
     command(group, "ls", example="quire snapshot ls shop")(ls)
     command(group, "show", example="quire snapshot show shop monday")(show)
     command(group, "drop", example="quire snapshot drop shop monday --yes")(drop)
     command(group, "diff", example="quire snapshot diff shop monday")(diff)
-    app.add_typer(group, name="snapshot")
+    app.add("snapshot", group)
     command(app, "fork", example="quire fork shop shop-test --at monday")(fork)
 
 
@@ -49,9 +53,9 @@ def create(
     cli: Cli,
     database: Database,
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="The snapshot's name.", show_default="none: it gets an id only")
+        str, Argument(metavar="[NAME]", help="The snapshot's name.", show_default="none: it gets an id only")
     ] = "",
-    tag: Annotated[list[str], typer.Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
 ) -> Note:
     """Keep a database as it is now. Nothing is copied, however large it is."""
     from quire.manifest.retention import SCHEDULE_TAG
@@ -83,24 +87,39 @@ def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> 
 def fork(
     cli: Cli,
     database: Database,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The new database's name.")],
-    at: Annotated[
-        str, typer.Option("--at", metavar="SNAP", help="The snapshot to begin at.", show_default="as it is now")
-    ] = "",
+    new: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
+    at: At = "",
 ) -> Note:
     """Make a database that begins as another one is, or was.
 
-    The two share everything until one of them changes it; nothing is copied, however large it is.
+    The two share everything until one of them changes it; nothing is copied, however large it is. A version is a snapshot, an
+    epoch (3:4711, as exports print it) or a moment (15m ago, or a date).
     """
     with cli.keeper() as store:
         found = store.database(database)
         if found.kind.name != "LSM":
             need_pages(found, "can be forked")
-        begin = snapshot_named(store, database, at) if at else None
+        version = version_of(store, database, at)
+        if version.at is not None:
+            need_pages(found, "can be forked between snapshots")
         settled(store, database)
-        made = store.fork(database, new, at=begin.snapshot_id if begin else None)
-    where = f"was at snapshot {title_of(begin)}" if begin else "is now"
-    return Note(text=f"made {made.name} with id {made.db_id}, as {database} {where}", data=made)
+        if version.at is None:
+            made = store.fork(database, new, at=version.snapshot.snapshot_id if version.snapshot else None)
+        else:
+            made = _forked_back(cli, store, database, new, version.at)
+    return Note(text=f"made {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
+
+
+def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> AnyInfo:
+    """A fork of a version that is no snapshot: the owner makes it, in its own process."""
+    if not hasattr(store, "manifest"):
+        with cli.owner() as owned:  # it is locked, so that the whole command is done there
+            return _forked_back(cli, owned, database, new, at)
+    from quire.sqlite.forking import fork_at
+
+    here: Any = store
+    fork_at(here.manifest, here.pages, database, new, at)
+    return store.database(new)
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +173,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Version(msgspec.Struct, frozen=True):
+class Version(Value):
     """One side of a comparison; snapshot 0 is the database as it is now."""
 
     database: str
@@ -173,12 +192,10 @@ class Version(msgspec.Struct, frozen=True):
 def diff(
     cli: Cli,
     database: Database,
-    before: Annotated[str, typer.Argument(metavar="A", help="A snapshot's name or id, or `now`.")],
-    after: Annotated[str, typer.Argument(metavar="[B]", help="Another one.", show_default=NOW)] = NOW,
-    of: Annotated[
-        str, typer.Option("--of", metavar="OTHERDB", help="B is a version of this database: a fork, say.")
-    ] = "",
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Slots shown; 0: all of them.")] = 20,
+    before: Annotated[str, Argument(metavar="A", help="A snapshot's name or id, or `now`.")],
+    after: Annotated[str, Argument(metavar="[B]", help="Another one.", show_default=NOW)] = NOW,
+    of: Annotated[str, Option("--of", metavar="OTHERDB", help="B is a version of this database: a fork, say.")] = "",
+    limit: Annotated[int, Option(min=0, metavar="N", help="Slots shown; 0: all of them.")] = 20,
 ) -> Report:
     """Show what differs between two versions.
 
@@ -199,7 +216,13 @@ def diff(
             ("not seen", f"what is in the open WAL segment of {unsealed[0]}: its owner seals it within a minute")
         )
     facts = Facts(lines=lines, data=None)
-    data = {"before": first, "after": second, "same": found.same, "unsealed": bool(unsealed), **plain(found)}
+    data = {
+        "before": first.fields(),
+        "after": second.fields(),
+        "same": found.same,
+        "unsealed": bool(unsealed),
+        **plain(found),
+    }
     if not found.slots:
         return Report(parts=[facts], data=data)
     shown = found.slots[:limit] if limit else found.slots

@@ -1,65 +1,47 @@
 """Commands about SQLite databases: import, export, follow and shell.
 
 Rules
-  1. Each needs the owner: versions come and go while they are read.
+  1. Each needs the owner: versions come and go while they are read. A shell beside another owner is for reading what that has
+     published.
   2. Progress is on stderr, only on a terminal, and gone at the end.
-  3. A version is named by a snapshot, by its epoch (`3:4711`, as exports print it), or by a moment: the first that fits, in
-     this order.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-import typer
-
 from quire.cli.command import Cli, Verdict, on_terminal
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK
 from quire.cli.logging import Log, log_to
-from quire.cli.named import Database, need_pages, settled, snapshot_named, title_of
+from quire.cli.named import Database, need_pages, settled
 from quire.cli.output import Note
-from quire.cli.plain import count_of, moment, size, visible
-from quire.cli.times import moment_of
-from quire.cli.typed import command, new_app
-from quire.core.errors import InvalidInput, UnknownSnapshot
-from quire.core.ids import Epoch
-from quire.core.plain import plain
+from quire.cli.plain import count_of, plain, size, visible
+from quire.cli.versions import At, version_of
+from quire.core.errors import InvalidInput, StoreLocked
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from rich.progress import Progress, TaskID
 
-    from quire.manifest.snapshots import SnapshotInfo
-    from quire.manifest.store import ManifestStore
     from quire.sqlite.follow import Followed
+    from quire.store.store import Store
 
 INTERVAL_SECONDS_MIN = 0.01
 
-_EPOCH = re.compile(r"([0-9]{1,10}):([0-9]{1,20})")
-
-At = Annotated[
-    str,
-    typer.Option("--at", metavar="VERSION", help="A snapshot, an epoch or a moment.", show_default="as it is now"),
-]
-File = Annotated[str, typer.Argument(metavar="FILE", help="The SQLite database file.")]
-Name = Annotated[
-    str, typer.Argument(metavar="[DB]", help="The database's name here.", show_default="as the file is called")
-]
+File = Annotated[str, Argument(metavar="FILE", help="The SQLite database file.")]
+Name = Annotated[str, Argument(metavar="[DB]", help="The database's name here.", show_default="as the file is called")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
-    group = new_app("SQLite databases: in, out, followed, by hand.")
+    group = Group("SQLite databases: in, out, followed, by hand.")
     command(group, "import", example="quire sqlite import ./shop.db")(import_)
     command(group, "export", example="quire sqlite export shop ./monday.db --at monday")(export)
     command(group, "follow", example="quire sqlite follow ./app.db app")(follow)
     command(group, "shell", example="quire sqlite shell shop --at monday")(shell)
-    app.add_typer(group, name="sqlite")
+    app.add("sqlite", group)
 
 
 # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,9 +49,7 @@ def import_(
     cli: Cli,
     file: File,
     name: Name = "",
-    lock: Annotated[
-        bool, typer.Option("--lock/--no-lock", help="Whether to keep programs from writing meanwhile.")
-    ] = True,
+    lock: Annotated[bool, Option("--lock/--no-lock", help="Whether to keep programs from writing meanwhile.")] = True,
 ) -> Note:
     """Import a SQLite database, with its -wal file.
 
@@ -94,10 +74,10 @@ def import_(
 def export(
     cli: Cli,
     database: Database,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write.")],
+    out: Annotated[str, Argument(metavar="OUT", help="The file to write.")],
     at: At = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Have SQLite check it (integrity_check).")] = False,
+    force: Annotated[bool, Option("--force", help="Replace the file if there is one.")] = False,
+    check: Annotated[bool, Option("--check", help="Have SQLite check it (integrity_check).")] = False,
 ) -> Note:
     """Export a version of a database to an ordinary SQLite file.
 
@@ -130,8 +110,8 @@ def follow(
     cli: Cli,
     file: File,
     name: Name = "",
-    once: Annotated[bool, typer.Option("--once", help="Take over what is new, and end.")] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks at the file.")] = 0.25,
+    once: Annotated[bool, Option("--once", help="Take over what is new, and end.")] = False,
+    interval: Annotated[float, Option(metavar="SECONDS", help="Between two looks at the file.")] = 0.25,
     log: Log = "",
 ) -> Note:
     """Follow a SQLite file that another program writes.
@@ -182,55 +162,40 @@ def shell(
     cli: Cli,
     database: Database,
     statements: Annotated[
-        list[str], typer.Argument(metavar="[SQL]...", help="Run these instead of asking.", show_default=False)
-    ] = [],  # noqa: B006 - typer makes a new one
+        list[str], Argument(metavar="[SQL]...", help="Run these instead of asking.", show_default=False)
+    ] = [],  # noqa: B006 - nobody changes it
     at: At = "",
 ) -> Verdict:
     """Open SQLite's shell on a database or a version of it.
 
-    An earlier version is for reading.
+    An earlier version is for reading, and so is every one while another process owns the store.
     """
     from quire.sqlite.terminal import run_shell
 
-    with cli.owner(upkeep=True) as store:
+    with _at_hand(cli) as store:
         need_pages(store.database(database), "have a shell")
         version = version_of(store.manifest, database, at)
-        settled(store, database)
+        beside = store.mode == "r"
+        if not beside:
+            settled(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
+        told = f"{database} {version.text}{', for reading: another process owns the store' if beside else ''}"
         try:
-            code = run_shell(connection, visible(f"{database} {version.text}"), statements)
+            code = run_shell(connection, visible(told), statements)
         finally:
             connection.close()
     return Verdict(None, code or OK)
 
 
-# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Version(msgspec.Struct, frozen=True):
-    """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
-
-    text: str
-    snapshot: SnapshotInfo | None = None
-    at: Epoch | datetime | None = None
-
-
-def version_of(manifest: ManifestStore, database: str, text: str) -> Version:
-    """What people typed for a version (rule 3)."""
-    if not text:
-        return Version("as it is now")
+def _at_hand(cli: Cli) -> Store:
+    """The store, to own; where another process does, for reading."""
     try:
-        found = snapshot_named(manifest, database, text)
-        return Version(f"as of snapshot {title_of(found)}", snapshot=found)
-    except UnknownSnapshot as unknown:
-        if epoch := _EPOCH.fullmatch(text):
-            return Version(f"as of epoch {text}", at=Epoch(int(epoch[2]), int(epoch[1])))
-        try:
-            at_ms = moment_of(text, "--at", now_ms=manifest.clock.now_ms())
-        except InvalidInput:
-            raise unknown from None
-    from datetime import UTC, datetime
+        return cli.owner(upkeep=True)
+    except StoreLocked:
+        from quire.store.opening import open as open_quire
 
-    return Version(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))
+        return open_quire(cli.path, "r")
 
 
 # ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from quire.cli.bar import bar
 from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli
+from quire.cli.declared import Group, Option, command
 from quire.cli.output import Listing, Row
-from quire.cli.plain import size
-from quire.cli.typed import command
-from quire.core.plain import plain
+from quire.cli.plain import plain, size
 
 if TYPE_CHECKING:
     from quire.jobs.stats.compute import Usage
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "stats", example="quire stats --snapshots")(stats)
 
 
 def stats(
     cli: Cli,
-    snapshots: Annotated[bool, typer.Option("--snapshots", help="Also each snapshot by itself.")] = False,
+    snapshots: Annotated[bool, Option("--snapshots", help="Also each snapshot by itself.")] = False,
     runner: Runner = "",
 ) -> Listing:
     """Show what each database takes, alone and shared.

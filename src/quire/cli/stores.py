@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli import show
 from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import PROBLEMS
 from quire.cli.output import Note
 from quire.cli.plain import article, count_of
-from quire.cli.typed import command
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The database's name.")]
+Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
-    command(app, "init", example="quire init ./data --object-store s3://bucket/prefix")(init)
+    command(app, "init", example="quire init ./data")(init)
     command(app, "ls", example="quire ls --store ./data")(show.ls)
     command(app, "info", example="quire info --json")(show.info)
     command(app, "create", example="quire create shop --kind pages")(create)
@@ -33,13 +31,11 @@ def init(
     cli: Cli,
     path: Annotated[
         str,
-        typer.Argument(
-            metavar="[PATH]", help="The directory; it is made if need be.", show_default="the one of --store"
-        ),
+        Argument(metavar="[PATH]", help="The directory; it is made if need be.", show_default="the one of --store"),
     ] = "",
     object_store: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="URL",
             help="Where objects live: a path, s3://…, gs://…, az://…",
             show_default="objects/ in the store",
@@ -67,7 +63,7 @@ def init(
 def create(
     cli: Cli,
     name: Name,
-    kind: Annotated[str, typer.Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
+    kind: Annotated[str, Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
 ) -> Note:
     """Make a database."""
     with cli.keeper() as store:
@@ -79,8 +75,8 @@ def create(
 def drop(
     cli: Cli,
     name: Name,
-    snapshots: Annotated[bool, typer.Option("--snapshots", help="Drop its snapshots with it.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots with it.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> Note | Verdict:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
     from dataclasses import replace
@@ -101,8 +97,8 @@ def drop(
 
 def rename(
     cli: Cli,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="Its name now.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Its name then.")],
+    old: Annotated[str, Argument(metavar="OLD", help="Its name now.")],
+    new: Annotated[str, Argument(metavar="NEW", help="Its name then.")],
 ) -> Note:
     """Give a database another name."""
     with cli.keeper() as store:

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.named import Database
 from quire.cli.output import Facts, Listing, Note, Row
 from quire.cli.plain import count_of, moment, pairs, size, span
-from quire.cli.typed import command, new_app
 from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,12 +34,12 @@ READ_ROWS = 100
 """Shown by `read` unless told otherwise."""
 MOVES = ("compress", "upload", "evict", "hydrate")
 
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, help="At most so many; 0 for all.")]
+Limit = Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0 for all.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register these commands."""
-    group = new_app("Streams: append, read, move between tiers.")
+    group = Group("Streams: append, read, move between tiers.")
     command(group, "append", example="quire stream append clicks 'ann bought apples' --create")(append)
     command(group, "read", example="quire stream read clicks --from 1 --limit 10")(read)
     command(group, "tail", example="quire stream tail clicks -n 5")(tail)
@@ -52,7 +50,7 @@ def add_to(app: typer.Typer) -> None:
     command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
     command(group, "verify", example="quire stream verify clicks")(verify)
     command(group, "retention", example="quire stream retention clicks --days 30")(retention)
-    app.add_typer(group, name="stream")
+    app.add("stream", group)
 
 
 @contextmanager
@@ -65,8 +63,8 @@ def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
 def append(
     cli: Cli,
     database: Database,
-    record: Annotated[list[str] | None, typer.Argument(metavar="[RECORD]...", help="Records; none: stdin.")] = None,
-    create: Annotated[bool, typer.Option("--create", help="Make the stream if there is none.")] = False,
+    record: Annotated[list[str] | None, Argument(metavar="[RECORD]...", help="Records; none: stdin.")] = None,
+    create: Annotated[bool, Option("--create", help="Make the stream if there is none.")] = False,
 ) -> Note:
     """Append records: the arguments, or the lines of stdin."""
     with _open(cli, database, create=create) as stream:
@@ -89,8 +87,8 @@ def appended(database: str, first: int, count: int) -> Note:
 def read(
     cli: Cli,
     database: Database,
-    start: Annotated[int | None, typer.Option("--from", metavar="ID", help="From this record on.")] = None,
-    stop: Annotated[int | None, typer.Option("--to", metavar="ID", help="Up to before this one.")] = None,
+    start: Annotated[int | None, Option("--from", metavar="ID", help="From this record on.")] = None,
+    stop: Annotated[int | None, Option("--to", metavar="ID", help="Up to before this one.")] = None,
     limit: Limit = READ_ROWS,
 ) -> Listing:
     """Show records in order, from whatever tier they are in."""
@@ -188,9 +186,9 @@ def seal(cli: Cli, database: Database) -> Note:
 def tier(
     cli: Cli,
     database: Database,
-    move: Annotated[str, typer.Argument(metavar="MOVE", help="compress, upload, evict or hydrate.")],
-    segment: Annotated[list[int] | None, typer.Option("--segment", metavar="ID", help="Only these segments.")] = None,
-    warm: Annotated[bool, typer.Option("--warm", help="With evict: compressed copies too.")] = False,
+    move: Annotated[str, Argument(metavar="MOVE", help="compress, upload, evict or hydrate.")],
+    segment: Annotated[list[int] | None, Option("--segment", metavar="ID", help="Only these segments.")] = None,
+    warm: Annotated[bool, Option("--warm", help="With evict: compressed copies too.")] = False,
 ) -> Note:
     """Move sealed segments between tiers."""
     if move not in MOVES:
@@ -229,7 +227,7 @@ def published(store: Store, database: str) -> Note:
 def verify(
     cli: Cli,
     database: Database,
-    shallow: Annotated[bool, typer.Option("--shallow", help="Do not read objects whole.")] = False,
+    shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
 ) -> Verdict:
     """Read every copy of every segment and say what is wrong."""
     from quire.stream.verify import problems
@@ -258,11 +256,11 @@ def verify(
 def retention(
     cli: Cli,
     database: Database,
-    days: Annotated[float | None, typer.Option("--days", min=0, help="Older records go.")] = None,
-    max_bytes: Annotated[int | None, typer.Option("--bytes", min=0, help="The oldest beyond so much go.")] = None,
-    consumed: Annotated[bool, typer.Option("--consumed", help="What all consumers have read goes.")] = False,
-    reset: Annotated[bool, typer.Option("--reset", help="Have the store's settings again.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Let go now what may go.")] = False,
+    days: Annotated[float | None, Option("--days", min=0, help="Older records go.")] = None,
+    max_bytes: Annotated[int | None, Option("--bytes", min=0, help="The oldest beyond so much go.")] = None,
+    consumed: Annotated[bool, Option("--consumed", help="What all consumers have read goes.")] = False,
+    reset: Annotated[bool, Option("--reset", help="Have the store's settings again.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Let go now what may go.")] = False,
 ) -> Note:
     """Show or set what a stream keeps."""
     from quire.stream.state import Retention

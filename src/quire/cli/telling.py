@@ -15,10 +15,9 @@ import re
 from typing import Any
 
 from quire.cli.exits import exit_of
-from quire.cli.plain import here, in_words, visible
+from quire.cli.plain import here, in_words, plain, visible
 from quire.core.clock import SystemClock
 from quire.core.errors import ManifestDamaged, NameTaken, QuireError, StoreLocked, UnknownCursor
-from quire.core.plain import plain
 
 COMMANDS = frozenset(
     {

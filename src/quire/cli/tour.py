@@ -17,17 +17,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli import tour_engines as engines
 from quire.cli import tour_versions as versions
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Facts
 from quire.cli.plain import count_of, moment, size
 from quire.cli.tour_guide import Guide, Onlooker
 from quire.cli.tour_versions import FORK, SHOP
-from quire.cli.typed import command
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
 
@@ -47,13 +45,13 @@ BATCH_OPS = 10
 CLOCK = SystemClock()
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "tour", example="quire tour --store ./quire-data", store=DIRECTORY)(tour)
 
 
 def tour(
-    cli: Cli, spark: Annotated[bool, typer.Option("--spark", help="Run jobs and queries on Spark as well.")] = False
+    cli: Cli, spark: Annotated[bool, Option("--spark", help="Run jobs and queries on Spark as well.")] = False
 ) -> Verdict:
     """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
     from quire.store.opening import open as open_quire

@@ -12,15 +12,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli.command import Cli
+from quire.cli.declared import Group, Option, command
 from quire.cli.lineage import DEPTH_MAX, Known, in_order, nested, roots
 from quire.cli.output import Node, Tree
+from quire.cli.plain import plain
 from quire.cli.snapshots import share_json
-from quire.cli.typed import command
 from quire.core.errors import UnknownDatabase
-from quire.core.plain import plain
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -29,15 +27,15 @@ if TYPE_CHECKING:
     from quire.store.info import Share
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "tree", example="quire tree --sizes")(tree)
 
 
 def tree(
     cli: Cli,
-    everything: Annotated[bool, typer.Option("--all", help="All snapshots, however many.")] = False,
-    sizes: Annotated[bool, typer.Option("--sizes", help="Say how much only this database or snapshot holds.")] = False,
+    everything: Annotated[bool, Option("--all", help="All snapshots, however many.")] = False,
+    sizes: Annotated[bool, Option("--sizes", help="Say how much only this database or snapshot holds.")] = False,
 ) -> Tree:
     """Show who came from whom: databases, snapshots, forks."""
     with cli.reader() as manifest:

@@ -1,7 +1,7 @@
-"""Commands as typer has them: the shared options, the example at the end of the help, errors of usage.
+"""Commands as typer has them, made of their declarations: help, completion, and the errors of usage.
 
 Rules
-  1. `command` gives a function (see `quire.cli.command`) the options --store, --json and --debug, and its example.
+  1. The lane (`quire.cli.lane`) runs what is written as it should be; typer is loaded for everything else.
   2. A command line that cannot be understood is an error like any other: told in two lines, or as JSON if `--json` is
      anywhere in it, with the exit code of usage.
 
@@ -13,76 +13,90 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
-from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict, output_for, perform, tell
+from quire.cli.command import Cli, output_for, perform, tell
+from quire.cli.declared import REQUIRED, Command, Group, Option, Parameter
 from quire.cli.exits import OK
-from quire.cli.output import Shown
 from quire.core.errors import InvalidInput
-
-P = ParamSpec("P")
-Body = Callable[Concatenate[Cli, P], Shown | Verdict]
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for a wrong command line; it has no public name of its own."""
 
-JSON = typer.Option("--json", help="Write JSON (its shape: docs/cli.md).")
-DEBUG = typer.Option("--debug", help="Show the traceback of an error.")
+EXAMPLE = "quire tour --store ./quire-data"
 
 
-def command(app: typer.Typer, name: str, *, example: str, store: str = HERE) -> Callable[[Body[P]], Body[P]]:
-    """Register a function as a command of `app`; `example` ends its help, `store` is where it goes unless told."""
+class _Command(typer.core.TyperCommand):
+    """A command whose usage names what it needs as everybody writes it: `DB NEW`, not `{DB} {NEW}`."""
 
-    def register(body: Body[P]) -> Body[P]:
-        def run(*, store: str, as_json: bool, debug: bool, **arguments: Any) -> None:
-            if code := perform(body, Cli(store, as_json), arguments, debug=debug):
-                raise typer.Exit(code)
-
-        signature = inspect.signature(body, eval_str=True)
-        own = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in list(signature.parameters.values())[1:]
-        ]
-        run.__signature__ = inspect.Signature([*own, *_shared(store)])  # type: ignore[attr-defined]
-        run.__annotations__ = {}
-        run.__name__ = body.__name__
-        app.command(name, help=body.__doc__, epilog=f"Example: {example}")(run)
-        return body
-
-    return register
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
-def _shared(store: str) -> list[inspect.Parameter]:
-    where = typer.Option(
-        "--store",
-        "-s",
-        envvar=STORE_VARIABLE,
-        metavar="DIR",
-        help="The store's directory.",
-        show_default="this directory" if store == HERE else store,
+def program(group: Group) -> Any:
+    """The whole program, as typer runs it."""
+    app = _typed(group)
+    app.callback(epilog=f"Example: {EXAMPLE}")(_options)
+    return typer.main.get_command(app)
+
+
+def _typed(group: Group) -> typer.Typer:
+    """A group, plain: typer's rich help costs more than all the rest of a light command."""
+    app = typer.Typer(help=group.text, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    for each in group.commands.values():
+        made = app.command(each.name, cls=_Command, help=each.body.__doc__, epilog=f"Example: {each.example}")
+        made(_runner(each))
+    for name, inner in group.groups.items():
+        app.add_typer(_typed(inner), name=name)
+    return app
+
+
+def _runner(command: Command) -> Callable[..., None]:
+    """A function with the signature that typer looks at."""
+
+    def run(*, store: str, as_json: bool, debug: bool, **arguments: Any) -> None:
+        if code := perform(command.body, Cli(store, as_json), arguments, debug=debug):
+            raise typer.Exit(code)
+
+    parameters = [*command.parameters(), *command.shared()]
+    run.__signature__ = inspect.Signature([_for_typer(each) for each in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    run.__name__ = command.body.__name__
+    return run
+
+
+def _for_typer(each: Parameter) -> inspect.Parameter:
+    kind: Any = list[each.kind] if each.many else each.kind  # type: ignore[name-defined]
+    if each.default is None:
+        kind = kind | None
+    said = each.declared
+    declared = typer.Option(*said.names, **said.said) if isinstance(said, Option) else typer.Argument(**said.said)
+    default = inspect.Parameter.empty if each.default is REQUIRED else each.default
+    return inspect.Parameter(
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
     )
-    options = (
-        ("store", store, Annotated[str, where]),
-        ("as_json", False, Annotated[bool, JSON]),
-        ("debug", False, Annotated[bool, DEBUG]),
-    )
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, default, annotation in options
-    ]
 
 
-def new_app(text: str) -> typer.Typer:
-    """An application or a group of commands, plain: typer's rich help costs more than all the rest of a light command."""
-    return typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"quire {version('quire')}")
+        raise typer.Exit
 
 
-def run_app(app: typer.Typer, arguments: Sequence[str]) -> int:
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."""
+
+
+def run_app(app: Group, arguments: Sequence[str]) -> int:
     """Run the program on a command line; its exit code."""
     try:
-        code = typer.main.get_command(app).main(list(arguments), prog_name="quire", standalone_mode=False)
+        code = program(app).main(list(arguments), prog_name="quire", standalone_mode=False)
     except USAGE_ERROR as error:
         return _wrong_usage(error, arguments)
     except SystemExit as end:

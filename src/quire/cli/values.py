@@ -14,7 +14,7 @@ Any thread: nothing changes.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 
 @dataclass_transform(frozen_default=True)
@@ -37,6 +37,14 @@ class Value:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields by their names."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def with_(self, **changes: Any) -> Self:
+        """This value with other fields."""
+        return type(self)(**{**self.fields(), **changes})
 
     def _tuple(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self._names)

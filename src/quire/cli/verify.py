@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.cli.plain import count_of, moment, size
 from quire.cli.times import seconds_of
-from quire.cli.typed import command
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -29,24 +27,22 @@ LISTED = 50
 """Damaged artifacts that are shown to people; `--report` and `--json` have them all."""
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "verify", example="quire verify --max-age 7d --max-duration 1h")(verify)
 
 
 def verify(
     cli: Cli,
-    max_age: Annotated[
-        str, typer.Option(metavar="AGE", help="Leave out what was verified within: 90s, 15m, 2h, 7d.")
-    ] = "",
-    max_duration: Annotated[str, typer.Option(metavar="TIME", help="End after this long, where it is.")] = "",
-    report: Annotated[str, typer.Option(metavar="FILE", help="Write what is damaged to a Parquet file.")] = "",
+    max_age: Annotated[str, Option(metavar="AGE", help="Leave out what was verified within: 90s, 15m, 2h, 7d.")] = "",
+    max_duration: Annotated[str, Option(metavar="TIME", help="End after this long, where it is.")] = "",
+    report: Annotated[str, Option(metavar="FILE", help="Write what is damaged to a Parquet file.")] = "",
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also list objects, and look for those no row speaks of.")
+        bool, Option("--orphans", help="Also list objects, and look for those no row speaks of.")
     ] = False,
-    sweep: Annotated[bool, typer.Option("--sweep", help="As --orphans, and delete them.")] = False,
+    sweep: Annotated[bool, Option("--sweep", help="As --orphans, and delete them.")] = False,
     audit: Annotated[
-        bool, typer.Option("--audit", help="Also compute reference counts, heads and floors again from rows.")
+        bool, Option("--audit", help="Also compute reference counts, heads and floors again from rows.")
     ] = False,
     runner: Runner = "",
     dry_run: DryRun = False,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from quire.cli.command import Cli
+from quire.cli.declared import Argument, Group, command
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.cli.plain import size
-from quire.cli.typed import command
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "why", example="quire why pages/00000001/wal/00000001.seg")(why)
 
@@ -20,7 +18,7 @@ def add_to(app: typer.Typer) -> None:
 def why(
     cli: Cli,
     subject: Annotated[
-        str, typer.Argument(metavar="WHAT", help="A database's name, a file's path in the store, or an object's key.")
+        str, Argument(metavar="WHAT", help="A database's name, a file's path in the store, or an object's key.")
     ],
 ) -> Report:
     """Say what keeps something, and what would release it."""

@@ -5,6 +5,8 @@ Rules
   2. Names are `Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test holds the list.
   3. The manifest writes the trace of whoever submits a batch into its change record: a change in the feed leads back to the
      request that made it.
+  4. Between processes a trace travels as W3C's `traceparent`: `carried` on one side, `continued` on the other. What cannot be
+     read is no trace, and no error.
 
 Any thread; a span belongs to the thread that opened it.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 TRACE_API = "opentelemetry.trace"
@@ -29,8 +31,13 @@ SPANS = (
     "Checkpoint.write",
     "Checkpoint.publish",
     "Spark.run",
+    "Service.call",
 )
 """Every span there is."""
+
+
+_VERSION = "00"
+"""Of `traceparent`; later ones begin with the same fields."""
 
 
 class Span:
@@ -71,3 +78,39 @@ def trace_id() -> str:
         return ""
     context = api.get_current_span().get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+# ── from process to process ───────────────────────────────────────────────────────────────────────────────────────────
+def carried() -> str:
+    """The trace that this thread is in, as a `traceparent` for another process; empty if it is in none."""
+    api: Any = sys.modules.get(TRACE_API)
+    if api is None:
+        return ""
+    context = api.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"{_VERSION}-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def continued(traceparent: str) -> AbstractContextManager[object]:
+    """Spans and changes of the block belong to the trace that came from elsewhere; nothing if none came."""
+    numbers = _numbers(traceparent) if traceparent else None
+    if numbers is None:
+        return nullcontext()
+    from opentelemetry import trace as api  # a caller traces: its trace goes on here, whether or not we record
+
+    trace, span_id, flags = numbers
+    context = api.SpanContext(trace, span_id, is_remote=True, trace_flags=api.TraceFlags(flags))
+    return api.use_span(api.NonRecordingSpan(context))
+
+
+def _numbers(traceparent: str) -> tuple[int, int, int] | None:
+    """(trace, span, flags) of a `traceparent`."""
+    parts = traceparent.split("-")
+    if [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
+        return None
+    try:
+        trace, span_id, flags = (int(part, 16) for part in parts[1:4])
+    except ValueError:
+        return None
+    return (trace, span_id, flags) if trace and span_id else None

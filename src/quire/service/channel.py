@@ -11,7 +11,8 @@ Rules
      deadline: then `Unavailable`. An answer that does not come in time is `TimedOut`: the call may still be done.
   3. Every failed attempt is followed by a new connection: the transport's own would wait for longer and longer.
   4. Owner and client say their versions with every call; who does not understand the other says so.
-  5. A channel belongs to its process: after fork() the child makes a connection of its own.
+  5. A call carries the trace that its caller is in.
+  6. A channel belongs to its process: after fork() the child makes a connection of its own.
 
 Threads: any. Raises what the owner raised, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`.
 """
@@ -41,11 +42,13 @@ from quire.core.errors import (
     TimedOut,
     Unavailable,
 )
+from quire.core.tracing import carried
 from quire.durable.files import translated
 from quire.service.tickets import Action, Request, TableTicket
 from quire.service.tokens import read_token
 from quire.service.wire import (
     TOKEN_HEADER,
+    TRACE_HEADER,
     VERSION_HEADER,
     WIRE_VERSION,
     ErrorForm,
@@ -131,7 +134,7 @@ class Channel:
         with self._lock:
             if self._closed:
                 raise StoreClosed("the client is closed", hint="connect again", uri=self.uri)
-            if self._pid != os.getpid():  # rule 5: what the parent has is not touched
+            if self._pid != os.getpid():  # rule 6: what the parent has is not touched
                 self._pid, self._client = os.getpid(), None
             if self._client is None:
                 try:
@@ -168,9 +171,11 @@ class Channel:
         """The answer to an action."""
         name = action.name
         body = write_call(os.urandom(16) if action.keyed else b"", request)
+        trace = carried()
+        headers = [*self._headers, (TRACE_HEADER.encode(), trace.encode())] if trace else self._headers
 
         def attempt(client: Any, seconds: float) -> Any:
-            options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=self._headers)
+            options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=headers)
             whole = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
             return read_answer(whole, action.answer)
 

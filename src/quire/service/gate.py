@@ -28,7 +28,7 @@ from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError
 from quire.core.events import emit
 from quire.service.messages import Access
 from quire.service.tokens import Tokens
-from quire.service.wire import TOKEN_HEADER, VERSION_HEADER, version_error, write_form
+from quire.service.wire import TOKEN_HEADER, TRACE_HEADER, VERSION_HEADER, version_error, write_form
 
 MIDDLEWARE = "quire"
 LOGGED_PER_SECOND = 20
@@ -98,10 +98,11 @@ class Refusals:
 
 
 class Admission(flight.ServerMiddleware):  # type: ignore[misc]
-    """What the caller of one call may do."""
+    """What the caller of one call may do, and the trace that he is in."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, trace: str = "") -> None:
         self.access = access
+        self.trace = trace
 
 
 class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -125,14 +126,14 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             self._refusals.add(wrong_call, method=method)
             raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
         if self._tokens is None:
-            return Admission(Access.ADMIN)
+            return Admission(Access.ADMIN, told.get(TRACE_HEADER, ""))
         access = self._tokens.access(told.get(TOKEN_HEADER, ""))
         if access is None:
             shown = "a wrong token" if TOKEN_HEADER in told else "no token"
             denied = AccessDenied(f"the call shows {shown}", hint="connect with token_file=…")
             self._refusals.add(denied, method=method)
             raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied))
-        return Admission(access)
+        return Admission(access, told.get(TRACE_HEADER, ""))
 
     def need(self, context: Any, access: Access, what: str) -> None:
         """Raise `AccessDenied` unless the caller may do this."""

@@ -20,6 +20,7 @@ import msgspec
 
 from quire.core.errors import AccessDenied, InvalidInput, QuireError, TimedOut, UnknownDatabase
 from quire.core.plain import plain
+from quire.core.tracing import continued
 from quire.manifest import feed
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
@@ -236,7 +237,8 @@ class Handlers:
     def _submit(self, batch: m.Batch, seconds: float) -> ManifestGuard | m.Outcome:
         try:
             ops = _DECODE_OPS(batch.ops)
-            return self._manifest.submit(ops, key=batch.key or None, result=batch.result, timeout=seconds)
+            with continued(batch.trace):
+                return self._manifest.submit(ops, key=batch.key or None, result=batch.result, timeout=seconds)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return m.Outcome(error=form_of(InvalidInput(f"the operations cannot be read: {error}")))
         except QuireError as error:

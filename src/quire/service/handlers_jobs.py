@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
 import msgspec
@@ -74,7 +75,7 @@ class JobHandlers:
             if not self._closed:  # else it stays in the queue
                 if self._runner is None:
                     self._runner = ThreadPoolExecutor(1, thread_name_prefix="quire-service-job")
-                self._runner.submit(self._run, job_id)
+                self._runner.submit(copy_context().run, self._run, job_id)  # the job belongs to the caller's trace
         return m.Started(job_id, record.attempt + (record.state is JobState.PENDING))
 
     def _run(self, job_id: int) -> None:

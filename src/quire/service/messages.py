@@ -126,6 +126,8 @@ class Batch(Request, frozen=True):
     key: bytes
     ops: msgspec.Raw
     result: bytes = b""
+    trace: str = ""
+    """Of whoever submitted it: batches of several traces travel in one call."""
 
 
 class Submit(Request, frozen=True):

@@ -25,6 +25,7 @@ import msgspec
 
 from quire.core.errors import InternalError, InvalidInput, Overloaded, QuireError, StoreClosed, TimedOut
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
+from quire.core.tracing import carried
 from quire.manifest.guard import Receipt
 from quire.manifest.ops.base import Op
 from quire.service import messages as m
@@ -105,7 +106,7 @@ class Pipeline:
             packed = msgspec.msgpack.encode(batch)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"the batch cannot be sent: {error}") from error
-        told = m.Batch(key or os.urandom(16), msgspec.Raw(packed), result)
+        told = m.Batch(key or os.urandom(16), msgspec.Raw(packed), result, carried())
         waiting = _Waiting(told, len(batch), len(packed) + len(result), RemoteGuard())
         with self._changed:
             if not self._changed.wait_for(

@@ -30,6 +30,7 @@ import pyarrow.flight as flight
 
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
+from quire.core.tracing import continued, span
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
@@ -231,12 +232,14 @@ class Service:
         key, request = read_call(bytes(body), action.request)
         if key and not action.keyed:
             raise InvalidInput("this action takes no idempotency key", action=name)
-        role = context.get_middleware(MIDDLEWARE).access.value
+        admission = context.get_middleware(MIDDLEWARE)
+        role = admission.access.value
 
         def is_over() -> bool:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
-        with (self._waits if name in LONG_POLLS else self._calls).place():
+        room = self._waits if name in LONG_POLLS else self._calls
+        with room.place(), continued(admission.trace), span("Service.call", action=name, role=role):
             return self._handlers.of(name)(request, Asked(key, role, is_over))
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:

@@ -28,6 +28,8 @@ from quire.core.limits import MIB
 WIRE_VERSION = 1
 VERSION_HEADER = "x-quire-wire"
 TOKEN_HEADER = "authorization"
+TRACE_HEADER = "traceparent"
+"""W3C's: the trace that the caller is in."""
 
 PART_BYTES = MIB
 """Answers are cut into messages of this size: memory of the transport stays small, however long an answer is."""

@@ -1,0 +1,157 @@
+"""The example that ends each command's help is run: all of them, one after the other, in one store, as they are written there.
+
+What is not run to the letter, and why: commands that stay are told to end (`ENDING`), and what works on Spark does so in a test
+of its own, because that is where the session is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+import quire
+from quire.cli import app, main, output
+from quire.manifest.records import JobKind
+from tests.cli.conftest import Ended
+from tests.house.tree import SRC
+
+IN_ORDER = (
+    "init", "create", "jobs ls", "jobs show", "jobs cancel", "jobs retry", "jobs work",
+    "sqlite import", "ls", "info", "why", "snapshot create", "snapshot ls", "snapshot show", "snapshot diff",
+    "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "restore", "checkpoint", "merge", "retention set",
+    "retention show", "retention plan", "retention apply", "retention clear", "stats", "verify",
+    "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify", "kv delete",
+    "stream append", "stream read", "stream tail", "stream seal", "stream ls", "stream info", "stream tier",
+    "stream checkpoint", "stream verify", "stream retention",
+    "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",
+    "feed tail", "feed cursors", "feed drop", "audit",
+    "gc", "doctor", "snapshot drop", "drop", "rename", "serve", "tour",
+)  # fmt: skip
+"""What a person would do in a new store."""
+
+ENDING = {
+    "sqlite follow": " --once",  # else until Ctrl-C
+    "serve": "",  # until SIGTERM
+}
+EXPECTED: dict[str, str] = {
+    "ls": "shop",
+    "why": "has not brought it into chunks",
+    "snapshot diff": "they are one version",
+    "fork": "as shop was at snapshot monday",
+    "sqlite shell": "3 apples",
+    "kv get": "3 apples",
+    "stream read": "ann bought apples",
+    "verify": "nothing is damaged",
+    "manifest check": "keeps all its rules",
+    "jobs show": "12",
+    "tour": "all rules hold",
+}
+"""A few words of what is shown; all of them show something."""
+
+COLUMNS = 80
+
+
+def example_of(words: str) -> str:
+    """The example, taken out of the help."""
+    ended = run(*words.split(), "--help")
+    (found,) = re.findall(r"Example: (quire .*)", " ".join(ended.out.split()))
+    assert isinstance(found, str)
+    return found
+
+
+def run(*arguments: str, typed: str = "") -> Ended:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        code = main.run(arguments)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory with a short path, on a terminal of 80 columns; the store is ./data."""
+    path = Path(tempfile.mkdtemp(prefix="q"))
+    monkeypatch.chdir(path)
+    monkeypatch.setenv("QUIRE_STORE", "./data")
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setattr(output.Look, "of", lambda _: output.Look(COLUMNS, False))
+    for name in ("shop.db", "app.db"):
+        with closing(sqlite3.connect(name)) as made:
+            made.executescript("create table item(name); insert into item values('3 apples');")
+    yield path
+    shutil.rmtree(path)
+
+
+def prepare(words: str) -> None:
+    """What a person would have done in between."""
+    if words == "feed cursors":
+        with quire.open("data") as store:
+            store.feed.register(name="my-app")
+    if words == "jobs ls":
+        with quire.open("data") as store:
+            for job_id in range(1, 13):
+                db_id = store.create(f"later-{job_id}", "pages").db_id
+                assert store.manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id, delay_seconds=600) == job_id
+    if words == "rename":
+        assert run("create", "shop").code == 0
+
+
+def served(line: str) -> str:
+    """What `quire serve` says, as a process of its own, until it is told to end."""
+    arguments = [sys.executable, "-m", "quire", *shlex.split(line.replace(":7448", ":0"))[1:]]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline() + process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    return said
+
+
+def test_every_example_runs(place: Path) -> None:
+    assert set(IN_ORDER) == {" ".join(words) for words in names_of_commands()}
+    for words in IN_ORDER:
+        prepare(words)
+        line = example_of(words)
+        if words == "serve":
+            assert "listening on" in served(line)
+            continue
+        typed = "select name from item;\n" if words == "sqlite shell" else ""
+        asked = (line + ENDING.get(words, "")).replace("--runner spark", "--runner threads")
+        ended = run(*shlex.split(asked)[1:], typed=typed)
+        assert (ended.code, ended.err) == (0, ""), line
+        assert ended.out, line
+        assert EXPECTED.get(words, "") in ended.out, line
+        if "--json" not in line:
+            wide = [each for each in ended.out.splitlines() if len(each) > COLUMNS and " " in each.strip()]
+            assert wide == [], line
+    with quire.open("data") as store:
+        assert store.manifest.check() == []
+
+
+def names_of_commands() -> Iterator[tuple[str, ...]]:
+    for group, found in [((), app.app), *(((name,), inner) for name, inner in app.app.groups.items())]:
+        for name in found.commands:
+            yield (*group, name)
+
+
+def test_the_example_that_works_on_spark_runs(place: Path, lent_spark: SparkSession) -> None:
+    assert run("init", "data").code == 0
+    assert run("sqlite", "import", "shop.db").code == 0
+    ended = run(*shlex.split(example_of("checkpoint"))[1:])
+    assert (ended.code, ended.err) == (0, "")
+    assert "1 database" in ended.out
