@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 STORE  ?= ./quire-data
-JOBS   ?= 2
+JOBS   ?= 3
 NAME   ?=
 ARGS   ?=
 BUILD  ?= build

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from quire.core.errors import Corruption
 from quire.durable.files import Disk
-from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import SegmentScan, entries_of, parse_heads, recover_segment
 from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, every_chooser, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut

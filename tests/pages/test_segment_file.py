@@ -24,7 +24,8 @@ from quire.core.errors import (
 )
 from quire.durable.files import Disk, OsDisk, OsFile
 from quire.pages.segment import HEADER_BYTES, PageWrite
-from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import entries_of, parse_heads, recover_segment
 from quire.testing.crashdisk import CrashDisk, drop_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault

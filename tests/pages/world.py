@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -224,6 +225,14 @@ def write(store: PageStore, model: Model, pages: Mapping[int, bytes], *, truncat
         guard = txn.commit()
     guard.result()
     return model.commit(guard.lsn, size, pages, cut_to=truncate)
+
+
+def eventually(happened: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.ids import Epoch
-from quire.pages.snapshot import Snapshot
 from quire.sqlite.connect import SqliteRoom
+from quire.sqlite.pin import Pin
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count, extended
 
@@ -250,7 +250,7 @@ def test_damage_is_told_with_its_place(
 
     reader = connect()
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "read_page", damaged)
+        patch.setattr(Pin, "read_page", damaged)
         with pytest.raises(apsw.CorruptError, match="page=1") as caught:  # the schema was read by `connect`
             reader.execute("select * from t").fetchall()
     assert isinstance(caught.value.__cause__, ChecksumMismatch)

@@ -227,11 +227,64 @@ def test_the_turn_is_one_holders() -> None:
     turn.give(other)
     assert turn.is_taken
     started = time.monotonic()
-    turn.wait(0.02)
+    assert not turn.wait(0.02)
     assert time.monotonic() - started >= 0.015
     turn.give(mine)
     turn.give(mine)
+    assert turn.wait(100), "it is free"
     assert turn.take(other)
+
+
+def test_who_gives_the_turn_back_wakes_the_one_that_has_slept_longest() -> None:
+    turn, holder, woken = Turn(), object(), []
+    assert turn.take(holder)
+
+    def sleeper(number: int) -> None:
+        assert turn.wait(100)
+        woken.append(number)
+        turn.give(turn)  # nobody's: wakes nobody
+
+    ended = []
+    for number in range(3):
+        ended.append(run(sleeper, number))
+        wait_until(lambda number=number: len(turn._sleepers) == number + 1)  # type: ignore[misc]
+    for number in range(3):
+        turn.give(holder)
+        ended[number]()
+        assert woken == list(range(number + 1))
+        assert turn.take(holder)
+    assert not turn._sleepers
+
+
+def test_who_loses_again_and_again_sleeps_as_long_as_sqlite_says(
+    shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite counts its timeout in sleeps: if all of them ended at once, so would the timeout."""
+    waits: list[float] = []
+
+    def in_vain(_: Turn, seconds: float) -> bool:
+        waits.append(seconds)
+        return True
+
+    monkeypatch.setattr(Turn, "wait", in_vain)
+    shop.execute("begin immediate")
+    other = connect(timeout=0.5)
+    for _ in range(2):
+        waits.clear()
+        started = time.monotonic()
+        with pytest.raises(apsw.BusyError):
+            other.execute("delete from t")
+        assert time.monotonic() - started >= 0.5 - sum(waits) - 0.01
+        assert len(waits) == 8
+        assert sum(waits) < 0.2
+    shop.execute("rollback")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def run(work: Callable[..., object], *arguments: object) -> Callable[[], None]:

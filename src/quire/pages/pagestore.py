@@ -121,7 +121,8 @@ class PageStore:
         """The thread that holds it, for messages."""
         # caches
         self._resolved = sources.cache.resolved(db_id)
-        self._status: tuple[int, DbStatus] = (-1, DbStatus.ACTIVE)
+        self._active_at = -1
+        """The generation of databases at which this one was last seen to take writes."""
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, timeout: float = 30.0) -> WriteTxn:
@@ -131,7 +132,8 @@ class PageStore:
         try:
             self._writer = get_ident()
             wal = self.wal
-            self._require_writable()
+            if self._active_at != self._marks.generations.get(_DATABASES, 0):
+                self._require_writable()
             if wal.failure is not None:
                 wal.require()
             if wal.unpublished_bytes > UNPUBLISHED_MAX:
@@ -163,13 +165,14 @@ class PageStore:
     def _require_writable(self) -> None:
         """The database takes writes; asked of the manifest only when something has happened to some database."""
         generation = self._marks.generations.get(_DATABASES, 0)
-        if self._status[0] == generation and self._status[1] is DbStatus.ACTIVE:
+        if self._active_at == generation:
             return
-        if self._status[0] != generation:
-            with self._manifest.read() as txn:
-                record = txn.database(self.db_id)
-            self._status = (generation, DbStatus.TOMBSTONED if record is None else record.status)
-        status = self._status[1]
+        with self._manifest.read() as txn:
+            record = txn.database(self.db_id)
+        status = DbStatus.TOMBSTONED if record is None else record.status
+        if status is DbStatus.ACTIVE:
+            self._active_at = generation
+            return
         if status is DbStatus.READ_ONLY:
             raise ReadOnly("the database is open for reading only", hint="set its status to ACTIVE", db_id=self.db_id)
         if status is DbStatus.TOMBSTONED:

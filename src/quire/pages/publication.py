@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -42,7 +42,8 @@ from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
-from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import as_rows, entries_of, parse_heads
 
 PUBLISH_ROWS = 8_192
@@ -71,6 +72,12 @@ class Segment:
     """Pieces, counted by the writer."""
     published: int = 0
     """Pieces, counted by the publisher."""
+    segment_id: int = field(init=False)
+    stride: int = field(init=False)
+    """Of its header, within reach of each commit."""
+
+    def __post_init__(self) -> None:
+        self.segment_id, self.stride = self.file.header.segment_id, self.file.header.geometry.stride
 
 
 class Piece(NamedTuple):
@@ -197,7 +204,7 @@ class Publication:
             hit("pages.wal.sealed")
             emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
             self.ended.popleft()
-            file.close()
+            file.retire()
 
     def forked(self) -> None:
         """In the child of a fork() nobody holds the lock."""

@@ -48,7 +48,8 @@ from quire.manifest.records import WalRecord, WalState, WalStateRecord
 from quire.manifest.store import ManifestStore
 from quire.pages.publication import PUBLISH_ROWS, Mark
 from quire.pages.segment import SegmentHeader
-from quire.pages.segment_file import IndexWriter, SegmentFile
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
 from quire.pages.wal import Start
 

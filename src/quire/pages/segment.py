@@ -311,7 +311,7 @@ def encode_one(
     except struct.error as error:
         raise OutOfRange("a field of a frame does not fit", cause=str(error), lsn=lsn) from error
     head += WORD.pack(crc64(image, crc64(head, header.crc64 ^ frame_no)))
-    return head, b"".join((head, image))
+    return head, head + image
 
 
 def check_pages(header: SegmentHeader, frame_no: int, pages: Sequence[PageWrite]) -> None:

@@ -21,6 +21,10 @@ Rules
   6. A frame is handed out only if its checksum fits this segment, this place and, if told, this page.
   7. Who writes entries has a handle of its own. Linux tells of a failed write-back once per handle: through a shared one the
      sync of entries could take the news from the sync of a commit, and that would be called durable.
+  8. For the same reason two syncs of commits at a time (sync_lanes.py) have two handles, both opened before the first frame.
+     A small segment, of a database that hardly writes, has one: its syncs take turns, and one that fails has put the segment
+     in doubt before the next begins.
+  9. A retired segment is all durable: a sync that comes late, for what another has synced already, finds nothing to do.
 
 Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used`
 moves only when an append is through. Format page: `docs/formats/segment.md`.
@@ -32,6 +36,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Self
@@ -67,16 +72,20 @@ from quire.pages.segment import (
 )
 
 SLICE_BYTES = 1 * MIB
+TWO_HANDLES_BYTES = 1 * MIB
+"""From this size on a segment has two handles to be synced through (rule 8): databases that have written about as much."""
 
 
 class SegmentFile:
     """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
 
-    __slots__ = ("_file", "_slice", "_trouble", "_writable", "header", "room", "used")
+    __slots__ = ("_file", "_is_retired", "_lanes", "_slice", "_trouble", "_writable", "header", "room", "used")
 
-    def __init__(self, file: File, header: SegmentHeader, *, writable: bool) -> None:
+    def __init__(self, file: File, header: SegmentHeader, *, writable: bool, second: File | None = None) -> None:
         # Constant after construction.
         self._file = file
+        self._lanes = [(each, threading.Lock()) for each in (file, second) if each is not None]
+        """Handles to sync through, each by one at a time (rule 8)."""
         self.header = header
         """What its first bytes say."""
         self._writable = writable
@@ -88,6 +97,7 @@ class SegmentFile:
         """Frames that can still be appended."""
         # Only ever set.
         self._trouble: StoreUnusable | None = None
+        self._is_retired = False
 
     @classmethod
     def create(
@@ -118,13 +128,13 @@ class SegmentFile:
         try:
             hit("pages.segment.created")
             _write_header(file, header)
+            return cls(file, header, writable=True, second=_second_handle(disk, file, header))
         except BaseException:
             file.close()
             # The first fault is the news; failing to clean up on top of it must not hide it.
             with suppress(StorageFault, FileNotFoundError):
                 disk.remove(path)
             raise
-        return cls(file, header, writable=True)
 
     @classmethod
     def recycle(
@@ -165,8 +175,12 @@ class SegmentFile:
             file.close()
         disk.rename(former, path)
         disk.sync_dir(os.path.dirname(path) or ".")
-        # Opened anew, so that errors and `path` show the name it has now.
-        return cls(disk.open(path), header, writable=True)
+        file = disk.open(path)  # anew, so that errors and `path` show the name it has now
+        try:
+            return cls(file, header, writable=True, second=_second_handle(disk, file, header))
+        except BaseException:
+            file.close()
+            raise
 
     @classmethod
     def open(cls, disk: Disk, path: str, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentFile:
@@ -248,18 +262,22 @@ class SegmentFile:
             heads.append(encoded.heads)
         return b"".join(heads)
 
-    def sync(self) -> int:
-        """Make everything appended so far durable; returns the lsn up to which it is."""
-        if self._trouble is not None or not self._writable:
-            self._check()
+    def sync(self, lane: int = 0) -> int:
+        """Make everything appended so far durable; returns the lsn up to which it is. `lane`: 0 or 1 (rule 8)."""
         # Read before the sync starts: what is appended meanwhile may or may not be covered.
         lsn = self.header.first_lsn + self.used - 1
-        try:
-            hit("pages.segment.sync")
-            self._file.sync()
-        except BaseException as error:
-            self._doubt("a sync", error)
-            raise
+        handle, turn = self._lanes[lane if lane < len(self._lanes) else 0]
+        with turn:
+            if self._trouble is not None or not self._writable:
+                self._check()
+            if self._is_retired:
+                return lsn
+            try:
+                hit("pages.segment.sync")
+                handle.sync()
+            except BaseException as error:
+                self._doubt("a sync", error)
+                raise
         return lsn
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -317,9 +335,17 @@ class SegmentFile:
         with suppress(OSError, AttributeError):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def retire(self) -> None:
+        """Close it for good: everything in it is durable (rule 9). Waits for syncs that are under way."""
+        for handle, turn in self._lanes:
+            with turn:
+                self._is_retired = True
+                handle.close()
+
     def close(self) -> None:
         """Close the file and nothing else; what was appended but not synced may be lost."""
-        self._file.close()
+        for handle, _ in self._lanes:
+            handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -365,40 +391,6 @@ class SegmentFile:
             raise self._trouble from error
 
 
-class IndexWriter:
-    """A segment's region of entries, to be written (rules 3 and 7)."""
-
-    __slots__ = ("_file", "_header")
-
-    def __init__(self, disk: Disk, path: str, header: SegmentHeader) -> None:
-        try:
-            self._file = disk.open(path)
-        except FileNotFoundError as error:
-            raise Corruption(
-                "a WAL segment's file is missing",
-                hint=HINT,
-                path=path,
-                db_id=header.db_id,
-                segment_id=header.segment_id,
-            ) from error
-        self._header = header
-
-    def write(self, first_frame: int, entries: bytes) -> None:
-        """Write the entries of frames from `first_frame` on; returns when they are durable. REQUIRES that the frames are."""
-        geometry = self._header.geometry
-        if first_frame < 0 or first_frame + len(entries) // ENTRY_BYTES > geometry.capacity:
-            raise OutOfRange("the segment has no such entries", first=first_frame, capacity=geometry.capacity)
-        self._file.write_at(entries, geometry.entry_offset(first_frame))
-        hit("pages.segment.entries")
-        self._file.sync()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 def read_header(file: File, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
     """The header of an open segment file, whose region of entries must be there in full."""
     header = decode_header(file.read_at(HEADER_BYTES, 0), file.path, db_id=db_id, segment_id=segment_id)
@@ -407,6 +399,11 @@ def read_header(file: File, *, db_id: int | None = None, segment_id: int | None 
             "the segment ends within its index", hint=HINT, path=file.path, size=size, min=header.geometry.frames_offset
         )
     return header
+
+
+def _second_handle(disk: Disk, file: File, header: SegmentHeader) -> File | None:
+    """Rule 8."""
+    return disk.open(file.path) if header.geometry.file_bytes > TWO_HANDLES_BYTES // 2 else None
 
 
 def _write_header(file: File, header: SegmentHeader) -> None:

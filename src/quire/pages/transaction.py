@@ -40,8 +40,9 @@ class PageGuard:
 
     def result(self) -> int:
         """The commit's lsn, once it is durable."""
-        self._wal.sync(self.lsn)
-        return self.lsn
+        lsn = self.lsn
+        self._wal.until(lsn)
+        return lsn
 
     def done(self) -> bool:
         """Whether it is durable."""

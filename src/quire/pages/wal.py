@@ -15,7 +15,7 @@ What is on disk, step by step, and which rule covers a crash there
 Rules
   1. Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that
      can be refused is refused before the first frame is written, and changes nothing.
-  2. Whoever waits for durability syncs for all that was written by then (P7): see durable/group_sync.py.
+  2. Whoever waits for durability syncs for all that was written by then (P7), beside at most one other: see sync_lanes.py.
   3. lsns are reserved in the manifest in blocks before they are used, so none is ever used twice (P5).
   4. Nothing that names an lsn enters the manifest before that lsn is durable (P5), and that is always the end of a transaction.
   5. Versions leave `recent` only after the batch that publishes them has committed: a reader that looks there first and begins
@@ -23,7 +23,8 @@ Rules
   6. After a failed write or sync the database takes nothing more until it is reopened (M12); other databases go on. What was
      durable by then can still be read.
   7. A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
-     needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin.
+     needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin. A sync that
+     begins while another is under way also takes that one's segments: those may hold frames that only this one vouches for.
 
 Threads: `append` by whoever holds the database's write lock; `sync`, `publish`, `seal` and reads by any.
 """
@@ -34,8 +35,6 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 from quire.core.clock import Clock
@@ -44,7 +43,6 @@ from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.durable.group_sync import GroupSync
 from quire.manifest import tables as t
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.store import ManifestStore
@@ -52,6 +50,7 @@ from quire.pages.publication import Mark, Piece, Publication, Segment
 from quire.pages.segment import FRAME_HEAD_BYTES, PageWrite
 from quire.pages.segment_file import SegmentFile
 from quire.pages.spill import Spill
+from quire.pages.sync_lanes import Flight, SyncLanes
 from quire.pages.wal_files import SegmentMaker
 
 LSN_BLOCK = 1 << 20
@@ -132,12 +131,12 @@ class Wal:
         """Since the database was opened."""
         # only ever set
         self.failure: QuireError | None = None
-        # written by who syncs, one at a time, read by all
-        self._group = GroupSync(
-            self._sync,
-            written_lsn=partial(attrgetter("written.lsn"), self),
-            durable_lsn=partial(attrgetter("durable.lsn"), self),
+        # written under the lock of _lanes, read by all
+        self._lanes = SyncLanes(
+            start.durable.lsn, begin=self._begin_sync, sync=self._sync, settle=self._settle, doubt=self._poison
         )
+        self.until = self._lanes.until
+        """Return when everything up to an lsn is durable (rule 2)."""
         self.durable = start.durable
         self.syncs = 0
         self._has_asked = False
@@ -228,8 +227,7 @@ class Wal:
             if not segment.is_dirty:  # rule 7
                 segment.is_dirty = True
                 self._dirty.append(segment)
-            header = file.header
-            segment_id = header.segment_id
+            segment_id = segment.segment_id
             if len(heads) > HEADS_MAX:
                 heads.clear()
             for page in part:
@@ -240,7 +238,7 @@ class Wal:
             if size:
                 mark = Mark(lsn - 1, db_size, segment_id, now)
             segment.size_pages = size or max(before.size_pages, db_size)
-            written_bytes = len(part) * header.geometry.stride
+            written_bytes = len(part) * segment.stride
             segment.added += 1
             publication.added_bytes += written_bytes
             publication.pieces.append(Piece(segment, first, len(part), lsn - 1, frame_heads, mark))
@@ -287,25 +285,32 @@ class Wal:
     # ── durability ────────────────────────────────────────────────────────────────────────────────────────────────────
     def sync(self, upto_lsn: int | None = None) -> None:
         """Return when everything up to an lsn (default: all that is written) is durable (rule 2)."""
-        self._group.until(self.written.lsn if upto_lsn is None else upto_lsn)
+        self.until(self.written.lsn if upto_lsn is None else upto_lsn)
 
-    def _sync(self) -> None:
-        """Sync what is written now. One at a time: `GroupSync` calls it."""
+    def _begin_sync(self, flight: Flight, before: Flight | None) -> None:
+        """What a sync that begins now makes durable (rule 7). One at a time: `SyncLanes` calls it."""
+        dirty = self._dirty
+        flight.mark = self.written  # first: what is written from here on may be in segments that are not taken
+        segments = flight.segments = []
+        while dirty:
+            segment = dirty.popleft()
+            segment.is_dirty = False
+            segments.append(segment)
+        if before is not None:
+            segments += [each for each in before.segments if each not in segments]
+
+    def _sync(self, flight: Flight) -> None:
+        """Two at a time, at most."""
         if self.failure is not None:
             self.require()
-        written, dirty = self.written, self._dirty
-        try:
-            # Those that are dirty now: who waits for this sync would also wait for those of what is written meanwhile.
-            for _ in range(len(dirty)):
-                segment = dirty.popleft()
-                segment.is_dirty = False
-                segment.file.sync()
-        except BaseException as error:
-            self._poison(error)
-            raise
+        for segment in flight.segments:
+            segment.file.sync(flight.lane)
         hit("pages.wal.synced")
+
+    def _settle(self, flight: Flight) -> None:
+        """One at a time, in the order in which they began."""
         self.syncs += 1
-        self.durable = written
+        self.durable = flight.mark
         if not self._has_asked:
             waiting = self._publication
             if waiting.ended or waiting.added_bytes - waiting.published_bytes >= self._notify_bytes:
@@ -392,20 +397,21 @@ class Wal:
         """Take nothing more and close the files; what is not durable is left to recovery."""
         if self.failure is None:
             self.failure = why
-        with self._append, self._group.lock:
+        with self._append:
+            self._lanes.drain()
             files = [*(each.file for each in self._publication.ended), *self._ahead]
             if self._segment is not None:
                 files.append(self._segment.file)
             self._segment, self._ahead = None, deque()
             for file in files:
                 file.close()
-        self._group.wake()
+        self._lanes.wake()
 
     def forked(self) -> None:
         """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
         self.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
         self._append = threading.Lock()
-        self._group.forked()
+        self._lanes.forked()
         self._publication.forked()
 
     def require(self) -> None:

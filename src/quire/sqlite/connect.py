@@ -212,7 +212,9 @@ class SqliteRoom:
     def look_after(self, *, renew: bool = True) -> None:
         """One round of the keeper."""
         with self._lock:
-            files = list(self._files)
+            files, databases = list(self._files), list(self._databases.values())
+        for database in databases:
+            database.newest.rest()
         for file in files:
             if renew:
                 file.renew()

@@ -1,4 +1,4 @@
-"""What all connections to one database share: the page engine's handle, and whose turn it is to write.
+"""What all connections to one database share: the page engine's handle, whose turn it is to write, and its newest pages.
 
 Rules
   1. The handle is opened when the database has a page size; until then it is unborn, and the first page written decides.
@@ -17,6 +17,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.sqlite.locks import Turn
+from quire.sqlite.newest import NewestPages
 
 TAGS = {"by": "sqlite"}
 """What its leases say about themselves."""
@@ -29,6 +30,7 @@ class Database:
         # constant after construction
         self.db_id = db_id
         self.turn = Turn()
+        self.newest = NewestPages()
         self._engine = engine
         self._manifest = manifest
         # guarded by _lock
@@ -50,8 +52,11 @@ class Database:
     def open(self, page_size: int = 0) -> PageStore:
         """Open the database in the engine, anew if its former handle was given up."""
         with self._lock:
-            self._store = self._engine.open(self.db_id, page_size=page_size)
-            return self._store
+            store = self._engine.open(self.db_id, page_size=page_size)
+            if store is not self._store:
+                self._store = store
+                self.newest.forget()
+            return store
 
     def page_size(self) -> int:
         """As the manifest has it; 0 for an unborn one."""

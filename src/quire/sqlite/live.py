@@ -1,7 +1,9 @@
 """The newest version of a database as a file that SQLite reads and writes: the lock ladder, and what a commit is.
 
 Terms
-  pin       the snapshot that a connection reads from its SHARED lock on, with a lease; kept a moment longer for the next one
+  pin       the version that a connection reads from its SHARED lock on, with a lease (`pin.py`); kept a moment longer for the
+            next one
+  overlay   the pages that a transaction has written, until it hands them to the page engine
   unborn    a database that nobody has written to: its page size is still open, its size is 0
   version   the sixteen bytes by which SQLite knows whether its cached pages are still good (change counter, sizes)
 
@@ -18,10 +20,12 @@ Rules
      the new ones.
   2. From `synchronous=FULL` on, the commit waits for the disk. Below, the engine syncs it within a second (Q2).
   3. Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order.
-  4. After its commit a connection that still reads (a cursor is open) reads exactly the version it has committed; the older pin
-     keeps that one too.
+  4. After its commit a connection that still reads (a cursor is open) reads exactly the version it has committed: its pin moves
+     there.
   5. SQLite's cached pages are dropped whenever the version changes by other hands, even if those left the change counter alone
      (`sqlite follow` copies pages as they are): the version is then shown changed.
+  6. The overlay goes to the engine with the commit, or before it when it is large or the database is cut off. As long as it has
+     not, what is not in it is read from the pin, which has the version that the transaction builds on.
 
 Threads: one at a time, as SQLite's connections; `renew` and `let_go` are called by the keeper's.
 """
@@ -30,7 +34,7 @@ Threads: one at a time, as SQLite's connections; `renew` and `let_go` are called
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -38,13 +42,15 @@ import apsw
 
 from quire.core.errors import OutOfRange, QuireError, QuotaExceeded, TimedOut
 from quire.sqlite import pragmas
-from quire.sqlite.databases import TAGS, Database
-from quire.sqlite.files import POWERSAFE, answer_pragma, read_part
+from quire.sqlite.databases import Database
+from quire.sqlite.files import POWERSAFE, answer_pragma, read_part, shown
+from quire.sqlite.locks import Sleeper
+from quire.sqlite.newest import KEPT_BYTES
+from quire.sqlite.pin import Pin
 from quire.sqlite.trouble import commit_error, made, sqlite_error
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
-    from quire.pages.snapshot import Snapshot
     from quire.pages.transaction import WriteTxn
     from quire.sqlite.vfs import QuireVfs
 
@@ -65,15 +71,19 @@ class LiveFile:
         # constant after construction
         self._database = database
         self._vfs = vfs
+        self._sleeper = Sleeper(database.turn)
         # the connection's
         self._level = 0
         self._store: PageStore | None = None
         self._page_size = 0
-        self._pin: Snapshot | None = None
+        self._pin: Pin | None = None
         self._txn: WriteTxn | None = None
-        self._changed = False
-        self._after: tuple[int, int] | None = None
-        """(lsn, size) of what this connection has committed and still reads (rule 4)."""
+        self._overlay: dict[int, bytes] = {}
+        self._overlay_max = 1
+        self._is_whole = True
+        """Whether the overlay is all that the transaction has changed (rule 6)."""
+        self._size_pages = 0
+        """Of the transaction, while there is one."""
         self._read: Callable[[int], bytes] = _nothing
         self._seen: tuple[int, bytes] = (-1, b"")
         """(lsn, version) that SQLite's cached pages are of (rule 5)."""
@@ -81,7 +91,7 @@ class LiveFile:
         self.connection: Callable[[], apsw.Connection | None] = _unknown
         """Whose main database this is; set by who opened it."""
         # shared with the keeper: whoever takes a pin out has it
-        self._idle: list[Snapshot] = []
+        self._idle: list[Pin] = []
         self._adopt()
 
     xDeviceCharacteristics = staticmethod(POWERSAFE.conjugate)  # noqa: N815 - a call that returns a number and no Python runs
@@ -121,31 +131,38 @@ class LiveFile:
         try:
             pin = self._idle.pop()
         except IndexError:
-            pin = store.open_snapshot(written=True, tags=TAGS)
+            pin = Pin(store, self._database.newest)
         else:
-            if pin.lsn != store.wal.written.lsn or not pin.is_open:
+            if pin.is_open:
+                written = store.wal.written
+                pin.move(written.lsn, written.size_pages)
+            else:
                 pin.close()
-                pin = store.open_snapshot(written=True, tags=TAGS)
+                pin = Pin(store, self._database.newest)
         self._pin = pin
         self._read = pin.read_page
 
     def _put_pin(self) -> None:
-        pin, after = self._pin, self._after
-        self._pin, self._after, self._read = None, None, _nothing
+        pin = self._pin
         if pin is None:
             return
-        if after is None:
-            self._idle.append(pin)
+        self._pin, self._read = None, _nothing
+        if pin.is_old:
+            pin.close()
         else:
-            pin.close()  # older than what this connection has committed: nobody can use it
+            self._idle.append(pin)
 
     def _adopt(self) -> PageStore | None:
         """The opened database: at first, after its birth, or after it was opened anew; none while it is unborn."""
         store = self._database.current()
         if store is not None and store is not self._store:
             self.let_go()  # pins of a former life
-            self._store, self._page_size = store, store.page_size
+            self._settle(store)
         return store
+
+    def _settle(self, store: PageStore) -> None:
+        self._store, self._page_size = store, store.page_size
+        self._overlay_max = max(KEPT_BYTES // store.page_size, 1)
 
     def _reserve(self) -> None:
         """Begin to write: it is this connection's turn, and what it has read is the newest."""
@@ -153,7 +170,7 @@ class LiveFile:
         if store is not None and store.wal.written.lsn != here:
             raise self._stale()
         if not turn.take(self):
-            self._vfs.refused.wait = turn.wait
+            self._vfs.refused.wait = self._sleeper.sleep
             raise made(apsw.SQLITE_BUSY, "another connection is writing")
         try:
             if store is None:
@@ -167,7 +184,11 @@ class LiveFile:
         except BaseException:
             turn.give(self)
             raise
-        self._txn, self._changed, self._read = txn, False, txn.read_page
+        self._write_in(txn)
+
+    def _write_in(self, txn: WriteTxn) -> None:
+        self._txn, self._size_pages, self._read = txn, txn.size_pages, self._read_changed
+        self._overlay, self._is_whole = {}, True
 
     def _begin(self, store: PageStore) -> WriteTxn:
         try:
@@ -179,8 +200,6 @@ class LiveFile:
 
     def _here(self) -> int:
         """The version that this connection reads."""
-        if self._after is not None:
-            return self._after[0]
         return self._pin.lsn if self._pin is not None else 0
 
     def _stale(self) -> Exception:
@@ -192,10 +211,8 @@ class LiveFile:
         txn, self._txn = self._txn, None
         if txn is not None:
             txn.rollback()
-        if self._after is not None:
-            self._read = self._read_committed
-        else:
-            self._read = self._pin.read_page if self._pin is not None else _nothing
+            self._overlay = {}
+        self._read = self._pin.read_page if self._pin is not None else _nothing
         self._database.turn.give(self)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,7 +234,9 @@ class LiveFile:
         here, seen = self._here(), self._seen
         if here == seen[0] and self._txn is None:
             return seen[1]
-        version = self._read_part(VERSION_BYTES, VERSION_OFFSET)
+        if self._pin is None:
+            return self._read_part(VERSION_BYTES, VERSION_OFFSET)
+        version = self._read(0)[_VERSION] if self._size() else b""
         if self._txn is not None:
             return version
         self._seen = (here, version)
@@ -228,7 +247,10 @@ class LiveFile:
     def _read_part(self, amount: int, offset: int) -> bytes:
         if self._pin is None and not self._level:
             return self._read_unlocked(amount, offset)
-        part = read_part(self._read, self._page_size or 1, self._size(), amount, offset)
+        if amount == self._page_size and not offset and self._size():
+            part = shown(self._read(0))
+        else:
+            part = read_part(self._read, self._page_size or 1, self._size(), amount, offset)
         if self._txn is None and not offset and len(part) >= 40:
             self._seen = (self._here(), part[_VERSION])
         return part
@@ -241,26 +263,48 @@ class LiveFile:
         finally:
             self._put_pin()
 
+    def _read_changed(self, page: int) -> bytes:
+        """Rule 6."""
+        image = self._overlay.get(page)
+        if image is not None:
+            return image
+        if self._is_whole and self._pin is not None:
+            return self._pin.read_page(page)
+        assert self._txn is not None, "somebody writes"
+        return self._txn.read_page(page)
+
     def xFileSize(self) -> int:
         """The size in bytes of the version, or of the transaction."""
         return self._size() * self._page_size
 
     def _size(self) -> int:
         if self._txn is not None:
-            return self._txn.size_pages
-        if self._after is not None:
-            return self._after[1]
+            return self._size_pages
         return self._pin.size_pages if self._pin is not None else 0
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def xWrite(self, data: bytes, offset: int) -> None:
         """Write a page; it is part of the transaction until that is committed or dropped (rule 1)."""
         try:
-            txn = self._txn or self._writing(len(data))
-            self._changed = True
-            txn.write_page(offset // self._page_size, data)
+            if self._txn is None:
+                self._writing(len(data))
+            page, overlay = offset // self._page_size, self._overlay
+            if len(data) != self._page_size or len(overlay) >= self._overlay_max:
+                self._hand_over({page: data})
+            else:
+                overlay[page] = data
+            if page >= self._size_pages:
+                self._size_pages = page + 1
         except QuireError as error:
             raise sqlite_error(error) from error
+
+    def _hand_over(self, more: Mapping[int, bytes]) -> None:
+        """Have the overlay in the engine's transaction, and some pages more (rule 6)."""
+        assert self._txn is not None, "somebody writes"
+        self._is_whole = False
+        self._txn.write_pages(self._overlay)
+        self._overlay = {}
+        self._txn.write_pages(more)
 
     def xTruncate(self, size: int) -> None:
         """Cut the transaction's database off, or grow it with zeros."""
@@ -269,9 +313,10 @@ class LiveFile:
             if txn is None and self._store is None:
                 return  # unborn, and it stays so
             txn = txn or self._writing(self._page_size)
-            self._changed = True
             if size:
+                self._hand_over({})
                 txn.truncate(size // self._page_size)
+                self._size_pages = txn.size_pages
             else:
                 self._empty(txn)
         except QuireError as error:
@@ -282,8 +327,8 @@ class LiveFile:
         txn.rollback()
         self._txn = None
         assert self._store is not None, "there was a transaction"
-        self._txn = txn = self._begin(self._store)
-        self._changed, self._read = False, txn.read_page
+        txn = self._begin(self._store)
+        self._write_in(txn)
         if txn.size_pages:
             raise made(apsw.SQLITE_IOERR_TRUNCATE, "a database that has pages keeps at least one")
 
@@ -293,7 +338,7 @@ class LiveFile:
             store = self._database.open(page_size)  # the first page written decides
             if store.wal.written.size_pages:
                 raise self._stale()
-            self._store, self._page_size = store, store.page_size
+            self._settle(store)
             self._take_pin()
         self._reserve()
         assert self._txn is not None, "reserved"
@@ -304,31 +349,27 @@ class LiveFile:
 
     def _commit(self) -> None:
         """Rules 1 and 2."""
-        txn, before = self._txn, self._after
-        if txn is None or not self._changed:
+        txn, pin, images, database = self._txn, self._pin, self._overlay, self._database
+        if txn is None or pin is None or (not images and self._is_whole):
             return
+        appended = False
         try:
-            version = read_part(txn.read_page, self._page_size, txn.size_pages, VERSION_BYTES, VERSION_OFFSET)
-            self._txn = None
+            for page, image in images.items():
+                txn.write_page(page, image)
+            version = (images.get(0) or txn.read_page(0))[_VERSION]
+            self._txn, self._overlay = None, {}
             guard = txn.commit()
-            self._seen, self._after = (guard.lsn, version), (guard.lsn, guard.size_pages)
-            self._read = self._read_committed
-            self._database.turn.give(self)
+            appended = True
+            database.newest.note(pin.lsn, guard.lsn, images if self._is_whole else None, self._page_size)
+            pin.move(guard.lsn, guard.size_pages)
+            self._seen, self._read = (guard.lsn, version), pin.read_page
+            database.turn.give(self)
             if self.synchronous >= pragmas.FULL:
                 guard.result()
         except BaseException as error:  # an interrupt too: SQLite must hear of no other kind of failure here
             txn.rollback()
             self._drop()
-            raise commit_error(error, appended=self._after is not before) from error
-
-    def _read_committed(self, page: int) -> bytes:
-        """Rule 4."""
-        assert self._store is not None, "somebody committed"
-        assert self._after is not None, "somebody committed"
-        lsn, size = self._after
-        if page >= size:
-            raise OutOfRange("the database has no such page", page=page, size_pages=size)
-        return self._store.read(page, lsn)
+            raise commit_error(error, appended=appended) from error
 
     # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def xFileControl(self, operation: int, pointer: int) -> bool:
@@ -376,7 +417,10 @@ class LiveFile:
                 pin.renew()
 
     def let_go(self) -> None:
-        """Close pins that nobody reads: they would hold back checkpoints."""
+        """Close pins that nobody reads: they would hold back checkpoints. One that is in use goes when it is given back."""
+        pin = self._pin
+        if pin is not None:
+            pin.is_old = True
         while self._idle:
             try:
                 pin = self._idle.pop()

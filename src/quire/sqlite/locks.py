@@ -1,13 +1,16 @@
 """Whose turn it is to write to a database: one of the connections of this process.
 
 SQLite asks for its locks without waiting; who is refused sleeps (`busy_timeout`) for 1, 2, 5, … 100 ms and asks again, with a
-new snapshot. That suits a log with group commit better than a queue does: where syncs are fast, one connection after the other
-runs for a while without a change of threads per transaction; where they are slow, sleepers wake during a sync, append, and are
-part of the next one. Only the long sleeps are too long: they end soon after the turn was given back.
+new snapshot. Here such a sleep ends when the turn is given back, which is before the transaction is synced (P7): the next one
+is made during that sync, and shares the one after it with others. Nobody is handed the turn: whoever runs already and asks
+first has it, so that the turn is never idle while a thread wakes up.
 
 Rules
   1. One holder at a time. It gives the turn back when its transaction is appended, before that is synced (P7).
-  2. Who waits looks every `LOOK_SECONDS` whether the turn is free, and then competes for it with everybody else.
+  2. Who gives it back wakes the one that has slept longest, which then competes for it with everybody else.
+  3. SQLite counts a busy timeout in the sleeps it has asked for. So who was woken and refused all the same, some times in a
+     row, sleeps as long as it is told from then on: its timeout would be over too soon.
+  4. A wake-up that meets nobody who wants the turn any more is lost: the others sleep on, 0.1 s at most.
 
 Threads: any. Time is the machine's: what waits here is a thread, not a promise to the user.
 """
@@ -16,8 +19,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from contextlib import suppress
 
-LOOK_SECONDS = 0.005
+EARLY_MAX = 8
+"""How often a sleep may end early for one lock (rule 3). None lasts longer than 0.1 s, so a timeout is never 0.8 s short."""
+
+FIRST_SECONDS = 0.001
+"""SQLite's first sleep for a lock; the next ones are longer."""
 
 
 class Turn:
@@ -26,6 +35,8 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: object = None
+        # Each ring is held until its sleeper is woken. The ends of a deque are atomic.
+        self._sleepers: deque[threading.Lock] = deque()
 
     def take(self, who: object) -> bool:
         """Whether it is the turn of `who`, who holds it from now on if so."""
@@ -37,21 +48,44 @@ class Turn:
         return True
 
     def give(self, who: object) -> None:
-        """Give the turn back; somebody else's stays."""
+        """Give the turn back, and wake somebody; somebody else's stays."""
         if self._holder is who:
             self._holder = None
             self._lock.release()
+            if self._sleepers:
+                with suppress(IndexError):  # it has just woken up by itself
+                    self._sleepers.popleft().release()
 
-    def wait(self, seconds: float) -> None:
-        """Return when the turn seems to be free, or after so many seconds, and not before `LOOK_SECONDS` if it is that many."""
-        left = seconds
-        while left > 0:
-            time.sleep(min(left, LOOK_SECONDS))
-            left -= LOOK_SECONDS
-            if not self.is_taken:
-                return
+    def wait(self, seconds: float) -> bool:
+        """Sleep until the turn is given back, or so many seconds; whether it was."""
+        ring = threading.Lock()
+        ring.acquire()
+        self._sleepers.append(ring)
+        try:
+            # Asked after the ring is there: who gives the turn back from now on sees it.
+            return not self.is_taken or ring.acquire(timeout=seconds)
+        finally:
+            with suppress(ValueError):
+                self._sleepers.remove(ring)
 
     @property
     def is_taken(self) -> bool:
         """Whether somebody writes."""
         return self._lock.locked()
+
+
+class Sleeper:
+    """How one connection waits for its turn: rule 3."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._early = 0
+
+    def sleep(self, seconds: float) -> None:
+        """As long as SQLite says, or until the turn is given back."""
+        if seconds <= FIRST_SECONDS:
+            self._early = 0
+        if self._early < EARLY_MAX:
+            self._early += self._turn.wait(seconds)
+        else:
+            time.sleep(seconds)

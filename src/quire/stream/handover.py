@@ -16,7 +16,7 @@ Rules
      woken says so first and looks at its ring then; who hands it the baton rings first and looks then: one of the two goes on.
   5. What fails is raised where it was waited for. A leader whose own records are durable leaves it to the others to find out.
 
-Why this is not `durable/group_sync.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
+Why this is not `pages/sync_lanes.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
 for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
 
 Threads: any. Single steps of a deque are atomic; there is no lock but the leader's. Raises what the sync raises.

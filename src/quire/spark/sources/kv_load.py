@@ -90,7 +90,7 @@ def even_cuts(sample: pa.Table, parts: int) -> list[bytes]:
     >>> import pyarrow as pa
     >>> even_cuts(pa.table({"key": [b"d", b"a", b"b", b"c"], "stands_for": [1, 1, 1, 1]}), 2)
     [b'c']
-    >>> even_cuts(pa.table({"key": [b"a", b"b"], "stands_for": [9, 1]}), 4)
+    >>> even_cuts(pa.table({"key": [b"a", b"b"], "stands_for": [1, 9]}), 4)
     [b'b']
     """
     import numpy as np
