@@ -167,6 +167,7 @@ def test_the_program_runs_as_a_module(path: Path) -> None:
     assert quire_program("--version").stdout.startswith("quire ")
 
 
+@pytest.mark.slow
 def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
     """As `make run` does, at 80 columns: again and again, sound each time, and the catalog does not grow."""
     root = tmp_path / "quire-data"

@@ -7,7 +7,7 @@ import pytest
 from tests.manifest.helpers import finish, python
 
 STRUCK = """
-import asyncio, gc, random, signal, sys, threading, time
+import asyncio, gc, logging, random, signal, sys, threading, time
 from quire.core.errors import Overloaded, QuireError, TimedOut
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
@@ -15,6 +15,9 @@ from quire.manifest.ops.base import Component
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import chunk, register
+
+# Struck in there, Python's own logging keeps its lock, and who logs next (asyncio, of a task that goes) waits for ever.
+logging.disable(logging.CRITICAL)
 
 class Struck(KeyboardInterrupt):
     "What the handler raises."
