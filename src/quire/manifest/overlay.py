@@ -23,6 +23,7 @@ Owned by the writer thread (or by whoever replays a feed): never shared.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Any, Final, Generic, Literal
@@ -49,7 +50,20 @@ class KeysTaken(Exception):  # never leaves the manifest: the writer answers it 
 class TableView(Generic[R]):
     """One table of the overlay. Keys are packed bytes: callers pack once and use the key several times."""
 
-    __slots__ = ("_decode", "_deleted", "_handle", "_kept", "_overlay", "insert", "inserted", "pending", "put", "table")
+    __slots__ = (
+        "_decode",
+        "_deleted",
+        "_handle",
+        "_kept",
+        "_ordered",
+        "_overlay",
+        "_scanned",
+        "insert",
+        "inserted",
+        "pending",
+        "put",
+        "table",
+    )
 
     def __init__(self, table: t.Table[R], handle: Any, overlay: Overlay, *, keep: bool) -> None:
         self.table = table
@@ -62,6 +76,10 @@ class TableView(Generic[R]):
         self._decode = table.codec.decode
         self._deleted = False
         self._handle = handle
+        self._scanned = (0, 0)
+        """How many rows were pending and inserted at the last scan. Until `forget_order` keys only come, so that is which."""
+        self._ordered: list[bytes] | None = None
+        """The keys of those rows in order, from the second scan on that finds the same."""
         self._kept: dict[bytes, R] | None = {} if keep else None
         self._overlay = overlay
 
@@ -157,13 +175,7 @@ class TableView(Generic[R]):
 
     def scan(self, prefix: bytes = b"", *, after: bytes | None = None) -> Iterator[tuple[bytes, R]]:
         """Rows whose key starts with `prefix` (and lies above `after`), in key order."""
-        merged = iter(
-            sorted(
-                key
-                for key in self.pending.keys() | self.inserted.keys()
-                if key.startswith(prefix) and (after is None or key > after)
-            )
-        )
+        merged = iter(self._waiting(prefix, after) if self.pending or self.inserted else ())
         ours = next(merged, None)
         for key, raw in self._committed(prefix, after):
             while ours is not None and ours < key:
@@ -180,6 +192,28 @@ class TableView(Generic[R]):
             if (record := self._row(ours)) is not None:
                 yield ours, record
             ours = next(merged, None)
+
+    def _waiting(self, prefix: bytes, after: bytes | None) -> list[bytes]:
+        """The keys of a scan that are pending or inserted, in order.
+
+        An op that drops thousands of rows and scans for each of them must not look at all of them each time.
+        """
+        sizes = (len(self.pending), len(self.inserted))
+        if sizes != self._scanned:
+            self._scanned, self._ordered = sizes, None
+            keys = self.pending.keys() | self.inserted.keys()
+            return sorted(key for key in keys if key.startswith(prefix) and (after is None or key > after))
+        if self._ordered is None:
+            self._ordered = sorted(self.pending.keys() | self.inserted.keys())
+        ordered, end = self._ordered, prefix_end(prefix)
+        start = bisect_left(ordered, prefix)
+        if after is not None:
+            start = bisect_right(ordered, after, start)
+        return ordered[start : bisect_left(ordered, end, start) if end is not None else None]
+
+    def forget_order(self) -> None:
+        """Keys have gone."""
+        self._scanned, self._ordered = (0, 0), None
 
     def any(self, prefix: bytes) -> bool:
         """Whether any row has this prefix."""
@@ -256,6 +290,7 @@ class TableView(Generic[R]):
         self.pending.clear()
         self.inserted.clear()
         self._deleted = False
+        self.forget_order()
 
 
 def _first(item: tuple[bytes, Any]) -> bytes:
@@ -347,6 +382,8 @@ class Overlay:
                 del pending[key]
             else:
                 pending[key] = before
+        for view in self.views:
+            view.forget_order()
         self.undo.clear()
         self.notes.clear()
         self.active_ids.clear()

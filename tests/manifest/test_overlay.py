@@ -1,0 +1,78 @@
+"""Scans of the overlay: pending rows over committed ones, in order, whatever was written, dropped or undone in between."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from quire.manifest import tables as t
+from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, PublishPages
+from quire.manifest.overlay import Overlay
+from quire.manifest.store import ManifestStore
+from tests.manifest.helpers import does, register
+
+
+@pytest.fixture
+def overlay(manifest: ManifestStore) -> Iterator[Overlay]:
+    """The tables as an op sees them, in a transaction that is never committed."""
+    made = Overlay(manifest.env.handles)
+    made.begin(manifest.env.begin_write())
+    yield made
+    made.txn.abort()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_scan_is_what_a_dict_says(overlay: Overlay, seed: int) -> None:
+    """Between two scans rows may come, change, go, be undone, be forgotten; or nothing happens, and an order is kept."""
+    dice, view = random.Random(seed), overlay.db_names
+    overlay.switch(tracking=True)
+    kept: dict[bytes, int] = {}
+    model = dict(kept)
+    record = t.DB_NAMES.codec.record_type
+    start = {key for key, _ in view.scan(b"k")}
+    assert not start
+    for _ in range(400):
+        key = b"k%02x" % dice.randrange(64)
+        match dice.randrange(8):
+            case 0 | 1:
+                model[key] = dice.randrange(100)
+                view.put(key, record(model[key]))
+            case 2:
+                view.delete(key)
+                model.pop(key, None)
+            case 3:
+                overlay.rollback()
+                model = dict(kept)
+            case 4:
+                overlay.undo.clear()  # the batch was good
+                kept = dict(model)
+            case 5 if not dice.randrange(4):
+                view.discard()
+                overlay.undo.clear()
+                kept, model = {}, {}
+            case _:
+                prefix = dice.choice([b"k", b"k0", b"k1", key, b"\xff"])
+                after = dice.choice([None, key])
+                expected = [
+                    (each, value)
+                    for each, value in sorted(model.items())
+                    if each.startswith(prefix) and (after is None or each > after)
+                ]
+                assert [(found, row.value) for found, row in view.scan(prefix, after=after)] == expected
+
+
+def test_dropping_many_versions_takes_time_in_proportion(manifest: ManifestStore) -> None:
+    """Each page that loses its head is scanned for another one: not among all that are dropped with it."""
+    count = 40_000
+    rows = b"".join(ROW.pack(page, 0, 5 + page, 0, 7, 3, 1, 0, 0) for page in range(count))
+    does(manifest, register(1), PublishPages(1, rows))
+    names = b"".join(VERSION_NAME.pack(page, 5 + page) for page in range(count - 1))
+    began = time.process_time()
+    does(manifest, DropPageVersions(1, names))
+    assert time.process_time() - began < 20, "some 0.5 s; looking at all of them for each takes minutes"
+    with manifest.read() as txn:
+        assert txn.count(t.PAGE_VERSION_HEAD) == txn.count(t.PAGE_VERSION_INDEX) == 1
+        assert txn.get(t.PAGE_VERSION_HEAD, 1, count - 1) is not None
