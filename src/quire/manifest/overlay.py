@@ -194,10 +194,7 @@ class TableView(Generic[R]):
             ours = next(merged, None)
 
     def _waiting(self, prefix: bytes, after: bytes | None) -> list[bytes]:
-        """The keys of a scan that are pending or inserted, in order.
-
-        An op that drops thousands of rows and scans for each of them must not look at all of them each time.
-        """
+        """The keys of a scan that are pending or inserted, in order; not found anew for each of an op's thousand scans."""
         sizes = (len(self.pending), len(self.inserted))
         if sizes != self._scanned:
             self._scanned, self._ordered = sizes, None
