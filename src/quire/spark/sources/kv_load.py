@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 RANGES_MAX = 256
-"""More of them make an expression that the JVM does not compile; Spark finds those ranges then."""
+"""With more of them the expression would grow large, which was not tried; Spark finds those ranges then."""
 
 SAMPLE = 1 / 16
 KEYS_MAX = 256
