@@ -1,18 +1,21 @@
 """Runs in a process of its own, to be killed: writes to page databases and tells over its line what was acknowledged.
 
 It is told, as JSON: where (`base`), which failpoint dies when (`failpoints`), with which seed, and how many databases. It tells
-`try DB SIZE CUT PAGE:FILL,…` before a commit, with everything the commit is made of, and `ack DB LSN` when it is durable.
+`try DB SIZE CUT PAGE:FILL,…` before a commit, with everything the commit is made of, and `ack DB LSN` when it is durable;
+`found DB LSN DIGEST`, what the last life left; `kept DB SNAPSHOT LSN`; `forking DB NEW` before a fork and `forked DB NEW LSN`
+behind it. In between it checkpoints, merges and truncates, and reads versions of its own life, older ones too, against a model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from contextlib import suppress
 from pathlib import Path
 
 from quire.core.clock import SystemClock
-from quire.core.errors import JobAlreadyPending
+from quire.core.errors import JobAlreadyPending, OutOfRange, SnapshotGone
 from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
@@ -24,11 +27,16 @@ from quire.manifest.store import ManifestStore
 from quire.objects.open import open_store
 from quire.pages import wal_files
 from quire.pages.engine import PageEngine
+from quire.pages.pagestore import PageStore
+from quire.pages.snapshot import Snapshot
+from quire.pages.view import ViewReader
 from quire.testing.crash import Line
-from tests.pages.world import PAGE, PAGES_PER_CHUNK, image, segment_bytes
+from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, Version, assert_reads, image, segment_bytes
 
 SETTINGS = PagesSettings(page_size=PAGE, publish_seconds=0.01, publish_bytes=4096, seal_seconds=0.03)
 FRAMES = 12
+DATABASES_MAX = 5
+READERS_MAX = 3
 
 
 def warm_up() -> None:
@@ -68,41 +76,115 @@ def worker(manifest: ManifestStore, engine: PageEngine, base: Path) -> Worker:
     return Worker(context, HANDLERS)
 
 
+def digest(version: Version) -> str:
+    """Tells versions apart by what they hold."""
+    return hashlib.sha256(b"".join(version.page(page) for page in range(version.size))).hexdigest()
+
+
+class Life:
+    """What one process does until it dies."""
+
+    def __init__(self, line: Line, base: Path, seed: int, names: list[str]) -> None:
+        self.line, self.base, self.seed = line, base, seed
+        self.rng = random.Random(seed)
+        self.manifest, self.engine = start(base)
+        with self.manifest.read() as txn:
+            known = [record.name for _, record in txn.databases()]
+        for name in names:
+            if name not in known:
+                self.manifest.register_db(name, DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK)
+        self.names = list(dict.fromkeys(names + known))
+        self.models: dict[str, Model] = {}
+        self.readers: list[tuple[Snapshot | ViewReader, Version]] = []
+
+    def step(self, number: int) -> None:
+        """A commit, and now and then something else."""
+        name = self.rng.choice(self.names)
+        store = self.engine.open(name)
+        self.commit(store, name)
+        for chance, doing in (
+            (0.05, self.work),
+            (0.05, self.keep),
+            (0.02, self.fork),
+            (0.15, self.open_reader),
+            (0.15, self.read),
+        ):
+            if self.rng.random() < chance:
+                doing(store, name, number)
+
+    def commit(self, store: PageStore, name: str) -> None:
+        model = self.model(store, name)
+        txn = store.begin()
+        cut = self.rng.randint(1, 12) if self.rng.random() < 0.1 else 0
+        if cut:
+            txn.truncate(cut)
+        fills = {self.rng.randint(0, 25): self.rng.getrandbits(60) for _ in range(self.rng.randint(1, 16))}
+        for page, fill in fills.items():
+            txn.write_page(page, image(fill))
+        size = txn.size_pages
+        writes = ",".join(f"{page}:{fill}" for page, fill in fills.items())
+        self.line.send(f"try {name} {size} {cut} {writes}".encode())
+        guard = txn.commit()
+        model.commit(guard.lsn, size, {page: image(fill) for page, fill in fills.items()}, cut_to=cut or None)
+        if self.rng.random() < 0.7:
+            self.line.send(f"ack {name} {guard.result()}".encode())
+
+    def model(self, store: PageStore, name: str) -> Model:
+        """The versions of this life; the first is what the last one left."""
+        if name not in self.models:
+            with store.open_snapshot() as reader:
+                found = Version(reader.lsn, reader.size_pages, dict(reader.scan()))
+            self.line.send(f"found {name} {found.lsn} {digest(found)}".encode())
+            self.models[name] = Model(versions=[found])
+        return self.models[name]
+
+    def work(self, store: PageStore, name: str, number: int) -> None:
+        with suppress(JobAlreadyPending):  # one of an earlier life waits for its next attempt
+            kinds = [JobKind.CHECKPOINT, JobKind.CHECKPOINT, JobKind.MERGE]
+            self.manifest.enqueue_job(self.rng.choice(kinds), store.db_id)
+        worker(self.manifest, self.engine, self.base).drain()
+
+    def keep(self, store: PageStore, name: str, number: int) -> None:
+        info = self.engine.snapshot(name, f"kept-{self.seed}-{number}")
+        self.line.send(f"kept {name} {info.name} {info.anchor_lsn}".encode())
+
+    def fork(self, store: PageStore, name: str, number: int) -> None:
+        if len(self.names) >= DATABASES_MAX:
+            return
+        new = f"fork-{self.seed}-{number}"
+        self.line.send(f"forking {name} {new}".encode())
+        self.engine.fork(name, new)
+        lsn, _ = self.engine.open(new).durable_version()
+        self.line.send(f"forked {name} {new} {lsn}".encode())
+        self.names.append(new)
+
+    def open_reader(self, store: PageStore, name: str, number: int) -> None:
+        model = self.models[name]
+        at = self.rng.choice([None, *(version.lsn for version in model.versions[-8:])])
+        with suppress(SnapshotGone, OutOfRange):  # a checkpoint has passed it, or it is not durable yet
+            reader = store.open_snapshot(at=at)
+            self.readers.append((reader, model.at(reader.lsn)))
+        if len(self.readers) > READERS_MAX:
+            self.readers.pop(0)[0].close()
+
+    def read(self, store: PageStore, name: str, number: int) -> None:
+        for reader, version in self.readers:
+            assert_reads(reader, version)
+
+    def end(self) -> None:
+        for reader, _ in self.readers:
+            reader.close()
+        self.engine.close()
+        self.manifest.close()
+
+
 def run(line: Line) -> None:
     """Write until death, or until told to stop."""
     told = json.loads(line.receive() or b"{}")
-    base, rng = Path(told["base"]), random.Random(told["seed"])
     arm_from(told["failpoints"])
-    manifest, engine = start(base)
-    with manifest.read() as txn:
-        known = {record.name for _, record in txn.databases()}
-    names = [f"db-{number}" for number in range(told["databases"])]
-    for name in names:
-        if name not in known:
-            manifest.register_db(name, DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK)
+    life = Life(line, Path(told["base"]), told["seed"], [f"db-{number}" for number in range(told["databases"])])
     line.send(b"open")
     for number in range(told["commits"]):
-        name = rng.choice(names)
-        store = engine.open(name)
-        txn_ = store.begin()
-        cut = rng.randint(1, 12) if rng.random() < 0.1 else 0
-        if cut:
-            txn_.truncate(cut)
-        fills = {rng.randint(0, 25): rng.getrandbits(60) for _ in range(rng.randint(1, 16))}
-        for page, fill in fills.items():
-            txn_.write_page(page, image(fill))
-        writes = ",".join(f"{page}:{fill}" for page, fill in fills.items())
-        line.send(f"try {name} {txn_.size_pages} {cut} {writes}".encode())
-        guard = txn_.commit()
-        if rng.random() < 0.7:
-            line.send(f"ack {name} {guard.result()}".encode())
-        if rng.random() < 0.05:
-            with suppress(JobAlreadyPending):  # one of an earlier life waits for its next attempt
-                manifest.enqueue_job(rng.choice([JobKind.CHECKPOINT, JobKind.CHECKPOINT, JobKind.MERGE]), store.db_id)
-            worker(manifest, engine, base).drain()
-        if rng.random() < 0.05:
-            info = engine.snapshot(name, f"kept-{told['seed']}-{number}")
-            line.send(f"kept {name} {info.name} {info.anchor_lsn}".encode())
-    engine.close()
-    manifest.close()
+        life.step(number)
+    life.end()
     line.send(b"done")

@@ -18,7 +18,7 @@ import pytest
 
 from quire.testing.crash import Child, Nursery
 from quire.testing.manifest import assert_clean
-from tests.pages.killed import start
+from tests.pages.killed import digest, start
 from tests.pages.world import Model, Version, assert_reads, image
 
 POINTS = (
@@ -53,6 +53,10 @@ class Expected:
     """Commits whose lsn nobody knows yet: (size, cut, pages)."""
     kept: dict[str, int] = field(default_factory=dict)
 
+    def forked(self) -> Expected:
+        """What a fork that is about to be made would hold: everything written so far, if it comes to be."""
+        return Expected(model=Model(versions=[self.model.newest]), tried=list(self.tried))
+
 
 class Lives:
     """One store and the processes that die on it, one after another."""
@@ -60,7 +64,8 @@ class Lives:
     def __init__(self, base: Path, nursery: Nursery) -> None:
         self.base = base
         self.nursery = nursery
-        self.expected = {f"db-{number}": Expected() for number in range(DATABASES)}
+        self.first = [f"db-{number}" for number in range(DATABASES)]
+        self.expected = {name: Expected() for name in self.first}
         self.deaths = 0
 
     def live(self, seed: int, *, failpoints: str = "", kill_after: float | None = None, commits: int = 10_000) -> None:
@@ -89,11 +94,18 @@ class Lives:
                 pages = dict(part.split(":") for part in words[4].split(","))
                 writes = {int(page): image(int(fill)) for page, fill in pages.items()}
                 self.expected[words[1]].tried.append((int(words[2]), int(words[3]) or None, writes))
+            elif words[0] == "found":
+                self._match(self.expected[words[1]], int(words[2]), words[3])
             elif words[0] == "ack":
                 self._acknowledge(words[1], int(words[2]))
             elif words[0] == "kept":
                 self._acknowledge(words[1], int(words[3]))
                 self.expected[words[1]].kept[words[2]] = int(words[3])
+            elif words[0] == "forking":
+                self.expected[words[2]] = self.expected[words[1]].forked()
+            elif words[0] == "forked":
+                self._acknowledge(words[1], int(words[3]))
+                self._acknowledge(words[2], int(words[3]))
             if deadline is not None and time.monotonic() >= deadline:
                 child.kill()
                 deadline = None
@@ -113,14 +125,16 @@ class Lives:
             assert_clean(manifest)
             with manifest.read() as txn:
                 there = {record.name for _, record in txn.databases()}
-            for name, expected in self.expected.items():
+            for name, expected in list(self.expected.items()):
                 if name not in there:
                     assert not expected.acknowledged
+                    if name not in self.first:
+                        del self.expected[name]  # a fork that never came to be
                     continue
                 store = engine.open(name)
                 with store.open_snapshot() as reader:
-                    assert reader.lsn >= expected.acknowledged, f"{name}: something acknowledged is gone"
-                    self._match(expected, reader.lsn, {p: reader.read_page(p) for p in range(reader.size_pages)})
+                    found = Version(reader.lsn, reader.size_pages, dict(reader.scan()))
+                    self._match(expected, reader.lsn, digest(found))
                     assert_reads(reader, expected.model.newest)
                 for kept, lsn in expected.kept.items():
                     assert_reads(engine.open_view(name, kept), expected.model.at(lsn))
@@ -129,14 +143,15 @@ class Lives:
             engine.close()
             manifest.close()
 
-    def _match(self, expected: Expected, lsn: int, found: dict[int, bytes]) -> None:
+    def _match(self, expected: Expected, lsn: int, found: str) -> None:
         """What is there is the last acknowledged version and some of the commits that were tried after it, in order."""
+        assert lsn >= expected.acknowledged, "something acknowledged is gone"
         candidates: list[Version] = [expected.model.newest]
         for size, cut, writes in expected.tried:
             candidates.append(expected.model.commit(lsn, size, writes, cut_to=cut))
         for index in reversed(range(len(candidates))):
             version = candidates[index]
-            if {page: version.page(page) for page in range(version.size)} == found:
+            if digest(version) == found:
                 break
         else:
             raise AssertionError("what is there is no version that was ever committed")
