@@ -71,6 +71,7 @@ def test_readers_hold_the_floor_and_block_segments(anybody: Asker, store: Store)
             told = anybody.get("/api/databases/shop").json["pages"]
             assert [each["lsn"] for each in told["readers"]] == [reader.lsn]
             assert told["floor_lsn"] == reader.lsn
+            assert (told["newest_lsn"], told["size_pages"]) == store.pages.open("shop").durable_version()
             assert [each["state"] for each in told["segments"] if each["blocked"]] == ["indexed"]
             row = next(each for each in anybody.get("/api/overview").json["databases"] if each["name"] == "shop")
             assert (row["readers"], row["segments_blocked"], row["floor_lsn"]) == (1, 1, reader.lsn)
@@ -86,6 +87,7 @@ def test_the_page_of_a_page_database(anybody: Asker, furnished: Store) -> None:
     assert {each["kind"] for each in told["why"]["holders"]} >= {"snapshot", "fork"}
     assert told["jobs"][0]["error"] == "the disk was full"
     assert told["pages"]["wal"]["last_applied_lsn"] > 0
+    assert told["pages"]["newest_lsn"] >= told["pages"]["floor_lsn"] > 0
     assert sum(each["used_bytes"] for each in told["pages"]["segments"]) > 0
 
 

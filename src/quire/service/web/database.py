@@ -97,11 +97,14 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
         ]
         cells = [_cell(txn, *each) for each in slots[:SLOTS_MAX]]
     figures = sight.open_figures().get(info.db_id)
+    newest_lsn, size_pages = sight.newest(info.db_id, wal)
     return {
         "wal": wal,
+        "newest_lsn": newest_lsn,
+        "size_pages": size_pages,
         "wal_pages": figures.page_index_rows if figures else sight.survey().of(info.db_id).unabsorbed_pages,
         "figures": figures,
-        "floor_lsn": lowest if lowest is not None else (wal.last_applied_lsn if wal else 0),
+        "floor_lsn": lowest if lowest is not None else newest_lsn,
         "readers": readers,
         "segments": segments[-SEGMENTS_MAX:],
         "segments_left_out": max(0, len(segments) - SEGMENTS_MAX),
@@ -115,7 +118,7 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
 
 def _readers(sight: Sight, db_id: int) -> list[dict[str, Any]]:
     """Who reads, lowest version first (rule 2)."""
-    if (leases := sight.leases().get(db_id)) is not None:
+    if (leases := sight.leases(db_id)) is not None:
         found = [(each.reader_id, each.lsn, each.opened_at_ms, each.tags) for each in leases]
     else:
         with sight.manifest.read() as txn:

@@ -52,7 +52,7 @@ def overview(sight: Sight) -> dict[str, Any]:
         "tiers": {name: {"artifacts": n, "bytes": _bytes(whole, name)} for name, n in whole.total("tiers").items()},
         "segments": whole.total("segments"),
         "verified": whole.total("verified"),
-        "readers": sum(len(leases) for leases in sight.leases().values()),
+        "readers": sight.readers(),
         "cursors": _cursors(sight),
         "disk_free_bytes": disk.free,
         "disk_bytes": disk.total,
@@ -72,9 +72,9 @@ def _in_state(txn: ReadTxn, state: JobState) -> int:
 
 def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
     one, wal = sight.survey().of(info.db_id), txn.wal_state(info.db_id)
-    figures, leases = sight.open_figures().get(info.db_id), sight.leases().get(info.db_id, [])
+    figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id) or []
     size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
-    applied = wal.last_applied_lsn if wal else 0
+    newest, _ = sight.newest(info.db_id, wal)
     return {
         **plain(info),
         "size_bytes": size_bytes,
@@ -83,10 +83,10 @@ def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
         "segments": one.segments,
         "wal_bytes": figures.wal_bytes if figures else one.unabsorbed_bytes,
         "wal_pages": figures.page_index_rows if figures else one.unabsorbed_pages,
-        "last_lsn": applied,
+        "last_lsn": newest,
         "checkpointed_lsn": wal.checkpointed_lsn if wal else 0,
         "checkpointed_at_ms": wal.last_success_at_ms if wal else 0,
-        "floor_lsn": min([lease.lsn for lease in leases], default=applied),
+        "floor_lsn": min([lease.lsn for lease in leases], default=newest),
         "readers": len(leases),
         "segments_blocked": figures.segments_blocked if figures else 0,
         "damaged": one.verified["missing"] + one.verified["altered"],

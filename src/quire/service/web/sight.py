@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.durable import names
 from quire.durable.lsm_names import lsm_home
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind
+from quire.manifest.records import DbKind, WalStateRecord
 from quire.service.api import StoreApi
 from quire.service.web.cached import Cached
 from quire.service.web.history import History
@@ -67,13 +67,27 @@ class Sight:
         """What the page engine counts, of the databases it has open."""
         return self.cached.get("figures", lambda: {each.db_id: each for each in self.store.pages.figures().databases})
 
-    def leases(self) -> dict[int, list[Lease]]:
-        """The readers of every database that is open here, lowest version first."""
+    def leases(self, db_id: int) -> list[Lease] | None:
+        """The readers of a database that is open here, lowest version first."""
+        versions = self._versions().get(db_id)
+        return None if versions is None else versions[0]
 
-        def make() -> dict[int, list[Lease]]:
-            return {each.db_id: each.readers.peek() for each in self.store.pages.stores()}
+    def readers(self) -> int:
+        """How many there are, of all databases that are open here."""
+        return sum(len(leases) for leases, _ in self._versions().values())
 
-        return self.cached.get("leases", make)
+    def newest(self, db_id: int, wal: WalStateRecord | None) -> tuple[int, int]:
+        """(lsn, pages) of the newest durable version, never below a lease; of a database that is not open here, what was
+        published."""
+        if (versions := self._versions().get(db_id)) is not None:
+            return versions[1]
+        return (wal.last_applied_lsn, wal.size_pages) if wal else (0, 0)
+
+    def _versions(self) -> dict[int, tuple[list[Lease], tuple[int, int]]]:
+        def make() -> dict[int, tuple[list[Lease], tuple[int, int]]]:
+            return {each.db_id: (each.readers.peek(), each.durable_version()) for each in self.store.pages.stores()}
+
+        return self.cached.get("versions", make)
 
     def log_figures(self) -> list[LogFigures]:
         """Of the manifest logs of the streams that are open; without streams nothing is loaded."""

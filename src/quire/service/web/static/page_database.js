@@ -38,7 +38,7 @@ function figures(data) {
   const wal = engine.wal || {};
   const blocked = engine.segments.filter((each) => each.blocked).length;
   return tiles(...first,
-    ["Newest lsn", number(wal.last_applied_lsn || 0), `${number(wal.size_pages || 0)} pages`],
+    ["Newest lsn", number(engine.newest_lsn), `${number(engine.size_pages)} pages`],
     ["In the WAL", number(engine.wal_pages), wal.last_success_at_ms ? `pages since the checkpoint ${ago(wal.last_success_at_ms, data.now_ms)}` : "pages; no checkpoint yet"],
     ["Floor", number(engine.floor_lsn), "lsn somebody may still ask for"],
     ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "nothing is blocked", blocked ? "warn" : undefined],

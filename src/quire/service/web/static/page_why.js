@@ -65,5 +65,5 @@ export function holders(answer, most = 200) {
   if (!answer.holders.length) return h("p", { class: "muted" }, "Nothing: it could be dropped at once.");
   return h("ul", { class: "holders" }, answer.holders.slice(0, most).map((each) => h("li", {}, chip(each.kind, `h-${each.kind}`),
     h("div", {}, h("b", {}, each.name), " ", h("span", {}, each.what), h("br"), h("code", { class: "muted" }, each.release)))),
-  answer.holders.length > most && h("li", { class: "muted" }, `${number(answer.holders.length - most)} more: quire why ${answer.subject}`));
+  answer.holders.length > most && h("li", { class: "muted more" }, h("div", {}, `${number(answer.holders.length - most)} more: `, h("code", {}, `quire why ${answer.subject}`))));
 }
