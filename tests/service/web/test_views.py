@@ -175,6 +175,18 @@ def test_verification_names_what_is_damaged(anybody: Asker, furnished: Store) ->
     assert row["verified"] == {"altered": 1, "unverified": 5, "verified": 39}
 
 
+def test_the_segments_of_streams_are_verified_too(anybody: Asker, store: Store) -> None:
+    clicks = store.stream("clicks", create=True)
+    clicks.append([b"one", b"two"]).result()
+    clicks.seal()
+    clicks.ledger.project_now()
+    store.kv("sessions", create=True)
+    eventually(lambda: sum(anybody.get("/api/verification").json["totals"].values()) > 0)
+    told = anybody.get("/api/verification").json
+    assert [each["name"] for each in told["databases"]] == ["clicks"]
+    assert sum(each["artifacts"] for each in told["databases"]) == sum(told["totals"].values())
+
+
 def test_the_feed_pages_backwards_and_cuts_what_is_long(anybody: Asker, store: Store) -> None:
     for number in range(5):
         store.create(f"db{number}", "pages", tags={"long": "x" * 500})

@@ -210,7 +210,7 @@ def verification(sight: Sight) -> dict[str, Any]:
             "oldest_verified_ms": whole.of(db_id).oldest_verified_ms,
         }
         for db_id, record in names.items()
-        if record.kind is DbKind.PAGES
+        if record.kind is DbKind.PAGES or whole.of(db_id).verified  # sets keep their own files, and other checks
     ]
     runs = [each for each in jobs(sight)["jobs"] if each["kind"] == plain(JobKind.VERIFY)]
     damaged = [
