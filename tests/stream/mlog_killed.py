@@ -48,6 +48,8 @@ def run(line: Line) -> None:
         log.append_all([(r.SegmentOpened(segment * 100, 1), segment), (r.SealSegment(100, segment), segment)])
         log.append_all([(r.UploadStarted(key), segment), (r.UploadDone(key, "e"), segment)])
         line.send(f"ack {segment}".encode())
+        if number % 3 == 2:
+            log.append_all([(r.CustomEvent(5_000, bytes(20_000)), segment)])  # more than the chunk has room for
         if number % 2:
             log.rotate()
         log.tick()

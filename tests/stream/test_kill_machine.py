@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -193,6 +194,12 @@ def lives(base: Path, nursery: Nursery, *, seed: int, deaths: int, steps: int) -
     finally:
         model.close()
     return model
+
+
+def test_every_step_has_a_test_that_dies_there() -> None:
+    room = Path(__file__).parents[2] / "src/quire/stream"
+    steps = {name for path in room.glob("*.py") for name in re.findall(r'hit\("([^"]+)"\)', path.read_text("utf-8"))}
+    assert steps == {*POINTS, *LOG_POINTS}
 
 
 def test_killed_at_random_against_a_model(tmp_path: Path, nursery: Nursery) -> None:

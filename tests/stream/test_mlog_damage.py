@@ -9,9 +9,9 @@ import pytest
 from quire.core.errors import Corruption, FormatTooNew, ManifestIntegrityError
 from quire.durable.checksums import crc64
 from quire.stream import mlog_records as r
-from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, RECORD_BYTES
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, RECORD_BYTES, SEALED
 from quire.stream.mlog_log import ManifestLog
-from quire.stream.mlog_reader import ManifestLogReader, Position, load_chunk
+from quire.stream.mlog_reader import Chunk, ManifestLogReader, Position, load_chunk
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
 from quire.stream.mlog_tier2 import object_bytes
@@ -136,6 +136,53 @@ def test_a_payload_that_fails_names_chunk_segment_and_offset(tmp_path: Path) -> 
     with pytest.raises(ManifestIntegrityError) as caught:
         all_chunks(files_at(tmp_path))
     assert (caught.value.where["chunk"], caught.value.where["segment"], caught.value.where["offset"]) == (0, 3, at)
+
+
+def altered(chunk: Chunk, at: int, size: int, number: int) -> bytes:
+    """A chunk with another number in it, and checksums that fit."""
+    data = bytearray(chunk.data)
+    data[at : at + size] = number.to_bytes(size, "little")
+    header = chunk.header._replace(chunk_crc64=crc64(data[CHUNK_BYTES : chunk.header.committed_len]))
+    data[:CHUNK_BYTES] = header.encode()
+    data[-COPY_BYTES:] = chunk.facts._replace(header=header).encode()
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "size", "number"),
+    [
+        ("a reserved flag", 2, 2, 1),
+        ("another reserved flag", 2, 2, 0x8000),
+        ("an empty record", 4, 4, 0),
+        ("a length that is not aligned", 4, 4, 12),
+        ("a record beyond what was committed", 4, 4, 1 << 20),
+    ],
+)
+@pytest.mark.parametrize("record", [0, 3])
+def test_what_may_not_stand_in_a_record_is_refused_although_every_checksum_fits(
+    tmp_path: Path, record: int, what: str, place: int, size: int, number: int
+) -> None:
+    written(tmp_path)
+    chunk = all_chunks(files_at(tmp_path))[0]
+    offset = chunk.offsets[record]
+    assert (
+        load_chunk(altered(chunk, offset + 24, 8, 5), chunk_index=0).offsets == chunk.offsets
+    )  # a timestamp may be any
+    with pytest.raises(ManifestIntegrityError) as caught:
+        load_chunk(altered(chunk, offset + place, size, number), chunk_index=0)
+    assert caught.value.where["chunk"] == 0
+    assert caught.value.where["offset"] >= offset, what
+
+
+@pytest.mark.parametrize("flags", [4, 1 << 63, SEALED | 8])
+def test_reserved_flags_of_a_chunk_are_zero(tmp_path: Path, flags: int) -> None:
+    """Header and commit copy agree, and every checksum fits: it is still not a chunk of this version."""
+    written(tmp_path)
+    chunk = all_chunks(files_at(tmp_path))[0]
+    header = chunk.header._replace(flags=flags)
+    whole = header.encode() + chunk.data[CHUNK_BYTES:-COPY_BYTES] + chunk.facts._replace(header=header).encode()
+    with pytest.raises(ManifestIntegrityError, match="flags"):
+        load_chunk(whole, chunk_index=0)
 
 
 def test_payloads_of_large_chunks_are_checked_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from quire.stream.mlog_bundle import BundleTask, plan, publish, run
 from quire.stream.mlog_follower import Follower, ToHydrate
 from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_modes import GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
+from quire.stream.mlog_reader import load_chunk
 from quire.stream.mlog_recovery import reconcile, recover
 from quire.stream.mlog_snapshot import same_state
 from tests.stream.logs import files_at, opened
@@ -90,6 +92,39 @@ def test_only_chunks_before_the_newest_snapshot_are_bundled(world: World) -> Non
     world.chunks(4)
     world.log.tick()
     assert plan(world.objects, now_ms=LATER, period_seconds=WEEK) == [BundleTask(stream_id=7, first=0, last=3)]
+
+
+def dated(world: World, days: dict[int, int]) -> None:
+    """Have the objects of chunks be as old as these days say."""
+    for index, day in days.items():
+        path = world.root / "objects" / world.objects.chunk_key(index)
+        os.utime(path, (day * 86_400 + 60, day * 86_400 + 60))
+
+
+def test_a_bundle_holds_one_week_and_begins_with_the_snapshot_before_it(world: World) -> None:
+    """Weeks are those of the object store's clock, counted from 1970; the one that is running is left alone."""
+    world.chunks(6)
+    snapshot_id = world.log.snapshot()
+    world.chunks(6)
+    world.log.snapshot()
+    world.log.rotate()
+    world.log.upload()
+    dated(world, {index: 70 + index for index in range(13)})  # days 70 to 76 are a week
+    tasks = plan(world.objects, now_ms=83 * 86_400_000, period_seconds=WEEK)
+    assert [(task.first, task.last) for task in tasks] == [(0, 6)], "12 begins the running week"
+    tasks = plan(world.objects, now_ms=84 * 86_400_000, period_seconds=WEEK)
+    assert [(task.first, task.last) for task in tasks] == [(0, 6), (7, 11)]
+    for task, wanted in zip(tasks, (0, snapshot_id)):
+        run(task, world.store)
+        data = world.store.get(world.objects.bundle_key(task.first, task.last))
+        whole = load_chunk(data, chunk_index=task.first)
+        first = next(whole.records())
+        assert first.value() == r.SnapshotMarker(task.first, 64, wanted)
+        assert len(whole.offsets) == 1 + sum(
+            len(chunk.offsets)
+            for index in range(task.first, task.last + 1)
+            if (chunk := world.objects.get_chunk(index)) is not None
+        )
 
 
 def test_a_plan_whose_chunks_are_gone_is_stale(world: World) -> None:

@@ -14,9 +14,10 @@ from quire.core.errors import FormatTooNew, ManifestIntegrityError, OutOfRange
 from quire.durable.checksums import crc64
 from quire.stream import mlog_format as fmt
 from quire.stream import mlog_records as records
-from quire.stream import mlog_snapshot
+from quire.stream import mlog_snapshot, mlog_states
 from quire.stream.mlog_format import CHUNK_BYTES, SEALED, ChunkFacts, encode_record, new_header, settle
-from quire.stream.mlog_reader import load_chunk
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_reader import Position, load_chunk
 from tests.stream.logs import ONE_OF_EACH, U64, VALUES
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/manifest-log.md").read_text("utf-8")
@@ -105,6 +106,46 @@ def test_the_chunk_of_the_page_has_its_published_bytes() -> None:
     chunk = load_chunk(data, chunk_index=2)
     assert [view.value() for view in chunk.records()] == [records.SegmentOpened(4096, 3), records.UploadStarted("s/1")]
     assert chunk.facts == (chunk.header, 2, 1)
+
+
+def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
+    told: list[records.Payload] = [
+        records.SegmentOpened(4096, 3),
+        records.SealSegment(1 << 20, 0x0123456789ABCDEF),
+        records.UploadStarted("s/1"),
+        records.UnknownRecord(99, b"eightbyt"),
+    ]
+    index = ManifestIndex()
+    for number, value in enumerate(told):
+        stamp = 1_700_000_000_000 + 250 * number
+        index.fold_raw(encode_record(value.TYPE, 9, records.encode(value), timestamp_ms=stamp))
+    data = mlog_snapshot.encode_snapshot(1, Position(0, 272), index, 0)
+    assert data == dump("The snapshot")
+    # Without the code that wrote it: offsets and numbers are those of the page's tables.
+    at = {name: (offset, size) for name, offset, size in table("snapshot")}
+
+    def field(name: str) -> int:
+        offset, size = at[name]
+        return int.from_bytes(data[offset : offset + size], "little")
+
+    assert field("magic").to_bytes(8, "big") == b"AOF2MSNP"
+    assert [field(name) for name in ("snapshot_id", "chunk_index", "chunk_offset", "records")] == [1, 0, 272, 4]
+    assert [field(name) for name in ("entries", "waiting", "deletes", "tallies")] == [1, 0, 0, 1]
+    assert field("size") == len(data)
+    assert struct.unpack_from("<Q5BxH", data, 112) == (9, 2, 0, 1, 1, 0, 0b100011)
+    assert struct.unpack_from("<QQ", data, len(data) - 24) == (99, 1)
+    assert crc64(data[:-8]) == int.from_bytes(data[-8:], "little")
+    again = mlog_snapshot.decode_snapshot(data, snapshot_id=1)
+    assert (again.position, again.index.outstanding().uploads) == (Position(0, 272), {9: "s/1"})
+    assert again.index.unknown == {99: 1}
+
+
+@pytest.mark.parametrize("facet", mlog_states.State._fields)
+def test_the_facets_of_the_page_are_the_codes(facet: str) -> None:
+    row = re.search(rf"^\| {facet} \| (.*) \|$", PAGE, re.MULTILINE)
+    assert row, facet
+    kind = type(getattr(mlog_states.NOTHING, facet))
+    assert row[1] == ", ".join(f"{each.value} {each.name.lower()}" for each in kind)
 
 
 def test_the_magic_is_the_seeds() -> None:

@@ -12,7 +12,7 @@ from quire.core.errors import IllegalTransition, ManifestIntegrityError
 from quire.durable.checksums import crc64
 from quire.stream import mlog_reader
 from quire.stream import mlog_records as r
-from quire.stream.mlog_format import CHUNK_BYTES, ChunkFacts, encode_record, new_header
+from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, encode_record, new_header
 from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_reader import Chunk, load_chunk
 from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
@@ -235,3 +235,10 @@ def test_the_minimal_records_fold_to_the_segments() -> None:
     kept = list(story.index.minimal())
     assert len(kept) < 100
     assert len(set(kept)) == len(kept)
+    said: dict[int, dict[int, r.Payload]] = {}
+    for raw in kept:
+        kind, _, size, segment, *_ = RECORD.unpack_from(raw)
+        assert len(raw) == RECORD_BYTES + size
+        said.setdefault(segment, {})[kind] = r.decode(kind, raw[RECORD_BYTES:])
+    assert said == {info.segment_id: info.records for info in story.index.segments()}
+    assert len(said) > 3

@@ -23,6 +23,7 @@ from tests.stream.mlog_killed import SETTINGS, files_of
 
 POINTS = (
     "stream.mlog.created",
+    "stream.mlog.grown",
     "stream.mlog.copied",
     "stream.mlog.synced",
     "stream.mlog.header",

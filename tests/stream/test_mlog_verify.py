@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.errors import ManifestIntegrityError
+from quire.core.settings import ManifestLogSettings
 from quire.stream import mlog_records as r
+from quire.stream.mlog_bundle import plan, publish, run
 from quire.stream.mlog_verify import inspect, verify
 from quire.stream.mlog_writer import ManifestLogWriter
 from tests.stream.logs import SMALL, opened
@@ -36,7 +39,46 @@ def test_a_log_in_use_keeps_all_rules(world: World) -> None:
     rows = list(inspect(world.files, world.objects))
     ordinals = [row.ordinal for row in rows]
     assert ordinals == list(range(ordinals[0], ordinals[0] + len(rows)))
-    assert {row.tier2 for row in rows} == {"same", "here"}
+    assert {row.tier2 for row in rows if row.record != "UploadDone"} == {"same", "here"}
+
+
+def test_what_is_no_longer_on_disk_is_shown_from_tier_2_and_bundles(world: World) -> None:
+    world.chunks(10)
+    world.log.tick()
+    assert world.files.chunks()[0] > 6
+    told = world.log.index.records
+    for bundled in (False, True):
+        if bundled:
+            (task,) = plan(world.objects, now_ms=4_000_000_000_000, period_seconds=7 * 86_400.0)
+            publish(world.log, run(task, world.store))
+            world.clock.advance(60)
+            world.log.tick()
+            assert min(world.objects.listing().bundles) == (0, 9)
+        rows = list(inspect(world.files, world.objects, start_chunk=0))
+        assert [row.ordinal for row in rows[:told]] == list(range(told))
+        assert rows[0].tier2 == "there"
+        assert not any(row.diverges for row in rows if row.record != "UploadDone"), "the story's objects are not there"
+    with pytest.raises(ManifestIntegrityError, match="missing"):
+        list(inspect(world.files, start_chunk=0))
+
+
+def test_an_object_of_a_segment_that_is_missing_is_shown_at_its_record(world: World) -> None:
+    def uploaded(segment: int, key: str) -> list[tuple[r.Payload, int]]:
+        told: list[r.Payload] = [opened(segment), r.SealSegment(1, 1), r.UploadStarted(key), r.UploadDone(key, "e")]
+        return [(value, segment) for value in told]
+
+    for segment, key in ((1, "k/1"), (2, "k/2"), (3, "k/3")):
+        world.store.put(key, b"data")
+        world.log.append_all(uploaded(segment, key))
+    world.log.append_all([(r.Tier2DeleteQueued("k/3"), 3), (r.Tier2Deleted("k/3"), 3)])
+    for key in ("k/2", "k/3"):
+        world.store.delete(key)
+    apart = [(row.record, row.segment_id, row.tier2) for row in inspect(world.files, world.objects) if row.diverges]
+    assert apart == [("UploadDone", 2, "the segment's object is missing")], "3 was deleted by records"
+    flip(world.files.chunk(0), 100)
+    with pytest.raises(ManifestIntegrityError):
+        list(inspect(world.files, world.objects))
+    flip(world.files.chunk(0), 100)
 
 
 def flip(path: str, place: int) -> None:
@@ -64,6 +106,30 @@ def test_each_broken_rule_is_seen(world: World) -> None:
     assert rules(world) == ["L5"]
     world.store.put(world.objects.chunk_key(1), world.store.get(world.objects.chunk_key(2)))
     assert set(rules(world)) == {"L5"}
+
+
+def test_what_retention_must_keep_and_what_it_must_not(world: World) -> None:
+    """L6: chunks since the newest snapshot are on disk, whatever tier 2 has; older ones are not for ever."""
+    world.settings = ManifestLogSettings(
+        chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=1_000, sealed_kept=1_000
+    )
+    world.reopen()
+    world.tell(5)
+    world.log.snapshot()
+    world.chunks(6)
+    world.log.upload()
+    aside = Path(world.files.chunk(0)).rename(world.root / "aside")
+    found = list(verify(world.files, world.objects, settings=world.settings))
+    assert [(each.rule, each.where, each.leak) for each in found] == [("L6", {"chunk": 0}, False)]
+    assert rules(world, tier2=False) == ["L3"], "without tier 2 there is no state at all"
+    aside.rename(world.files.chunk(0))
+    world.log.snapshot()
+    few = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=3, sealed_kept=2)
+    found = [each for each in verify(world.files, world.objects, settings=few) if each.rule == "L6"]
+    assert [(each.where, each.leak) for each in found] == [({"count": 4}, True)], "six, without the newest two"
+    world.settings = few
+    world.reopen().tick()
+    assert list(verify(world.files, world.objects, settings=few)) == []
 
 
 def test_an_object_that_rotted_is_seen_by_reading_it(world: World) -> None:

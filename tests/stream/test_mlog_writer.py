@@ -277,6 +277,54 @@ def test_a_cursor_reads_in_bounded_steps_and_follows_the_writer(tmp_path: Path) 
         assert [view.value() for view in cursor.read(5)] == [opened(1000)]
 
 
+def test_views_of_records_copy_nothing(tmp_path: Path) -> None:
+    files = files_at(tmp_path)
+    with open_writer(files) as writer:
+        for number, value in enumerate(ONE_OF_EACH, 1):
+            writer.append(value, number)
+    (chunk,) = all_chunks(files)
+    for view in chunk.records():
+        assert view.payload.obj is chunk.data
+        assert view.payload.readonly
+        assert bytes(view.payload) == r.encode(view.value())
+
+
+def test_a_marker_that_found_no_room_is_not_remembered(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, fail_at=1, operation="allocate")
+    with open_writer(files_at(tmp_path, disk)) as writer:
+        for wrong in (r.SnapshotMarker(0, 64, 9), r.SnapshotMarker(0, 64, 2**64)):
+            with pytest.raises((DiskFull, OutOfRange)):
+                writer.append(wrong)
+        assert writer.snapshot_id == 0
+        writer.append(r.SnapshotMarker(0, 64, 3))
+        assert writer.snapshot_id == 3
+    assert all_chunks(files_at(tmp_path))[0].snapshot_id == 3
+
+
+def test_the_defaults_are_the_seeds() -> None:
+    settings = ManifestLogSettings()
+    assert (settings.mode, settings.chunk_bytes) == ("on", 256 << 10)
+    assert (settings.rotation_seconds, settings.sealed_kept) == (0.25, 2)
+    assert settings.bundle_seconds == 7 * 86_400
+    assert GROWTH_BYTES == 64 << 10
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.25, 3.0])
+def test_the_timer_is_what_the_settings_say(tmp_path: Path, seconds: float) -> None:
+    clock, settings = ManualClock(), ManifestLogSettings(rotation_seconds=seconds)
+    with open_writer(files_at(tmp_path), clock, settings) as writer:
+        writer.append(opened(1), 1)
+        writer.commit()
+        clock.advance(seconds * 0.9)
+        assert not writer.needs_rotation()
+        writer.append(opened(2), 1)
+        writer.commit()  # it counts from the last commit
+        clock.advance(seconds * 0.9)
+        assert not writer.needs_rotation()
+        clock.advance(seconds * 0.2)
+        assert writer.needs_rotation()
+
+
 def test_a_chunk_of_the_smallest_size_has_room() -> None:
     assert SMALL.chunk_bytes - COPY_BYTES > SMALL.record_bytes_max
     assert ManifestLogSettings().chunk_bytes == 256 << 10

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.core.errors import ObjectNotFound, ObjectStoreUnavailable
+from quire.durable.failpoints import armed
 from quire.objects.api import list_objects
 from quire.stream.ledger import facts_of_index
-from quire.stream.mlog_modes import compare
-from quire.stream.mlog_records import CompressionDone, CompressionStarted
+from quire.stream.mlog_modes import Divergence, compare
+from quire.stream.mlog_records import CompressionDone, CompressionStarted, UploadDone, UploadStarted
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
 from quire.stream.state import Retention
+from quire.testing.faults import PowerCut
 from tests.stream.streams import StreamWorld
 
 MODES = ["off", "shadow", "on"]
@@ -89,12 +92,134 @@ def test_shadow_writes_the_log_and_compares(world: StreamWorld) -> None:
     assert world.stream.ledger.shadow_refused == 2
 
 
+def test_a_shadow_is_watched_by_upkeep_and_each_divergence_is_told_once(
+    world: StreamWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody asks for a comparison here: the figure is what alerts look at."""
+    world.reopen("shadow")
+    work(world)
+    stream = world.stream
+    assert stream.compare() == []
+    stream.ledger.log.append_all([(UploadStarted("elsewhere"), 1), (UploadDone("elsewhere", "e"), 1)])
+    for _ in range(3):
+        stream.tick()
+        assert stream.figures().manifest_shadow_divergence == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "stream.mlog.divergence" in line]
+    assert len(told) == 1
+    assert "segment_id=1" in told[0]
+    stream.switch("off")
+    assert stream.figures().manifest_shadow_divergence == 0, "nothing is compared any more"
+
+
+def test_a_shadow_that_says_nothing_is_compared_now_and_then(world: StreamWorld) -> None:
+    world.reopen("shadow")
+    work(world)
+    for _ in range(3):  # until nothing is left to do, for the log's own upkeep too
+        world.clock.advance(10)
+        world.stream.tick()
+    asked: list[float] = []
+    ledger = world.stream.ledger
+    inner = ledger.compare
+
+    def compare_and_note() -> list[Divergence]:
+        asked.append(world.clock.monotonic())
+        return inner()
+
+    vars(ledger)["compare"] = compare_and_note
+    for _ in range(6):
+        world.clock.advance(10)
+        world.stream.tick()
+    assert len(asked) == 1, "in a minute"
+    world.fill(1)
+    world.stream.tick()
+    assert len(asked) == 2
+
+
 def test_off_writes_no_log(world: StreamWorld) -> None:
     world.reopen("off")
     before = world.stream.ledger.log.index.records
     work(world)
     world.stream.tick()
     assert world.stream.ledger.log.index.records == before
+
+
+@pytest.mark.parametrize("again", MODES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("crash", [False, True])
+def test_timestamps_never_fall_in_any_mode(world: StreamWorld, mode: str, again: str, crash: bool) -> None:
+    """The clock goes back while the stream is closed: without a log LMDB alone remembers how late it was."""
+    world.reopen(mode)
+    for _ in range(3):
+        world.fill(1)
+        world.stream.append(b"open").result()
+        (world.crash if crash else world.reopen)(again)
+        world.clock.jump(-3_600)
+        (world.crash if crash else world.reopen)(mode)
+    world.stream.append(b"last").result()
+    found = list(world.stream.read())
+    stamps = [each.timestamp_ms for each in found]
+    assert stamps == sorted(stamps)
+    assert world.stream.seek(stamps[-1]) == next(each.id for each in found if each.timestamp_ms == stamps[-1])
+
+
+def switched(world: StreamWorld, mode: str) -> None:
+    world.stream.switch(mode)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("change", [switched, StreamWorld.reopen, StreamWorld.crash])
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+def test_what_retention_has_begun_to_take_does_not_come_back(
+    world: StreamWorld, first: str, second: str, change: Callable[[StreamWorld, str], object], evicted: bool
+) -> None:
+    """Its object cannot be deleted for now. That it is going is in the log, which is not believed, and not in LMDB."""
+    world.reopen(first)
+    payloads = world.fill(2)
+    world.stream.upload(1)
+    if evicted:
+        world.stream.evict(1, warm=True)
+    key = world.segments()[0].key
+    world.objects.down = True
+    with pytest.raises(ObjectStoreUnavailable):
+        world.stream.tiers.retire(1)
+    for mode in (second, first, second, "on"):
+        change(world, mode)
+        assert world.stream.first_record == 21
+        assert world.payloads() == payloads[20:]
+        assert world.stream.ledger.log.index.rejected == 0
+    assert world.segments()[0].key == key
+    world.objects.down = False
+    world.clock.advance(600)
+    world.stream.tick()
+    assert [each.segment_id for each in world.segments()] == [2]
+    with pytest.raises(ObjectNotFound):
+        world.objects.head(key)
+
+
+@pytest.mark.parametrize("point", ["stream.retire.queued", "stream.retire.deleted", "stream.retire.told"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_retirement_that_death_interrupted_goes_on(world: StreamWorld, mode: str, point: str) -> None:
+    world.reopen(mode)
+    payloads = world.fill(2)
+    world.stream.upload(1)
+    key = world.segments()[0].key
+
+    def die(_point: str) -> None:
+        raise PowerCut
+
+    with armed(point, die), pytest.raises(PowerCut):
+        world.stream.tiers.retire(1)
+    for _ in range(2):
+        world.crash(mode)
+        assert world.payloads() == payloads[20:], "it is not seen again"
+    world.clock.advance(600)
+    world.stream.tick()
+    assert [each.segment_id for each in world.segments()] == [2]
+    with pytest.raises(ObjectNotFound):
+        world.objects.head(key)
+    world.crash("on")
+    assert world.payloads() == payloads[20:]
 
 
 def test_a_slice_of_an_object_that_was_made_while_the_log_was_off(world: StreamWorld) -> None:

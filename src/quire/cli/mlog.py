@@ -183,7 +183,8 @@ def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterato
 
 def _record(row: LogRow) -> Row:
     segment = str(row.segment_id) if row.segment_id else "-"
-    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, row.tier2, pairs(row.fields)], plain(row))
+    tier2 = f"✗ {row.tier2}" if row.diverges else row.tier2
+    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, tier2, pairs(row.fields)], plain(row))
 
 
 def _problem(problem: Problem, stream_id: int, name: str) -> Row:

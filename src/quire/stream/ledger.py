@@ -9,8 +9,11 @@ Rules
   2. In mode `on` LMDB follows when somebody calls `project`: it can be folded again at any time. Otherwise it follows at
      once, because it is what the next opening believes.
   3. In `shadow` the log is written beside; a step that it does not allow is told and counted, and stops nothing.
-  4. Switching to a mode in which the log is written first brings the log up to the truth, by records. The mode is remembered
+  4. A shadow is compared with LMDB by every round of upkeep that follows a step, and every `WATCH_SECONDS` without one.
+  5. Switching to a mode in which the log is written first brings the log up to the truth, by records. The mode is remembered
      on disk before the log falls behind, and after it has caught up.
+  6. LMDB has no word for a segment that is going, its object queued for deletion. While the log is not believed, that is
+     remembered beside the mode, before anybody sees it: what was retired does not come back.
 
 Threads: any; one lock. Raises `IllegalTransition`, `StoreUnusable`, and what log and manifest raise.
 """
@@ -19,18 +22,24 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from quire.core.errors import IllegalTransition, QuireError
-from quire.core.events import emit
+from quire.core.events import emit, listening
 from quire.stream.catalogue import View, view_of
 from quire.stream.files import StreamClock
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
-from quire.stream.mlog_records import Payload, SealSegment, encode
+from quire.stream.mlog_reader import Position
+from quire.stream.mlog_records import Payload, SealSegment, Tier2Deleted, Tier2DeleteQueued, encode
+from quire.stream.mlog_states import STATES, Remote
 from quire.stream.projection import Projection
+
+WATCH_SECONDS = 60.0
+"""Somebody else may have written into the log, or into LMDB."""
 
 Step = tuple[Payload, int] | tuple[Payload, int, int]
 """(what, segment), and a logical offset if it has one."""
@@ -47,7 +56,7 @@ class Ledger:
         *,
         mode: Mode,
         own: ManifestIndex | None = None,
-        remember: Callable[[Mode], None] = lambda _: None,
+        remember: Callable[[Mode, Collection[int]], None] = lambda _, __: None,
     ) -> None:
         # constant after construction
         self.gated = GatedLog(log, mode)
@@ -61,6 +70,9 @@ class Ledger:
         """Segments whose rows are to be folded again."""
         self.shadow_refused = 0
         """Steps that the log did not allow while it was a shadow."""
+        self._watched = (-1, -1)
+        """Records of the log, and steps that it refused, at the last comparison of a shadow."""
+        self._watched_at = clock.monotonic()
         # replaced under _lock, read by all
         self.view: View = view_of(self.index)
 
@@ -81,28 +93,41 @@ class Ledger:
     def tell(self, *steps: Step) -> None:
         """Make steps, together and durably (rule 1)."""
         with self._lock:
+            places: list[Position | None] = []
             for step in steps:
                 value, segment_id, offset = step if len(step) == 3 else (*step, 0)
-                self._tell(value, segment_id, offset)
+                places.append(self._tell(value, segment_id, offset))
             if self.mode is not Mode.OFF:
                 self.log.commit()
+            if self.mode is not Mode.ON and any(isinstance(step[0], Tier2DeleteQueued) for step in steps):
+                self._remember(self.mode, self.going())
+            if listening():
+                self._announce(steps, places)
             changed = frozenset(step[1] for step in steps)
             self.view = view_of(self.index, self.view, changed)
             self._behind |= changed
             if self.mode is not Mode.ON:
                 self._project()
 
-    def _tell(self, value: Payload, segment_id: int, offset: int) -> None:
+    def _tell(self, value: Payload, segment_id: int, offset: int) -> Position | None:
+        """Where in the log the step stands, if it does."""
         if self._own is None:
-            self.log.append(value, segment_id, logical_offset=offset)
-            return
+            return self.log.append(value, segment_id, logical_offset=offset)
         self._own.check(value, segment_id)
         fold(self._own, value, segment_id, offset, self._clock.now_ms())
         try:
-            self.gated.append(value, segment_id, logical_offset=offset)
+            return self.gated.append(value, segment_id, logical_offset=offset)
         except IllegalTransition as error:  # rule 3
             self.shadow_refused += 1
             emit("warning", "stream.mlog.shadow_refused", stream=self.log.files.stream_id, error=str(error))
+            return None
+
+    def _announce(self, steps: tuple[Step, ...], places: list[Position | None]) -> None:
+        """One event for each step, with the place of its record: from there `quire manifest inspect` goes on."""
+        for step, place in zip(steps, places, strict=True):
+            at = {"chunk_index": place.chunk_index, "chunk_offset": place.offset} if place is not None else {}
+            action = type(step[0]).__name__
+            emit("info", "stream.step", stream=self.log.files.stream_id, segment_id=step[1], tier_action=action, **at)
 
     def project(self) -> None:
         """Bring LMDB up to the truth, as far as it is behind; what fails is told and tried again with the next."""
@@ -127,16 +152,20 @@ class Ledger:
         with self._lock:
             return self.projection.fold(self.view)
 
+    def going(self) -> list[int]:
+        """Segments that retention has begun to take, by the truth (rule 6)."""
+        return going(self.index)
+
     # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def switch(self, mode: Mode) -> None:
-        """Change the mode, now (rule 4)."""
+        """Change the mode, now (rule 5)."""
         with self._lock:
             former = self.mode
             if mode is former:
                 return
             self._project()
             if mode is not Mode.ON:
-                self._remember(mode)
+                self._remember(mode, self.going())
             if self._own is None:
                 self._own = copy.deepcopy(self.log.index)
             if mode is not Mode.OFF:
@@ -146,9 +175,9 @@ class Ledger:
                 left = compare(self.log.index, facts_of_index(self._own))
                 self._own = None
                 self.view = view_of(self.index)
-                self._remember(mode)
+                self._remember(mode, ())
                 for each in left:
-                    emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment=each.segment_id)
+                    emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
 
     def compare(self) -> list[Divergence]:
         """Where log and LMDB differ; the figure `manifest_shadow_divergence` is their number."""
@@ -159,6 +188,16 @@ class Ledger:
             if self.mode is Mode.ON:
                 self._project()
             return self.gated.compare({**self.projection.facts(etags), **is_open})
+
+    def watch(self) -> None:
+        """Compare if the log is a shadow, and it is time to (rule 4)."""
+        with self._lock:
+            if self.mode is not Mode.SHADOW:
+                return
+            now, told = self._clock.monotonic(), (self.log.index.records, self.shadow_refused)
+            if told != self._watched or now - self._watched_at >= WATCH_SECONDS:
+                self._watched, self._watched_at = told, now
+                self.compare()
 
 
 def facts_of_index(index: ManifestIndex) -> dict[int, SegmentFacts]:
@@ -174,14 +213,27 @@ def fold(index: ManifestIndex, value: Payload, segment_id: int, offset: int, tim
 
 def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
     """Append what brings a log that has missed something up to the truth; how many records."""
-    view = view_of(index)
-    records = catch_up(log.index, facts_of_index(index))
+    view, wanted = view_of(index), facts_of_index(index)
+    known = set(going(log.index))
+    leaving = [segment for each in going(index) if each not in known and (segment := view.get(each)) is not None]
+    for segment in leaving:  # first to where there is an object that can go, and under its name
+        wanted[segment.segment_id] = replace(wanted[segment.segment_id], key=segment.key)
+    records = catch_up(log.index, wanted)
+    for segment in leaving:
+        records.append((Tier2DeleteQueued(segment.key), segment.segment_id))
+        if segment.state.remote is Remote.DELETED:
+            records.append((Tier2Deleted(segment.key), segment.segment_id))
     for value, segment_id in records:
-        segment = view.get(segment_id)
-        ends = isinstance(value, SealSegment) and segment is not None
-        log.append(value, segment_id, logical_offset=segment.end_record if ends and segment is not None else 0)
+        sealed = view.get(segment_id) if isinstance(value, SealSegment) else None
+        log.append(value, segment_id, logical_offset=sealed.end_record if sealed is not None else 0)
     log.commit()
     return len(records)
+
+
+def going(index: ManifestIndex) -> list[int]:
+    """Segments of an index whose objects are being deleted, or are, and which are not retired yet."""
+    gone = (Remote.DELETING, Remote.DELETED)
+    return [segment_id for segment_id, entry in index.entries.items() if STATES[entry[0]].remote in gone]
 
 
 def rebuilt(facts: dict[int, SegmentFacts], ends: dict[int, tuple[int, int]], now_ms: int) -> ManifestIndex:

@@ -27,7 +27,7 @@ from quire.core.errors import ManifestIntegrityError
 from quire.core.events import emit
 from quire.durable.files import write_atomic
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import CHUNK_BYTES
+from quire.stream.mlog_format import CHUNK_BYTES, log_fields
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, Position
 from quire.stream.mlog_recovery import recover
@@ -129,7 +129,7 @@ class Follower:
             try:
                 snapshot = self._objects.get_snapshot(snapshot_id)
             except ManifestIntegrityError as error:
-                emit("warning", "stream.mlog.snapshot_damaged", stream=self._objects.stream_id, **error.where)
+                emit("warning", "stream.mlog.snapshot_damaged", stream=self._objects.stream_id, **log_fields(error))
                 continue
             if snapshot.index.records > self.index.records:
                 return snapshot

@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from quire.core.errors import FormatTooNew, ManifestIntegrityError
+from quire.core.errors import FormatTooNew, ManifestIntegrityError, QuireError
 from quire.durable.checksums import Bytes, crc64
 
 MAGIC = 0x414F46324D4C4F47
@@ -57,6 +57,8 @@ if RECORD.size != RECORD_BYTES or CHUNK.size != CHUNK_BYTES or COPY.size != COPY
 if COPY_BYTES != COPY_CHECKED_BYTES + 8 or CHUNK_BYTES % ALIGNMENT or RECORD_BYTES % ALIGNMENT:
     raise AssertionError("the manifest log's sizes contradict each other")
 
+LOG_FIELDS = {"chunk": "chunk_index", "segment": "segment_id", "offset": "chunk_offset"}
+"""What an error's places are called in events: a log is searched by one name for each thing."""
 HINT = "the stream is quarantined: `quire manifest verify` shows the damage; restore the file from tier 2 or a copy"
 
 
@@ -177,6 +179,11 @@ def encode_record(
     """A whole record. The caller has checked the payload (`mlog_records.check_payload`)."""
     head = RECORD.pack(record_type, 0, len(payload), segment_id, logical_offset, timestamp_ms, crc64(payload))
     return head + payload
+
+
+def log_fields(error: QuireError) -> dict[str, object]:
+    """Where an error lies, for an event."""
+    return {LOG_FIELDS.get(name, name): value for name, value in error.where.items()}
 
 
 def damaged(

@@ -13,7 +13,7 @@ Rules
      on, every chunk that is not uploaded; and the two newest snapshots.
   5. Objects of the log that are superseded are deleted in three steps: `Tier2DeleteQueued`, the deletion, `Tier2Deleted`.
 
-Threads: any; one lock. `tick` talks to the object store without it, and only one thread ticks at a time.
+Threads: any; one lock, for the writer too. `tick` talks to the object store without it, and only one thread ticks at a time.
 Raises `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on opening `StoreLocked`, `ManifestIntegrityError`.
 """
 
@@ -32,7 +32,7 @@ from quire.core.settings import ManifestLogSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import NO_SEGMENT
+from quire.stream.mlog_format import NO_SEGMENT, log_fields
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_metrics import LogFigures, count_crc_error, crc_errors
 from quire.stream.mlog_reader import ManifestLogReader, Position
@@ -106,7 +106,7 @@ class ManifestLog:
             lock.close()
             if isinstance(error, ManifestIntegrityError):
                 count_crc_error(files.stream_id)
-                emit("error", "stream.mlog.quarantined", stream=files.stream_id, what=error.what, **error.where)
+                emit("error", "stream.mlog.quarantined", stream=files.stream_id, what=error.what, **log_fields(error))
             raise
         return cls(files, writer, recovered, clock, settings, objects)
 
@@ -130,7 +130,8 @@ class ManifestLog:
 
     def commit(self) -> Position:
         """Make what was appended durable."""
-        return self._writer.commit()
+        with self._lock:
+            return self._writer.commit()
 
     def rotate(self) -> int | None:
         """Seal the active chunk, whatever its age; its index."""
@@ -152,6 +153,7 @@ class ManifestLog:
             hit("stream.mlog.snapshot.marked")
             self._snapshot_position = position
             self._snapshot_at = self._clock.monotonic()
+            self._announce("snapshot", "snapshot", *position)
             return snapshot_id
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,11 +223,13 @@ class ManifestLog:
 
     def close(self) -> None:
         """Commit and close."""
-        self._writer.close()
+        with self._lock:
+            self._writer.close()
 
     def abandon(self) -> None:
         """Close without committing."""
-        self._writer.abandon()
+        with self._lock:
+            self._writer.abandon()
 
     def _talk(self, objects: LogObjects, done: Ticked) -> None:
         try:
@@ -258,14 +262,7 @@ class ManifestLog:
             hit("stream.mlog.uploaded")
             mark_uploaded(self.files, index)
             done.uploaded.append(index)
-            emit(
-                "info",
-                "stream.mlog.chunk_uploaded",
-                stream=self.files.stream_id,
-                tier_action="upload",
-                chunk_index=index,
-                chunk_offset=chunk.header.committed_len,
-            )
+            self._announce("chunk_uploaded", "upload", index, chunk.header.committed_len)
         newest = self.files.snapshots()[:1]
         if newest and self._remote_snapshots is None:
             self._remote_snapshots = set(objects.listing().snapshots)
@@ -281,6 +278,17 @@ class ManifestLog:
         if self._remote_snapshots is not None and old:
             self.queue_own_deletes([objects.snapshot_key(snapshot_id) for snapshot_id in old])
             self._remote_snapshots.difference_update(old)
+
+    def _announce(self, event: str, action: str, chunk_index: int, chunk_offset: int) -> None:
+        """What happened to the log itself; `Ledger` says what happened to segments."""
+        emit(
+            "info",
+            f"stream.mlog.{event}",
+            stream=self.files.stream_id,
+            tier_action=action,
+            chunk_index=chunk_index,
+            chunk_offset=chunk_offset,
+        )
 
     def _sealed(self) -> list[int]:
         return [index for index in self.files.chunks() if index < self._writer.position.chunk_index]
@@ -304,11 +312,13 @@ class ManifestLog:
         for index in sealed[: len(sealed) - kept] if kept else sealed:
             if index >= self._snapshot_position.chunk_index:
                 break
-            if not local_facts(self.files.disk, self.files, index).header.uploaded:
+            header = local_facts(self.files.disk, self.files, index).header
+            if not header.uploaded:
                 break
             self.files.disk.remove(self.files.chunk(index))
             hit("stream.mlog.evicted")
             removed.append(index)
+            self._announce("chunk_evicted", "evict", index, header.committed_len)
         old = self.files.snapshots()[self._settings.snapshots_kept :]
         for snapshot_id in old:
             with suppress(FileNotFoundError):

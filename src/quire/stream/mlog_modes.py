@@ -14,7 +14,8 @@ Rules
   1. A switch takes effect with the next append; nothing is lost by it: when the log is switched on again after it was off
      it is first brought up to the projection, by records (`catch_up`), because it has missed what happened meanwhile.
   2. Listeners hear of every switch, in order, after it has happened.
-  3. `manifest_shadow_divergence` is the number of segments that differ at the last comparison.
+  3. `manifest_shadow_divergence` is the number of segments that differ at the last comparison since the last switch; each is
+     told once, when it begins to.
 
 Threads: any; one lock. Raises what the log raises.
 """
@@ -55,6 +56,9 @@ from quire.stream.mlog_records import (
     UploadStarted,
 )
 from quire.stream.mlog_states import NOTHING, Event, Hot, Life, Remote, State, Warm, after, is_valid
+
+TOLD_AT_ONCE = 16
+"""Segments that one comparison warns about; the figure counts all."""
 
 
 class Mode(StrEnum):
@@ -155,7 +159,7 @@ class GatedLog:
         self._lock = threading.RLock()
         self._mode = mode
         self._listeners: list[Callable[[Mode], None]] = []
-        self._divergence = 0
+        self._apart: frozenset[int] = frozenset()
 
     @property
     def mode(self) -> Mode:
@@ -180,6 +184,7 @@ class GatedLog:
             if self._mode is Mode.OFF and projection is not None:
                 self.log.append_all(catch_up(self.log.index, projection))
             former, self._mode = self._mode, mode
+            self._apart = frozenset()
             listeners = list(self._listeners)
         emit("info", "stream.mlog.mode", stream=self.log.files.stream_id, former=former.value, mode=mode.value)
         for listener in listeners:
@@ -193,14 +198,14 @@ class GatedLog:
     def compare(self, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
         """Compare the log with the projection, and count (rule 3)."""
         found = compare(self.log.index, projection)
-        self._divergence = len(found)
-        for each in found[:16]:
-            emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
+        former, self._apart = self._apart, frozenset(each.segment_id for each in found)
+        for segment_id in sorted(self._apart - former)[:TOLD_AT_ONCE]:
+            emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=segment_id)
         return found
 
     def figures(self) -> LogFigures:
         """The log's figures with the divergence."""
-        return replace(self.log.figures(), manifest_shadow_divergence=self._divergence)
+        return replace(self.log.figures(), manifest_shadow_divergence=len(self._apart))
 
 
 def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:

@@ -25,7 +25,7 @@ from quire.core.errors import AlreadyExists, ManifestIntegrityError, ObjectNotFo
 from quire.core.events import emit
 from quire.durable.files import Disk, write_atomic
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, UPLOADED, ChunkFacts, damaged, decode_copy
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, UPLOADED, ChunkFacts, damaged, decode_copy, log_fields
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
 from quire.stream.mlog_metrics import count_crc_error
 from quire.stream.mlog_reader import START, Chunk, Fetch, ManifestLogReader, Position, load_chunk
@@ -63,7 +63,7 @@ def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recove
             break
         bad += 1
         count_crc_error(files.stream_id)
-        emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **found.where)
+        emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **log_fields(found))
     index = base.index if base is not None else ManifestIndex()
     before = index.records
     position = base.position if base is not None else START
@@ -196,7 +196,7 @@ def reconcile(
     if object_exists is not None:
         _reconcile_segments(index, object_exists, found)
     for number, what in found.chunks_needing_repair.items() if repair else ():
-        emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk=number, what=what)
+        emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk_index=number, what=what)
     return found
 
 

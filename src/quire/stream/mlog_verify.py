@@ -21,14 +21,14 @@ Raises what disk and object store raise; damage is a problem, not an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from quire.core.clock import SystemClock
-from quire.core.errors import ManifestIntegrityError, QuireError
+from quire.core.errors import ManifestIntegrityError, ObjectNotFound, QuireError
 from quire.core.settings import ManifestLogSettings
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
@@ -63,16 +63,53 @@ class LogRow:
     timestamp_ms: int
     fields: dict[str, Any]
     tier2: str
-    """Of the chunk: `here` while only on disk, `same`, or what is wrong with its object."""
+    """Of the chunk: `here` while only on disk, `there` if only in tier 2, `same`, or what is wrong with its object; of a record
+    that a segment was uploaded, that the segment's object is missing, if it should be there and is not."""
+
+    @property
+    def diverges(self) -> bool:
+        """Whether tier 2 is not what the log says."""
+        return self.tier2 not in AGREEING
+
+
+AGREEING = frozenset({"here", "there", "same"})
 
 
 def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: int | None = None) -> Iterator[LogRow]:
-    """The records of the chunks on disk, one after the other; stops with an error at damage."""
+    """The records of the log from the first chunk on disk on, one after the other; stops with an error at damage.
+
+    A `start_chunk` before that is fetched from tier 2; if it is in a bundle by now, from the beginning of that on.
+    """
     bad = objects_apart(files, objects) if objects is not None else {}
-    for chunk in ManifestLogReader(files).chunks(start_chunk):
-        tier2 = bad.get(chunk.index) or ("same" if chunk.header.uploaded else "here")
+    uploaded = _uploaded(files, objects) if objects is not None else {}
+    here = set(files.chunks())
+    for chunk in ManifestLogReader(files, objects.fetch if objects is not None else None).chunks(start_chunk):
+        kept = "same" if chunk.header.uploaded else "here"
+        tier2 = bad.get(chunk.index) or (kept if chunk.index in here else "there")
         for place, view in enumerate(chunk.records()):
-            yield _row(view, chunk.header.base_record + place, tier2)
+            row = _row(view, chunk.header.base_record + place, tier2)
+            if objects is not None and view.record_type == RecordType.UPLOAD_DONE:
+                key = row.fields["key"]
+                if uploaded.get(view.segment_id) == key and not _is_there(objects, key):
+                    row = replace(row, tier2="the segment's object is missing")
+            yield row
+
+
+def _uploaded(files: LogFiles, objects: LogObjects) -> dict[int, str | None]:
+    """The keys of segments that should be in tier 2; none if the log is damaged, which is told where it is."""
+    try:
+        index = recover(files, SystemClock(), objects.fetch).index
+    except ManifestIntegrityError:
+        return {}
+    return {info.segment_id: info.key for info in index.segments() if 2 in info.tiers}
+
+
+def _is_there(objects: LogObjects, key: str) -> bool:
+    try:
+        objects.store.head(key)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
@@ -104,7 +141,7 @@ def verify(
             yield Problem(rule="L3", what=error.what, where=error.where)
     if recovered is not None:
         yield from _state(recovered, object_exists)
-        yield from _retention(files, recovered, settings or ManifestLogSettings(), with_tier2=objects is not None)
+        yield from _retention(files, recovered, settings or ManifestLogSettings())
     if objects is not None and not broken:
         for chunk, what in objects_apart(files, objects).items():
             yield Problem(rule="L5", what=what, where={"chunk": chunk})
@@ -190,14 +227,13 @@ def _state(recovered: Recovered, object_exists: Callable[[str], bool] | None) ->
             yield Problem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})
 
 
-def _retention(
-    files: LogFiles, recovered: Recovered, settings: ManifestLogSettings, *, with_tier2: bool
-) -> Iterator[Problem]:
+def _retention(files: LogFiles, recovered: Recovered, settings: ManifestLogSettings) -> Iterator[Problem]:
+    """L6. What is missing here was in tier 2, or there would be no state to look at (L3)."""
     here = files.chunks()
     if not here:
         return
     first = recovered.snapshot_position.chunk_index
-    if here[0] > first and not with_tier2:
+    if here[0] > first:
         yield Problem(rule="L6", what="chunks since the newest snapshot are not on disk", where={"chunk": first})
     spare = [index for index in here[: -settings.sealed_kept - 1] if index < first]
     done = [index for index in spare if local_facts(files.disk, files, index).header.uploaded]

@@ -20,7 +20,8 @@ Rules
      while a chunk is made or grown breaks nothing.
   8. One writer per log: a lock file (`StoreLocked`).
 
-Threads: any; one lock around everything. Format page: `docs/formats/manifest-log.md`.
+Threads: any, one at a time: whoever shares a writer has a lock of its own around every call (`ManifestLog` does), since
+one here again would cost a fifth of an append. Format page: `docs/formats/manifest-log.md`.
 Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`.
 """
 
@@ -28,7 +29,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
@@ -57,7 +57,8 @@ from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
 from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
 
 _pack_into = RECORD.pack_into
-_LAST_KNOWN, _MARKER = int(RecordType.CUSTOM_EVENT), int(RecordType.SNAPSHOT_MARKER)
+_MARKER = int(RecordType.SNAPSHOT_MARKER)
+"""From here on types are rare: markers, custom events, and what this version does not know."""
 
 
 class ManifestLogWriter:
@@ -72,8 +73,7 @@ class ManifestLogWriter:
         self._clock = clock
         self._now_ms = clock.now_ms
         self._settings = settings
-        # Under the lock.
-        self._lock = threading.RLock()
+        # The active chunk, and how the last one ended.
         self._trouble: StoreUnusable | StoreClosed | None = None
         self._file: File | None = None
         self._map: mmap.mmap | None = None
@@ -136,10 +136,9 @@ class ManifestLogWriter:
 
     def records_from(self, offset: int) -> bytes:
         """The bytes of the records of the active chunk from an offset on, committed or not."""
-        with self._lock:
-            if self._map is None:
-                raise StoreClosed("the manifest log is closed", hint="open the stream again")
-            return self._map[offset : self._tail]
+        if self._map is None:
+            raise StoreClosed("the manifest log is closed", hint="open the stream again")
+        return self._map[offset : self._tail]
 
     @property
     def is_full(self) -> bool:
@@ -155,69 +154,64 @@ class ManifestLogWriter:
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> int:
         """Add a record; at which offset. Durable after `commit`. Raises `OutOfRange` if the chunk can grow no more."""
-        kind = value.TYPE
         try:
             payload = value.encode()
-            size = len(payload)
-            if not size or size & 7 or size > PAYLOAD_BYTES_MAX or kind > _LAST_KNOWN:
+            kind, size = value.TYPE, len(payload)
+            rare = kind >= _MARKER or not size or size & 7 or size > PAYLOAD_BYTES_MAX
+            if rare:
                 check_payload(kind, payload)
-            with self._lock:
-                tail = self._tail
-                start = tail + RECORD_BYTES
-                end = start + size
-                if end > self._room:  # or something is wrong: then there is no room at all
-                    self._make_room(end)
-                now = self._now_ms()
-                if now > self._last_ms:
-                    self._last_ms = now
-                else:
-                    now = self._last_ms
-                mapped = self._map
-                assert mapped is not None
-                mapped[start:end] = payload
-                _pack_into(mapped, tail, kind, 0, size, segment_id, logical_offset, now, crc64(payload))
-                self._count += 1
-                if segment_id:
-                    self._about_data = True
-                if kind == _MARKER:
-                    assert isinstance(value, SnapshotMarker)
-                    self._snapshot_id = value.snapshot_id
-                self._tail = end
-                return tail
+            tail = self._tail
+            start = tail + RECORD_BYTES
+            end = start + size
+            if end > self._room:  # or something is wrong: then there is no room at all
+                self._make_room(end)
+            now = self._now_ms()
+            if now > self._last_ms:
+                self._last_ms = now
+            else:
+                now = self._last_ms
+            mapped = self._map
+            assert mapped is not None
+            mapped[start:end] = payload
+            _pack_into(mapped, tail, kind, 0, size, segment_id, logical_offset, now, crc64(payload))
+            self._count += 1
+            if segment_id:
+                self._about_data = True
+            if rare and isinstance(value, SnapshotMarker):
+                self._snapshot_id = value.snapshot_id
+            self._tail = end
+            return tail
         except struct.error as error:
             raise OutOfRange(f"a field of the record does not fit: {error}", record=value, segment=segment_id) from None
 
     def commit(self) -> Position:
         """Make everything appended durable (rule 3); up to where."""
-        with self._lock:
-            self._check()
-            if self._tail > self._committed:
-                self._guard("a commit", lambda: self._write_commit(0))
-            return self.committed
+        self._check()
+        if self._tail > self._committed:
+            self._guard("a commit", lambda: self._write_commit(0))
+        return self.committed
 
     def needs_rotation(self) -> bool:
         """Whether the chunk is nearly full, or has had news about data for long enough (rule 5)."""
-        with self._lock:
-            if self._map is None or self._tail == CHUNK_BYTES:
-                return False
-            if self.is_full:
-                return True
-            quiet = self._clock.monotonic() - self._last_commit
-            return self._about_data and quiet >= self._settings.rotation_seconds
+        if self._map is None or self._tail == CHUNK_BYTES:
+            return False
+        if self.is_full:
+            return True
+        quiet = self._clock.monotonic() - self._last_commit
+        return self._about_data and quiet >= self._settings.rotation_seconds
 
     def rotate(self) -> int | None:
         """Commit and seal the chunk; its index, or `None` if there is none. The next append begins another."""
-        with self._lock:
-            self._check()
-            if self._map is None or self._tail == CHUNK_BYTES:
-                return None
-            self._guard("sealing a chunk", lambda: self._write_commit(SEALED))
-            hit("stream.mlog.sealed")
-            sealed = self._index
-            self._release()
-            self._index, self._base_record = sealed + 1, self._base_record + self._count
-            self._begin_chunk()
-            return sealed
+        self._check()
+        if self._map is None or self._tail == CHUNK_BYTES:
+            return None
+        self._guard("sealing a chunk", lambda: self._write_commit(SEALED))
+        hit("stream.mlog.sealed")
+        sealed = self._index
+        self._release()
+        self._index, self._base_record = sealed + 1, self._base_record + self._count
+        self._begin_chunk()
+        return sealed
 
     def close(self) -> None:
         """Commit and close. Closing twice, or after trouble, is fine."""
@@ -229,13 +223,10 @@ class ManifestLogWriter:
 
     def abandon(self) -> None:
         """Close and nothing else: what was not committed is lost."""
-        with self._lock:
-            if not isinstance(self._trouble, StoreClosed):
-                self._trouble = StoreClosed(
-                    "the manifest log is closed", hint="open it again", path=self._files.directory
-                )
-                self._release()
-                self._file_lock.close()
+        if not isinstance(self._trouble, StoreClosed):
+            self._trouble = StoreClosed("the manifest log is closed", hint="open it again", path=self._files.directory)
+            self._release()
+            self._file_lock.close()
 
     # ── the active chunk ──────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_chunk(self) -> None:

@@ -228,7 +228,7 @@ class StreamReader:
             "warning",
             "stream.copy_damaged",
             stream=self._files.stream_id,
-            segment=segment.segment_id,
+            segment_id=segment.segment_id,
             tier=tier,
             error=str(lost.error),
         )

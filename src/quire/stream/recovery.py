@@ -16,7 +16,7 @@ Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, a
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.core.errors import Corruption
 from quire.core.events import emit
@@ -38,6 +38,7 @@ from quire.stream.mlog_records import (
     Schema,
     SealSegment,
     SegmentOpened,
+    Tier2DeleteQueued,
 )
 from quire.stream.mlog_states import Warm
 from quire.stream.projection import Projection
@@ -88,26 +89,43 @@ def _believe(
     former = Mode(state.mode)
     own: ManifestIndex | None = None
     if former is not Mode.ON:
-        own = _from_projection(files, log, projection, clock)
+        own = _from_projection(files, log, projection, state, clock)
         if mode is Mode.ON or former is Mode.OFF is not mode:
             bring_up(log, own)
         if mode is Mode.ON:
             own = None
     elif mode is not Mode.ON:
         own = copy.deepcopy(log.index)
-    ledger = Ledger(log, projection, clock, mode=mode, own=own, remember=lambda new: state.remember_mode(new.value))
+    ledger = Ledger(
+        log, projection, clock, mode=mode, own=own, remember=lambda new, ids: state.remember_mode(new.value, ids)
+    )
     ledger.fold_all()  # before the mode is remembered: LMDB may be what the next opening believes
-    state.remember_mode(mode.value)
+    state.remember_mode(mode.value, ledger.going() if mode is not Mode.ON else ())
     return ledger
 
 
-def _from_projection(files: StreamFiles, log: ManifestLog, projection: Projection, clock: StreamClock) -> ManifestIndex:
-    """The state that LMDB and the directories tell, files that were open included."""
+def _from_projection(
+    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock
+) -> ManifestIndex:
+    """The state that LMDB and the directories tell, files that were open included.
+
+    Of what retention had begun to take LMDB knows the object's name alone, until the object is gone; that it is going is
+    remembered beside the mode.
+    """
     rows = projection.rows()
     etags = {each: facts.etag for each, facts in facts_of_index(log.index).items()}
     ends = {each: (row.last_lsn + 1, row.sealed_at_ms) for each, row in rows.items()}
-    now = clock.now_ms()
-    index = rebuilt(projection.facts(etags), ends, now)
+    clock.raise_to(max((sealed_ms for _, sealed_ms in ends.values()), default=0))  # a log that was off does not know
+    now, facts = clock.now_ms(), projection.facts(etags)
+    going = [each for each in state.going if each in facts]
+    for segment_id in going:
+        facts[segment_id] = replace(facts[segment_id], key=rows[segment_id].suffix)
+        if not rows[segment_id].suffix:
+            del facts[segment_id]  # nothing is left to do but to forget it
+    index = rebuilt(facts, ends, now)
+    for segment_id in going:
+        if segment_id in facts:
+            fold(index, Tier2DeleteQueued(rows[segment_id].suffix), segment_id, 0, now)
     end = projection.next_record()
     for segment_id in files.segments(Tier.HOT):
         if segment_id <= projection.last_segment():

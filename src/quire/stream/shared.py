@@ -151,7 +151,7 @@ class SharedReader:
                 bad.add((segment, tier))
                 error = lost.error
                 emit(
-                    "info", "stream.shared_copy_lost", stream=self._stream_id, segment=segment.segment_id, tier=tier,
+                    "info", "stream.shared_copy_lost", stream=self._stream_id, segment_id=segment.segment_id, tier=tier,
                     error=str(error),
                 )  # fmt: skip
 

@@ -17,7 +17,7 @@ Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `In
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -59,6 +59,7 @@ class _Stored(msgspec.Struct, frozen=True):
     mode: Literal["off", "shadow", "on"] = "on"
     consumers: dict[str, Consumer] = {}
     retention: Retention | None = None
+    going: tuple[int, ...] = ()
 
 
 class StreamState:
@@ -92,11 +93,17 @@ class StreamState:
         """The mode in which the stream was last open."""
         return self._stored.mode
 
-    def remember_mode(self, mode: Literal["off", "shadow", "on"]) -> None:
-        """Have the next opening know it."""
+    @property
+    def going(self) -> tuple[int, ...]:
+        """Segments that retention had begun to take, if the log was not believed then: LMDB has no word for it."""
+        return self._stored.going
+
+    def remember_mode(self, mode: Literal["off", "shadow", "on"], going: Iterable[int] = ()) -> None:
+        """Have the next opening know both."""
         with self._lock:
-            if mode != self._stored.mode:
-                self._save(msgspec.structs.replace(self._stored, mode=mode))
+            stored = msgspec.structs.replace(self._stored, mode=mode, going=tuple(sorted(going)))
+            if stored != self._stored:
+                self._save(stored)
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

@@ -2,7 +2,7 @@
 
 Rules
   1. Order: what tier 2 has lost, once after opening; what is going goes on, retention, compression, uploads, hydrations that
-     were begun, eviction, the log's own upkeep.
+     were begun, eviction, the log's own upkeep, the comparison of a shadow.
   2. An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does.
   3. A segment that is damaged is told once and left alone: trying again does not mend it.
   4. Tier 2 is listed once after opening and compared with what the log says: chunks and segments that are missing there are
@@ -99,6 +99,7 @@ class Upkeep:
             if self._ledger.mode is not Mode.OFF:
                 ticked = self._ledger.log.tick()
                 done.failed = done.failed or ticked.failed
+                self._ledger.watch()
         return done
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +133,13 @@ class Upkeep:
             if not (segment.is_hot or segment.is_warm):
                 self.needs_repair.append(segment.segment_id)
                 self._damaged.add(segment.segment_id)
-                emit("error", "stream.needs_repair", segment_id=segment.segment_id, key=segment.key)
+                emit(
+                    "error",
+                    "stream.needs_repair",
+                    stream=self._ledger.log.files.stream_id,
+                    segment_id=segment.segment_id,
+                    key=segment.key,
+                )
             elif self._try(done, segment.segment_id, self._tiers.send_again):
                 done.uploaded += 1
             elif segment.segment_id not in self._damaged:
@@ -217,7 +224,13 @@ class Upkeep:
             if isinstance(error, (Corruption, NotFound)):
                 self._damaged.add(segment_id)
             done.failed = str(error)
-            emit("error", "stream.move_refused", segment_id=segment_id, error=str(error))
+            emit(
+                "error",
+                "stream.move_refused",
+                stream=self._ledger.log.files.stream_id,
+                segment_id=segment_id,
+                error=str(error),
+            )
             return False
         self._failures = 0
         return moved
