@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Protocol
 
 from quire.core.errors import DiskFull, NotWritable, StorageFault
@@ -30,6 +31,11 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What a kernel or file system says that does not know a flag of a write."""
+ADVICE_ERRNOS = UNSUPPORTED_ERRNOS | {errno.ESPIPE, errno.EPERM, errno.EACCES, errno.EINTR, errno.EAGAIN}
+"""What says of an advice that it was not taken, and nothing of the bytes."""
+
+SYNC_FILE_RANGE_WRITE = 2
+"""Linux: begin to write dirty pages of a range, and wait for none."""
 
 ZERO_FILL_STEP = 1 << 20
 """Zero-filling writes this much at a time: large enough to stream, small enough not to double a segment in memory."""
@@ -180,6 +186,17 @@ class OsFile:
             self.write_at(memoryview(data)[done:], offset + done)
             self.sync()
 
+    def begin_write_back(self, size: int, offset: int) -> None:
+        """Have the disk begin with bytes that were written and will be synced soon. Nothing is durable by it.
+
+        What the caller still has to do before it syncs is then done while the disk works. It waits for nothing and takes no
+        news of a failed write-back from the handle: that is for the sync. A failure of its own is one of the write.
+        """
+        begin = _write_back_call()
+        if begin is None or not (number := begin(self._fd, offset, size)) or number in ADVICE_ERRNOS:
+            return
+        raise translate(OSError(number, os.strerror(number)), self._path, "writing")
+
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
@@ -277,6 +294,30 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
     else:
         file.write_at(data, offset)
         file.sync()
+
+
+def begin_write_back(file: File, size: int, offset: int) -> None:
+    """Have the disk begin with bytes that will be synced soon; a file that is not the system's has no such step."""
+    if isinstance(file, OsFile):
+        file.begin_write_back(size, offset)
+
+
+@cache
+def _write_back_call() -> Callable[[int, int, int], int] | None:
+    """(descriptor, offset, size) → errno or 0, where the system has it: Linux does, and Python has no name for it."""
+    import ctypes  # most programs that come here have it from numpy; the others need not pay for it at import
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call.restype = ctypes.c_int
+    get_errno = ctypes.get_errno
+
+    def begin(fd: int, offset: int, size: int) -> int:
+        return get_errno() if call(fd, offset, size, SYNC_FILE_RANGE_WRITE) else 0
+
+    return begin
 
 
 def write_atomic(disk: Disk, path: str, data: bytes) -> None:

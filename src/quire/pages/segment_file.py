@@ -25,6 +25,10 @@ Rules
      A small segment, of a database that hardly writes, has one: its syncs take turns, and one that fails has put the segment
      in doubt before the next begins.
   9. A retired segment is all durable: a sync that comes late, for what another has synced already, finds nothing to do.
+ 10. A thread that appends once more, and has waited for all before, will wait for this one too: so the disk begins with the
+     frames of a small append at once, and works while their commit is noted down. That makes nothing durable: the system may
+     write any frame at any time anyway, and only a sync vouches for it. A crash finds what it finds after any append that
+     was not synced: a torn tail. With several writers it does not pay: one more system call, one more turn of the interpreter.
 
 Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used`
 moves only when an append is through. Format page: `docs/formats/segment.md`.
@@ -39,6 +43,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from threading import get_ident
 from typing import Self
 
 from quire.core.errors import (
@@ -53,7 +58,7 @@ from quire.core.errors import (
 )
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, preallocate
+from quire.durable.files import Disk, File, begin_write_back, preallocate
 from quire.pages.segment import (
     ENTRY_BYTES,
     FRAME_HEAD_BYTES,
@@ -79,7 +84,18 @@ TWO_HANDLES_BYTES = 1 * MIB
 class SegmentFile:
     """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
 
-    __slots__ = ("_file", "_is_retired", "_lanes", "_slice", "_trouble", "_writable", "header", "room", "used")
+    __slots__ = (
+        "_appender",
+        "_file",
+        "_is_retired",
+        "_lanes",
+        "_slice",
+        "_trouble",
+        "_writable",
+        "header",
+        "room",
+        "used",
+    )
 
     def __init__(self, file: File, header: SegmentHeader, *, writable: bool, second: File | None = None) -> None:
         # Constant after construction.
@@ -95,6 +111,8 @@ class SegmentFile:
         """Frames appended through this object; 0 for a segment that was opened to read."""
         self.room = header.geometry.capacity if writable else 0
         """Frames that can still be appended."""
+        self._appender = 0
+        """The thread that has appended last."""
         # Only ever set.
         self._trouble: StoreUnusable | None = None
         self._is_retired = False
@@ -234,6 +252,9 @@ class SegmentFile:
             if rest:
                 heads += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
             hit("pages.segment.frames")
+            former, self._appender = self._appender, get_ident()
+            if former == self._appender and durable_upto_lsn == header.first_lsn + first - 1 and not rest:  # rule 10
+                begin_write_back(self._file, geometry.stride * count, geometry.frames_offset + geometry.stride * first)
         except BaseException as error:
             self._doubt("an append", error)
             raise

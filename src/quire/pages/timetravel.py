@@ -13,7 +13,7 @@ Rules
      based on just that.
   4. A live version that a window of time travel keeps is read from there: the checkpoint it was kept for may have been given
      a floor above it, and then no lease is to be had (P9).
-  5. Anything else is gone: `SnapshotGone` says what there is.
+  5. Anything else is gone: `SnapshotGone` says what would have kept it.
 
 Threads: any. Raises `SnapshotGone`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time without a zone.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -98,13 +98,14 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
         return kept if kept is not None and kept.mark.lsn == mark.lsn else Found(mark)
     found = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
     if found is None:
+        if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
+            created = datetime.fromtimestamp(record.created_at_ms / 1000, UTC).isoformat(timespec="seconds")
+            raise SnapshotGone("the database did not exist then", db_id=db_id, at=str(at), created=created)
         raise SnapshotGone(
             "this version is no longer kept",
-            hint="named snapshots keep theirs; a window of time travel keeps all for a while",
+            hint="snapshots keep theirs, a window of time travel (maintenance.time_travel_seconds) all for a while",
             db_id=db_id,
             at=str(at),
-            checkpointed_lsn=checkpointed,
-            anchors=[record.anchor_lsn for _, record in snapshots][-8:],
         )
     return found
 

@@ -8,7 +8,7 @@ Terms (and those of publication.py)
 
 What is on disk, step by step, and which rule covers a crash there
   segments are made       see wal_files.py
-  frames are appended     not synced: a torn tail, cut at the last commit (P3)
+  frames are appended     not synced, even if the disk has begun with them: a torn tail, cut at the last commit (P3)
   the segment is synced   every transaction up to `durable` is whole; recovery finds it in the frames
   it is published         see publication.py
 
