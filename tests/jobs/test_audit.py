@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.core.ids import ArtifactKind
-from quire.jobs.audit import plan
+from quire.jobs.audit import plan, run
 from quire.jobs.audit.handler import audit_job
 from quire.jobs.audit.run import join_blocks, split_block
 from quire.jobs.worker import Worker
@@ -58,6 +59,31 @@ def test_a_sound_store_has_no_differences(owner: Owner, monkeypatch: pytest.Monk
     owner.stop()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 1_000])
+def test_versions_and_heads_of_a_page_are_compared_together_however_waves_are_cut(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Pages of several databases, far apart; a wave ends between two pieces, wherever its rows run out."""
+    for name, pages in (("blog", (0, 1, 9, 10, 30, 31, 32)), ("more", (2, 3, 17)), ("shop", (5, 40, 41))):
+        store = owner.database(name)
+        for _ in range(3):
+            write(store, Model(), images(*pages))
+        owner.engine.flush(store.db_id)
+    whole = audit(owner)
+    assert (whole["differences"], whole["found"]) == (0, [])
+    monkeypatch.setattr(plan, "STEP_ROWS", 4)
+    monkeypatch.setattr(plan, "WAVE_ROWS", rows)
+    for module in (plan, run):
+        monkeypatch.setattr(module, "PIECE_BITS", 3)
+    result = audit(owner)
+    assert (result["differences"], result["rows"]) == (0, whole["rows"])
+    with owner.manifest.read() as txn:
+        cut = list(plan.waves(txn))
+    assert (len(cut) > 5) == (rows < 10)
+    assert rows > 10 or max(sum(len(block.rows) for block in wave) for wave in cut[1:]) <= 60
+    owner.stop()
+
+
 DAMAGES: dict[str, tuple[str, str, Damage]] = {
     "a count too high": (
         "R1", "its reference count is 7, it is held ",
@@ -91,7 +117,7 @@ DAMAGES: dict[str, tuple[str, str, Damage]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_every_difference_is_found_by_its_rule(owner: Owner, name: str) -> None:
+def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, words, damage = DAMAGES[name]
     path = str(owner.base / "manifest.lmdb")
     owner.stop()
@@ -100,16 +126,20 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str) -> None:
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
         found = [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))]
+        for module, setting, small in ((plan, "STEP_ROWS", 2), (plan, "WAVE_ROWS", 1), (plan, "PIECE_BITS", 1)):
+            monkeypatch.setattr(module, setting, small)
+        monkeypatch.setattr(run, "PIECE_BITS", 1)
+        assert [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))] == found, "however waves are cut"
     assert [each["state"] for each in found] == [rule]
     assert words in found[0]["what"]
     assert rule in ("P1", "L1") or found[0]["artifact"]
 
 
 def _differences(txn: Any) -> Iterator[Any]:
-    grouped: dict[Any, list[Any]] = {}
     nothing: Any = None
-    for block in plan.blocks(txn):
-        for key, part in split_block(block, nothing):
+    for wave in plan.waves(txn):
+        grouped: dict[Any, list[Any]] = {}
+        for key, part in chain.from_iterable(split_block(block, nothing) for block in wave):
             grouped.setdefault(key, []).append(part)
-    for key, parts in grouped.items():
-        yield from join_blocks(key, None, parts, nothing)
+        for key, parts in grouped.items():
+            yield from join_blocks(key, None, parts, nothing)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.core.errors import ObjectStoreUnavailable
-from quire.core.ids import ArtifactKey
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import GIB, MIB
+from quire.jobs.places import Place
 from quire.jobs.runner import Runners, ThreadRunner
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify import whole
@@ -110,6 +113,24 @@ def test_an_object_store_that_does_not_answer_fails_the_attempt_and_nothing_is_c
     assert {local.row(key).verify_state for key in keys} == {VerifyState.UNVERIFIED, VerifyState.VERIFIED}
     local.clock.advance(100)
     assert local.done(job_id)["unreadable"] == 0
+
+
+@pytest.mark.parametrize(("sizes", "width"), [([32 * MIB] * 32, 2), ([1] * 3_000, 4), ([5 * GIB, 1, 1], 2), ([], 2)])
+def test_a_wave_is_cut_into_few_large_tasks_and_small_ones_at_the_end(sizes: list[int], width: int) -> None:
+    place = Place(
+        key=ArtifactKey(1, ArtifactKind.BASE, 0, 1), residency=ARCHIVED, local="", url="", object_key="", size_bytes=0,
+        sha256=b"",
+    )  # fmt: skip
+    wave = [(replace(place, size_bytes=size), number) for number, size in enumerate(sizes)]
+    made = whole.tasks(wave, width)
+    assert [bitmap for task in made for bitmap in task.bitmaps] == list(range(len(sizes))), "each once, in order"
+    assert all(len(task.places) <= whole.TASK_ARTIFACTS for task in made)
+    weights = [sum(each.size_bytes for each in task.places) for task in made]
+    assert all(weight <= whole.TASK_BYTES_MAX for weight, task in zip(weights, made) if len(task.places) > 1)
+    if len(sizes) == 32:
+        assert weights[:2] == [320 * MIB] * 2, "two thirds of what a core has to do"
+        assert len(made) <= 6
+        assert max(weights[2:]) <= 128 * MIB
 
 
 class Elsewhere(ThreadRunner):

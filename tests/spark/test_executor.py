@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from quire.core.errors import Corruption
 from quire.spark import executor
-from quire.spark.executor import ERROR, TASK, VALUE, Row, Site, batch_of, joiner, tools_of
+from quire.spark.executor import ERROR, TASK, VALUE, Row, Site, batch_of, joiner, mapper, tools_of
 
 Rows = list[Row]
 
@@ -22,7 +25,7 @@ Rows = list[Row]
 def thawed() -> Iterator[None]:
     """What a worker freezes for its life is collected again here."""
     yield
-    executor._freeze.cache_clear()
+    executor._frozen = 0
     gc.unfreeze()
 
 
@@ -84,3 +87,26 @@ def test_the_modules_of_a_worker_are_frozen_once(tmp_path: Path) -> None:
     assert frozen > 0
     with tools_of(Site(root=str(tmp_path))):
         assert gc.get_freeze_count() <= frozen
+
+
+def test_what_a_task_loads_is_frozen_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that loads pandas left 34,000 objects to each collection after it: 12 ms and more of every later task."""
+    with tools_of(Site(root=str(tmp_path))):
+        module = ModuleType("quire_test_loaded")
+        module.made = [[number] for number in range(10_000)]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        frozen = gc.get_freeze_count()
+    assert gc.get_freeze_count() > frozen + 9_000
+
+
+def test_tasks_that_travel_with_their_function_are_found_by_number(tmp_path: Path) -> None:
+    def run(task: str, _tools: Any) -> str:
+        if task == "bad":
+            raise Corruption("a bad task", hint="take another")
+        return task.upper()
+
+    work = mapper(Site(root=str(tmp_path)), run, [pickle.dumps(each) for each in ("a", "bad", "c")])
+    batches = iter([pa.RecordBatch.from_pydict({"id": [2, 0]}), pa.RecordBatch.from_pydict({"id": [1]})])
+    found = {each.key: each for each in (pickle.loads(batch.column(2)[0].as_py()) for batch in work(batches))}
+    assert (found[0, 0].value, found[2, 0].value) == ("A", "C")
+    assert str(found[1, 0].error).startswith("a bad task")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -65,6 +66,26 @@ def test_what_a_new_session_is_made_with() -> None:
     remote = room.settings_of("spark://host:7077", "2g", {"spark.ui.enabled": "true"})
     assert "spark.driver.bindAddress" not in remote, "executors elsewhere must reach the driver"
     assert (remote["spark.driver.memory"], remote["spark.ui.enabled"]) == ("2g", "true")
+
+
+def test_workers_on_this_machine_are_spoken_to_through_sockets_of_this_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rule 5: on a cluster nobody knows how long the names of its directories are."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    ends: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call, **more: ends.append((call, more)))
+    wish = {room.UNIX_SOCKETS: "true"}
+    settings = room.sockets_of("local[2]", wish)
+    directory = Path(settings["spark.python.unix.domain.socket.dir"])
+    assert directory.stat().st_mode & 0o077 == 0, "nobody else gets at the sockets"
+    ((end, path), more) = ends.pop()
+    end(path, **more)
+    assert not directory.exists()
+    assert room.sockets_of("spark://host:7077", wish) == room.sockets_of("local[2]", {}) == {}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
+    assert room.sockets_of("local[2]", wish) == {}
+    assert not ends
 
 
 @pytest.mark.parametrize(("total_mib", "given"), [(1_024, 512), (8_192, 2_048), (262_144, 4_096)])

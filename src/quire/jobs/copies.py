@@ -36,9 +36,14 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File
 from quire.jobs.places import Place
 from quire.objects.api import ObjectStore
+from quire.objects.local import LocalStore
 
 STEP_BYTES = 8 << 20
-"""Read at a time: large enough that requests do not dominate, small enough to be told to stop now and then."""
+"""Read at a time over a network: large enough that requests do not dominate, small enough to be told to stop now and then."""
+
+FILE_STEP_BYTES = 1 << 20
+"""Read at a time from a file: memory of this size is used again; that of larger steps is mapped anew for each, which takes a
+third of the time (1.3 ms for a MiB with its digests, instead of 0.9)."""
 
 Tick = Callable[[int], None]
 
@@ -133,14 +138,15 @@ def _digest(size_bytes: int, steps: Iterable[bytes], tick: Tick) -> Found:
 
 def _of_file(file: File, size: int) -> Iterator[bytes]:
     done = 0
-    while done < size and (step := file.read_at(min(STEP_BYTES, size - done), done)):
+    while done < size and (step := file.read_at(min(FILE_STEP_BYTES, size - done), done)):
         yield step
         done += len(step)
 
 
 def _of_object(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
-    for start in range(0, size, STEP_BYTES):
-        yield store.get_range(key, start, min(STEP_BYTES, size - start))
+    length = FILE_STEP_BYTES if isinstance(store, LocalStore) else STEP_BYTES
+    for start in range(0, size, length):
+        yield store.get_range(key, start, min(length, size - start))
 
 
 # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,8 @@ Rules
   2. What a task raises, if it is a `QuireError`, is its answer (runner, rule 1); an answer that does not pickle is told as an
      `InternalError`.
   3. Rows are streamed: a worker has the values of one key in memory, and one batch of Arrow.
-  4. PySpark collects garbage after each task, which for all the modules that a worker has loaded takes as long as a small task:
-     they are frozen once, when the first task is given its tools.
+  4. PySpark collects garbage after each task, which for all the modules that a worker has loaded takes as long as a small task
+     (12 ms and more): they are frozen when a task begins or ends that has loaded some.
 
   5. Light keys, of which a task has many, wait for the disk more than they work: several are joined at once, in threads.
 
@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
@@ -80,11 +80,17 @@ _clients: dict[tuple[str, bytes], ObjectStore] = {}
 """(URL, options) → a remote object store of this process."""
 
 
-@cache
+_frozen = 0
+"""How many modules this process had loaded when they were frozen."""
+
+
 def _freeze() -> None:
     """Rule 4."""
-    gc.collect()
-    gc.freeze()
+    global _frozen
+    if len(sys.modules) != _frozen:
+        _frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @contextmanager
@@ -111,6 +117,7 @@ def tools_of(site: Site) -> Iterator[Tools]:
         sources.close()
         for store in stores.values():
             store.close()
+        _freeze()
 
 
 # ── what Spark calls ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,12 +208,17 @@ def _numbered(told: Iterator[tuple[int | None, Any]]) -> Batches:
         yield pa.RecordBatch.from_arrays([numbers, values], schema=FOUND)
 
 
-def mapper(site: Site, run: Callable[..., Any]) -> Callable[[Batches], Batches]:
-    """Tasks → one answer for each."""
+def mapper(site: Site, run: Callable[..., Any], tasks: Sequence[bytes] | None = None) -> Callable[[Batches], Batches]:
+    """Tasks → one answer for each. With `tasks`, what comes are only their numbers."""
+
+    def given(batches: Batches) -> Iterator[tuple[int, bytes]]:
+        if tasks is None:
+            return ((number, data) for number, _, _, data in _rows(batches))
+        return ((number, tasks[number]) for batch in batches for number in batch.column(0).to_pylist())
 
     def work(batches: Batches) -> Batches:
         with tools_of(site) as tools:
-            for number, _, _, data in _rows(batches):
+            for number, data in given(batches):
                 try:
                     answer = Answer((number, 0), run(pickle.loads(data), tools))
                 except QuireError as error:

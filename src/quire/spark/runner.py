@@ -17,6 +17,9 @@ Rules
   5. Whether executors see the store's directory is known for local masters, and else said by who makes the runner. Where they
      do not, the object store must be one that they reach: not a path, not memory.
 
+  6. Tasks that are small, and not too many, travel with the function that runs them, and the frame has only their numbers: that
+     spares a table, which is a file between this process and the JVM. Each is started in the order in which it was given.
+
 Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), `InvalidConfig` (rule 5), what `tick` raises.
 """
 
@@ -66,6 +69,7 @@ TICK_SECONDS = 0.2
 SETTINGS = {
     "spark.sql.adaptive.enabled": "false",  # every stage of a plan would be a job of its own, planned anew
     "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches lose their borders (rule 3)
+    "spark.sql.codegen.wholeStage": "false",  # compiling a plan takes longer than the few rows that go through it
 }
 """Of the runner's own session."""
 
@@ -74,6 +78,9 @@ PARTITIONS_MAX = 1_024
 
 TASKS_PER_CORE = 4
 """As long as there is work for so many: enough that cores end at about the same time."""
+
+CARRIED_BYTES = 256 << 10
+"""Of all tasks of a call, pickled: what each of them may carry (rule 6)."""
 
 WIDTH_UNKNOWN = 16
 """Cores, where the session does not say how many it has."""
@@ -115,9 +122,8 @@ class SparkRunner:
         """See `Runner`."""
         if not tasks:
             return
-        rows: list[Row] = [(0, number, 0, TASK, _pickled(task)) for number, task in enumerate(tasks)]
-        frame = self._frame(rows, min(len(rows), PARTITIONS_MAX))
-        for answer in self._answers(frame.mapInArrow(mapper(self._site, run), ANSWERS_DDL), len(tasks), tick):
+        frame, work = self._spread(run, [_pickled(task) for task in tasks])
+        for answer in self._answers(frame.mapInArrow(work, ANSWERS_DDL), len(tasks), tick):
             yield Answer(answer.key[0], answer.value, answer.error)
 
     def regroup(
@@ -174,6 +180,14 @@ class SparkRunner:
                 if isinstance(value, QuireError):
                     raise value
                 yield (None if row["number"] is None else row["number"] & U64_MAX), value
+
+    def _spread(self, run: Run[T, R], sent: list[bytes]) -> tuple[DataFrame, Callable[..., Any]]:
+        """A frame of tasks, one in a partition, and what runs them (rule 6)."""
+        if len(sent) <= PARTITIONS_MAX and sum(map(len, sent)) <= CARRIED_BYTES:
+            with _active_as_before() if self._cuts else nullcontext():
+                return self._spark.range(0, len(sent), 1, len(sent)), mapper(self._site, run, sent)
+        rows: list[Row] = [(0, number, 0, TASK, each) for number, each in enumerate(sent)]
+        return self._frame(rows, min(len(rows), PARTITIONS_MAX)), mapper(self._site, run)
 
     # ── frames and actions ────────────────────────────────────────────────────────────────────────────────────────────
     def _local(self, *batches: list[Row]) -> DataFrame:

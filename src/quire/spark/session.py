@@ -9,6 +9,9 @@ Rules
      (DESIGN 7).
   3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
   4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
+  5. Who asks for Unix sockets to Python workers (`UNIX_SOCKETS`) on one machine gets them in a directory of its own. Through
+     TCP every task waits 40 ms: it is sent two small writes, and the second waits until the first is acknowledged (strace shows
+     it). They are not the default: workers that Spark ends then print what they met, a stack for each query that was stopped.
 
     spark = quire.spark.session.session()            # local[*]
     spark = quire.spark.session.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
@@ -18,8 +21,11 @@ Threads: any. Raises `SparkUnavailable`.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +43,11 @@ MEMORY_SHARE = 4
 """A JVM of ours gets a quarter of the machine …"""
 MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
 """… between these: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
+
+UNIX_SOCKETS = "spark.python.unix.domain.socket.enabled"
+
+SOCKET_DIRECTORY_MAX = 48
+"""Characters of the directory for temporary files: the name of a socket has at most 104 on some systems, and Spark adds 43."""
 
 PYTHON = "spark.pyspark.python"
 """The setting that names another Python for workers, one of a packed environment (K7)."""
@@ -78,7 +89,7 @@ def session(
     os.environ["JAVA_HOME"] = quiet_home(find_java())
     choose_python(config or {})
     builder = SparkSession.builder.master(master).appName(app)
-    for name, value in settings_of(master, memory, config).items():
+    for name, value in settings_of(master, memory, {**sockets_of(master, config or {}), **(config or {})}).items():
         builder = builder.config(name, value)
     with _unwarned():
         made = builder.getOrCreate()
@@ -114,6 +125,16 @@ def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> d
     chosen["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={logging}"
     chosen["spark.driver.memory"] = memory or f"{default_memory_mib()}m"
     return {**chosen, **(config or {})}
+
+
+def sockets_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
+    """Rule 5; nothing where executors may be elsewhere, or the names of sockets would be too long."""
+    is_wanted = config.get(UNIX_SOCKETS) == "true" and master.startswith("local")
+    if not is_wanted or len(tempfile.gettempdir()) > SOCKET_DIRECTORY_MAX:
+        return {}
+    directory = tempfile.mkdtemp(prefix="quire-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return {"spark.python.unix.domain.socket.dir": directory}
 
 
 def default_memory_mib() -> int:

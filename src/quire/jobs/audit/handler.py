@@ -2,17 +2,21 @@
 
 Rules
   1. It changes nothing. `quire manifest check --fix` mends what can be mended.
-  2. Rows are read in one transaction, and sent to the runner as numbers; grouping and comparing is done there, and only
-     differences come back. The result has the first `LISTED_MAX` of them, and how many there were.
+  2. Rows are read in one transaction, and sent to the runner as numbers, a wave at a time (`plan.py`), so that the driver's
+     memory does not grow with them; grouping and comparing is done there, and only differences come back. The result has the
+     first `LISTED_MAX` of them, and how many there were.
+  3. Who runs it is chosen by the first two waves: all references, and as many pages as go into one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-from quire.jobs.audit.plan import blocks, floors, told
-from quire.jobs.audit.run import join_blocks, split_block
+from quire.jobs.audit.plan import floors, told, waves
+from quire.jobs.audit.run import Block, join_blocks, split_block
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.runner import Runners
@@ -30,13 +34,19 @@ def audit_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners
     """Compare what rows say with what they add up to."""
     wish = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
-        given = list(blocks(txn))
         found: list[dict[str, Any]] = [told(each) for each in floors(txn)]
-    rows = sum(len(each.rows) for each in given)
-    runner = runners.choose(wish, rows * BYTES_A_ROW, partial(thread_runner, ctx, label="quire-audit"))
-    differences = len(found)
-    for answer in runner.regroup(split_block, given, join_blocks, tick=progress):
-        result = answer.result()
-        differences += len(result)
-        found += [told(each) for each in result[: max(0, LISTED_MAX - len(found))]]
+        differences, rest = len(found), waves(txn)
+        first = [block for wave in islice(rest, 2) for block in wave]
+        rows = _rows(first)
+        runner = runners.choose(wish, rows * BYTES_A_ROW, partial(thread_runner, ctx, label="quire-audit"))
+        for wave in chain([first], rest):
+            rows += _rows(wave) if wave is not first else 0
+            for answer in runner.regroup(split_block, wave, join_blocks, tick=progress):
+                result = answer.result()
+                differences += len(result)
+                found += [told(each) for each in result[: max(0, LISTED_MAX - len(found))]]
     return Done({"rows": rows, "differences": differences, "found": found, "runner": runner.name})
+
+
+def _rows(blocks: Iterable[Block]) -> int:
+    return sum(len(each.rows) for each in blocks)

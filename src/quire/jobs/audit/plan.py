@@ -3,12 +3,15 @@
 Rules
   1. All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
   2. They are made a few thousand rows at a time and say only what is compared: 16 bytes a reference, 32 a version of a page.
+     References are compared all together, of which each database has as many as it has chunks; pages, of which there may be
+     any number, a wave after the other, versions and heads of one piece (`run.PIECE_BITS`) in the same.
   3. A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
      and no reader was promised a version that is not there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.durable.names import object_key
-from quire.jobs.audit.run import Block, Difference
+from quire.jobs.audit.run import PIECE_BITS, Block, Difference
 from quire.manifest import tables as t
 from quire.manifest.holders import decode, inventory
 from quire.manifest.reads import ReadTxn
 
 STEP_ROWS = 8_192
+WAVE_ROWS = 4_000_000
+"""Versions of pages that are compared in one run of the runner: 128 MB of numbers."""
+
+END = (1 << 64) - 1
+"""A border behind everything: no database has all ids."""
 
 WHAT = {
     "R1": "its reference count is {have}, it is held {want} times",
@@ -33,14 +41,63 @@ WHAT = {
 """Rule → what a difference says."""
 
 
-def blocks(txn: ReadTxn) -> Iterator[Block]:
-    """Everything that is compared by the runner."""
+def waves(txn: ReadTxn) -> Iterator[list[Block]]:
+    """Everything that is compared by the runner, as much at a time as memory should hold (rule 2)."""
+    yield list(_references(txn))
+    versions = _Sorted(_pages(txn, "version", t.PAGE_VERSION_INDEX))
+    heads = _Sorted(_pages(txn, "head", t.PAGE_VERSION_HEAD))
+    while versions.fill(WAVE_ROWS):
+        yield versions.take(versions.border) + heads.take(versions.border)
+    yield versions.take(END) + heads.take(END)
+
+
+class _Sorted:
+    """Blocks of pages in the order of their keys, taken up to a border."""
+
+    def __init__(self, blocks: Iterator[Block]) -> None:
+        self._blocks = blocks
+        self._held: deque[Block] = deque()
+        self.border = 0
+
+    def fill(self, rows: int) -> bool:
+        """Hold at least so many rows, and more than one piece; whether there were as many. `border` is the last piece's."""
+        held = sum(len(each.rows) for each in self._held)
+        for block in self._blocks:
+            self._held.append(block)
+            held += len(block.rows)
+            first, last = (_page_key(each.rows)[at] for each, at in ((self._held[0], 0), (block, -1)))
+            self.border = int(last) >> PIECE_BITS << PIECE_BITS
+            if held >= rows and first < self.border:
+                return True
+        return False
+
+    def take(self, border: int) -> list[Block]:
+        """The rows before a border."""
+        taken: list[Block] = []
+        while (block := self._next()) is not None:
+            place = int(np.searchsorted(_page_key(block.rows), np.uint64(border)))
+            if place:
+                taken.append(Block(block.sort, block.rows[:place]))
+            if place < len(block.rows):
+                self._held.appendleft(Block(block.sort, block.rows[place:]))
+                break
+        return taken
+
+    def _next(self) -> Block | None:
+        return self._held.popleft() if self._held else next(self._blocks, None)
+
+
+def _page_key(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """(database, page) as one number."""
+    key: NDArray[np.uint64] = rows[:, 0] << np.uint64(32) | rows[:, 1]
+    return key
+
+
+def _references(txn: ReadTxn) -> Iterator[Block]:
     for sort, codes, counts in inventory(txn):
         rows = np.column_stack([codes, counts.astype(np.uint64)]) if sort == "stored" else codes
         for start in range(0, len(rows), STEP_ROWS):
             yield Block(sort, np.ascontiguousarray(rows[start : start + STEP_ROWS]))
-    yield from _pages(txn, "version", t.PAGE_VERSION_INDEX)
-    yield from _pages(txn, "head", t.PAGE_VERSION_HEAD)
 
 
 def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:

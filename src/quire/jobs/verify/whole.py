@@ -11,6 +11,8 @@ Rules
   3. An executor that does not see the store's files looks at objects; artifacts with files are then this process's.
   4. What could not be read keeps nothing else from being verified, and is not verified: at the end the attempt has failed, if
      its time is not over.
+  5. A wave's first tasks are large, one for each core with two thirds of its share; those after them are smaller, and so on:
+     few of them, because starting each takes time, and small ones at the end, so that cores are done at about the same moment.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ from quire.manifest.reads import ReadTxn
 
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096
-TASK_BYTES_MIN, TASK_BYTES_MAX = 64 * MIB, GIB
+TASK_BYTES_MIN, TASK_BYTES_MAX = 128 * MIB, GIB
 TASK_ARTIFACTS = 1_024
-TASKS_PER_CORE = 4
-"""A wave ends at the first two. It is cut into so many tasks for each core of the runner, of at least and at most so much."""
+"""A wave ends at the first two. It is cut into tasks of at least and at most so much (rule 5)."""
 
+ARTIFACT_BYTES = MIB // 4
+"""What opening an artifact costs, as if it were so many more bytes."""
 
 Settle = Callable[[list[Finding]], list[Finding]]
 """Looks at bad ones again, records the verdicts; the findings as they are then."""
@@ -157,19 +160,26 @@ def look(ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], pro
 
 
 def tasks(wave: Sequence[tuple[Place, int]], width: int) -> list[VerifyTask]:
-    """A wave, in pieces of about the same size."""
-    share = sum(place.size_bytes for place, _ in wave) // (TASKS_PER_CORE * width)
-    wanted = min(max(share, TASK_BYTES_MIN), TASK_BYTES_MAX)
-    made: list[VerifyTask] = []
+    """Rule 5: a wave, in order, in pieces that become smaller."""
+    costs = [place.size_bytes + ARTIFACT_BYTES for place, _ in wave]
+    left, made = sum(costs), list[VerifyTask]()
     group: list[tuple[Place, int]] = []
-    size = 0
-    for each in wave:
-        if group and (size + each[0].size_bytes > wanted or len(group) >= TASK_ARTIFACTS):
+    size, wanted = 0, _wanted(left, width)
+    for each, cost in zip(wave, costs, strict=True):
+        if group and (size + cost > wanted or len(group) >= TASK_ARTIFACTS):
             made.append(_task(group))
+            left -= size
             group, size = [], 0
+            if len(made) % width == 0:
+                wanted = _wanted(left, width)
         group.append(each)
-        size += each[0].size_bytes
+        size += cost
     return [*made, _task(group)] if group else made
+
+
+def _wanted(left: int, width: int) -> int:
+    """Of so much that is left, how much each of the next tasks takes."""
+    return min(max(2 * left // (3 * width), TASK_BYTES_MIN), TASK_BYTES_MAX)
 
 
 def _task(group: Sequence[tuple[Place, int]]) -> VerifyTask:
