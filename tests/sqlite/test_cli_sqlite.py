@@ -213,6 +213,10 @@ def test_the_shell_reads_what_is_typed(root: Path, tmp_path: Path) -> None:
     assert "hello 200" in ended.out
     assert "item" in ended.out.splitlines()[-1]
     assert run(root, "shell", "shop", typed=".exit 3\n").code == 3
+    failed = run(root, "shell", "shop", typed="SELEC 1;\nSELECT 'goes' || ' on'")  # without a semicolon at its end
+    assert failed.code == 1
+    assert "goes on" in failed.out
+    assert "syntax error" in failed.err
     as_a_program = quire_program("sqlite", "shell", "shop", "--store", str(root), input=typed)
     assert as_a_program.stdout == ended.out
 

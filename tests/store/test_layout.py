@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.core.errors import ManifestDamaged
 from quire.durable.files import OsDisk
+from quire.store.info import Glance
 from quire.store.layout import Found, look
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.store.conftest import assert_sound
@@ -182,3 +184,21 @@ def test_a_directory_of_somebody_else_is_not_writable(tmp_path: Path, existing: 
         os.seteuid(0)
     if existing:
         assert_sound(root)
+
+
+def test_a_page_of_the_manifest_that_makes_no_sense_is_damage_to_who_only_looks(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with quire.open(root) as store:
+        for number in range(5):
+            store.create(f"db-{number}", "pages")
+    manifest = root / "manifest.lmdb"
+    whole, page, damaged = manifest.read_bytes(), 4096, 0
+    for start in range(2 * page, len(whole), page):  # behind LMDB's two meta pages
+        manifest.write_bytes(whole[:start] + bytes(page) + whole[start + page :])
+        try:
+            with Glance(str(root)) as look:
+                look.databases()
+                look.info()
+        except ManifestDamaged:
+            damaged += 1
+    assert damaged > 1

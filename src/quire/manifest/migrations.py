@@ -25,9 +25,8 @@ from typing import Any
 import lmdb
 
 from quire.core.clock import Clock
-from quire.core.errors import FormatTooNew
+from quire.core.errors import FormatTooNew, ManifestDamaged
 from quire.core.events import emit
-from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import ReadTxn
@@ -76,14 +75,19 @@ def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> N
     """Rule 3."""
     if env.handles[t.META.name] is None:
         return
-    raw = txn.get(SCHEMA, db=env.handles[t.META.name])
     known = BASE_SCHEMA + len(steps)
-    found = t.META.codec.decode(raw).number if raw is not None else 0
     names = {step.name for step in steps}
     strangers = []
-    if (ledger := env.handles[t.MIGRATIONS.name]) is not None:
-        with txn.cursor(db=ledger) as cursor:
-            strangers = [key.decode() for key in cursor.iternext(values=False) if key.decode() not in names]
+    try:
+        raw = txn.get(SCHEMA, db=env.handles[t.META.name])
+        if (ledger := env.handles[t.MIGRATIONS.name]) is not None:
+            with txn.cursor(db=ledger) as cursor:
+                strangers = [key.decode() for key in cursor.iternext(values=False) if key.decode() not in names]
+    except lmdb.Error as error:  # the first that is read of a manifest: LMDB met a page that makes no sense
+        raise ManifestDamaged(
+            f"the manifest is damaged: {error}", hint="restore it from a backup", path=env.path
+        ) from error
+    found = t.META.codec.decode(raw).number if raw is not None else 0
     if found > known or strangers:
         raise FormatTooNew(
             "the store was written by a newer quire",
@@ -103,6 +107,8 @@ def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: S
 
 
 def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
+    from quire.durable.failpoints import hit  # readers refuse what is newer, and carry nothing out
+
     with ReadTxn(env) as ledger:
         if ledger.get(t.MIGRATIONS, step.name) is not None:
             return False

@@ -297,7 +297,11 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
         try:
             super().__init__(location, tls_certificates=certificates or [], middleware={MIDDLEWARE: gate})
         except (OSError, pa.ArrowException) as error:
-            raise InvalidInput(f"cannot listen: {str(error).splitlines()[0]}", address=location) from error
+            raise InvalidInput(
+                f"cannot listen: {str(error).splitlines()[0]}",
+                hint="choose another port or path; port 0 is a free one",
+                address=location,
+            ) from error
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         answer = self._service.act(action.type, action.body, self._gate, context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import apsw
 import apsw.shell
@@ -15,9 +15,40 @@ import apsw.shell
 from quire.core.errors import InvalidInput
 
 
+class _Script:
+    """Lines of a program or file; its last statement may lack the semicolon, as for SQLite's own shell."""
+
+    def __init__(self, lines: TextIO) -> None:
+        self._lines = lines
+        self._has_ended = False
+
+    def readline(self) -> str:
+        if (line := self._lines.readline()) or self._has_ended:
+            return line
+        self._has_ended = True
+        return ";\n"
+
+    def isatty(self) -> bool:
+        return False
+
+
+class _Shell(apsw.shell.Shell):
+    """Remembers whether anything went wrong: who reads no messages has the exit code."""
+
+    has_failed = False
+
+    def handle_exception(self) -> None:
+        self.has_failed = True
+        super().handle_exception()  # type: ignore[no-untyped-call]
+
+
 def run_shell(connection: apsw.Connection, title: str, statements: Sequence[str] = ()) -> int:
-    """Run statements, or what people type until they leave; the exit code. `title` is what the shell says it is open on."""
-    shell: Any = apsw.shell.Shell(db=connection, stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
+    """Run statements, or what people type until they leave, or a script; the exit code, 1 if a script met errors.
+
+    `title` is what the shell says it is open on.
+    """
+    typed: Any = sys.stdin if sys.stdin.isatty() else _Script(sys.stdin)
+    shell: Any = _Shell(db=connection, stdin=typed, stdout=sys.stdout, stderr=sys.stderr)
     if statements:
         for each in statements:
             try:
@@ -31,4 +62,4 @@ def run_shell(connection: apsw.Connection, title: str, statements: Sequence[str]
         shell.cmdloop(f'{title}, SQLite {apsw.sqlite_lib_version()}\nEnter ".help" for instructions\n')
     except SystemExit as end:  # how `.exit` leaves
         return end.code if isinstance(end.code, int) else 0
-    return 0
+    return int(shell.has_failed and not shell.interactive)

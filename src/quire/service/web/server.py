@@ -195,7 +195,11 @@ class _Listener(socketserver.TCPServer):
         try:
             super().__init__((host, port), Connection)
         except OSError as error:
-            raise InvalidInput(f"cannot listen: {error.strerror or error}", address=f"{host}:{port}") from error
+            raise InvalidInput(
+                f"cannot listen: {error.strerror or error}",
+                hint="choose another port; 0 takes a free one",
+                address=f"{host}:{port}",
+            ) from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread of its own for each connection, if there is a place."""
