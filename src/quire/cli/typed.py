@@ -11,6 +11,7 @@ Importing this module loads typer, and nothing of the store.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Annotated, Any
@@ -106,6 +107,11 @@ def run_app(app: Group, arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else OK
 
 
+def _number(found: re.Match[str]) -> str:
+    """Typer says "a valid int range", which is no word of people's."""
+    return "is not a valid whole number" if found[1] == "int" else "is not a valid number"
+
+
 def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
     """Rule 2. A bare `quire` or `quire feed` is no error to tell: it gets the help."""
     text = error.format_message()
@@ -115,5 +121,6 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
     words = takewhile(lambda each: not each.startswith("-"), arguments)  # some errors do not say whose they are
     asked = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
     what = text[:1].lower() + text[1:].rstrip(".")
+    what = re.sub(r"is not a valid (int|float)\w*( range)?$", _number, what)
     wrong = InvalidInput(what, hint=f"`{asked} --help` shows how it is called")
     return tell(output_for("--json" in arguments), wrong)

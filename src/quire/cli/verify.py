@@ -107,7 +107,7 @@ def _verdict(
     listing = Listing(
         columns=["state", "artifact", ">size"],
         rows=rows,
-        empty="nothing is damaged",
+        empty="nothing else is damaged" if logs else "nothing is damaged",
         closing=f"{left:,} more: `--report FILE` has all" if left else "",
     )
     shown = Report(parts=[Facts(lines=list(facts.items()), data=facts), listing], data=data)
