@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli import telling, typed
+from quire.cli import manifest, telling, typed
 from quire.cli.app import app
+from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
+from quire.manifest.env import CHANGE_LOG_NAME
 from quire.manifest.records import ChunkRecord, Residency
-from quire.manifest.tables import GC_REFCOUNTS
+from quire.manifest.tables import GC_REFCOUNTS, TABLES
 from tests.cli.conftest import Run, quire_program, write_pages
 from tests.house import test_docs_run
 from tests.house.tree import ROOT, SRC
@@ -32,6 +34,22 @@ UNNEEDED = (
     "quire.jobs", "quire.objects",
 )  # fmt: skip
 """What listing a store has no use for: each of these costs a part of a Python start."""
+
+ROOMS = (
+    "quire.jobs",
+    "quire.pages",
+    "quire.lsm",
+    "quire.stream",
+    "quire.sqlite",
+    "quire.objects",
+    "quire.service",
+    "quire.spark",
+)
+ENGINES = (
+    "numpy", "pyarrow", "pandas", "obstore", "apsw", "zstandard", "pyroaring", "pyspark", "typer", "click", "rich", "structlog",
+    "prometheus_client", "opentelemetry", "asyncio", "concurrent.futures", "logging", "tomllib",
+)  # fmt: skip
+"""What changing a small store has no use for, each longer to load than the change takes."""
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -133,11 +151,126 @@ print([each for each in {modules!r} if each in sys.modules], file=sys.stderr)
         ["jobs", "ls"],
         ["gc", "--dry-run"],
         ["audit", "--since", "1h"],
+        ["why", "shop"],
+        ["snapshot", "show", "shop", "monday"],
+        ["jobs", "ls", "--db", "shop"],
+        ["manifest", "check"],
     ],
 )
 def test_light_commands_load_nothing_heavy(path: Path, arguments: list[str]) -> None:
     """Start-up is a promise: what these import is most of it."""
-    assert loaded(path, arguments, (*HEAVY, "quire.store.store", "quire.jobs")) == []
+    with quire.open(path) as store:
+        store.snapshot("shop", "monday")
+    unneeded = (
+        *HEAVY,
+        *ENGINES,
+        *ROOMS,
+        "socket",
+        "quire.store.store",
+        "quire.manifest.writer",
+        "quire.manifest.holders",
+    )
+    assert loaded(path, arguments, unneeded) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["why", "shop"], ["retention", "show", "shop"], ["audit"], ["manifest", "tables"]]
+)
+def test_reading_loads_no_more_of_the_manifest_than_it_reads(path: Path, arguments: list[str]) -> None:
+    """The change log is made of all operations, and takes as long to load as everything else of the manifest."""
+    owners = (
+        "change",
+        "ops.registry",
+        "ops.databases",
+        "check",
+        "apply",
+        "owning",
+        "feed",
+        "touches",
+        "differences",
+        "guard",
+        "queue",
+    )
+    assert loaded(path, arguments, tuple(f"quire.manifest.{each}" for each in owners)) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["init"],
+        ["create", "basket"],
+        ["create", "cart", "--kind", "lsm"],
+        ["rename", "shop", "store"],
+        ["drop", "shop", "--yes"],
+        ["snapshot", "create", "shop", "monday", "--tag", "by=ann"],
+        ["fork", "shop", "shop-test"],
+        ["retention", "set", "shop", "--keep-last", "3"],
+        ["feed", "drop", "reader", "--yes"],
+    ],
+)
+def test_changing_a_small_store_loads_no_engine(path: Path, arguments: list[str]) -> None:
+    """The owner checks the whole manifest; where that is small, without numpy."""
+    with quire.open(path) as store:
+        store.feed.register(name="reader")
+    assert loaded(path, arguments, (*ENGINES, *ROOMS, "awscrt", "quire.manifest.holders")) == []
+
+
+@pytest.mark.parametrize("arguments", [["kv", "get", "cart", "ann"], ["kv", "put", "cart", "bob", "4"]])
+def test_keys_that_are_in_the_log_need_no_arrow(path: Path, arguments: list[str]) -> None:
+    with quire.open(path) as store:
+        store.kv("cart", create=True).put(b"ann", b"3 apples")
+    others = tuple(each for each in ROOMS if each != "quire.lsm")
+    assert loaded(path, arguments, (*ENGINES, *others)) == []
+
+
+def test_a_stream_needs_no_other_engine(path: Path) -> None:
+    others = (
+        "quire.jobs",
+        "quire.pages",
+        "quire.lsm",
+        "quire.sqlite",
+        "quire.service",
+        "quire.spark",
+        "apsw",
+        "obstore",
+    )
+    assert loaded(path, ["stream", "append", "clicks", "seen"], others) == []
+
+
+def test_doctor_loads_no_engine(path: Path) -> None:
+    assert (
+        loaded(path, ["doctor", "--no-objects"], ("numpy", "pyarrow", "pyspark", "apsw", "awscrt", "quire.pages")) == []
+    )
+
+
+def test_all_tables_are_listed_whatever_is_loaded(path: Path) -> None:
+    """One of them is declared by a module that readers do not load."""
+    listed = [
+        each["table"] for each in json.loads(quire_program("manifest", "tables", "--json", "--store", str(path)).stdout)
+    ]
+    assert listed == [*TABLES]
+    declared = (CHANGE_LOG.policy.value, CHANGE_LOG.purpose, [name for name, _ in CHANGE_LOG.key.fields])
+    assert {CHANGE_LOG.name: declared} == manifest.CHANGE_LOG
+    assert CHANGE_LOG_NAME == CHANGE_LOG.name == listed[-1]
+    dumped = quire_program("manifest", "dump", "change_log", "--store", str(path))
+    assert (dumped.returncode, "RegisterDb" in dumped.stdout) == (0, True)
+    refused = quire_program("manifest", "dump", "nonsense", "--store", str(path))
+    assert (refused.returncode, "change_log" in refused.stderr) == (2, True)
+
+
+def test_the_program_looks_for_garbage_seldom(path: Path) -> None:
+    program = f"""
+import gc, sys
+sys.argv = ["quire", "ls", "--store", {str(path)!r}]
+from quire.cli.main import GARBAGE_ALLOCATIONS, main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, gc.get_threshold()[0] == GARBAGE_ALLOCATIONS, gc.get_freeze_count() > 0, file=sys.stderr)
+"""
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert ended.stderr.split() == ["0", "True", "True"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.manifest import rehydrate, store
+from quire.manifest import owning, rehydrate
 from quire.manifest.env import ManifestEnv
 from quire.manifest.overlay import Overlay
 from quire.manifest.queue import BatchQueue
@@ -110,7 +110,7 @@ def reuses_ids() -> None:
             state.next_ids[counter] = max(1, upcoming - 1)
         return state
 
-    _plant(store, rehydrate=rehydrating)
+    _plant(owning, rehydrate=rehydrating)
 
 
 def lets_batches_overtake() -> None:

@@ -24,6 +24,7 @@ from quire.cli.show import facts, listing, snapshot_listing
 from quire.manifest.glance import Glance, Unfamiliar
 from quire.manifest.kinds import DbKind, DbStatus
 from quire.manifest.lineage import grow
+from quire.store.plain_config import object_store_of
 
 CONFIG, MANIFEST, OBJECTS = "quire.toml", "manifest.lmdb", "objects"
 """As `quire.durable.names` has them, which is slow to load (a test compares)."""
@@ -50,16 +51,10 @@ class Looked(Glance):
 
 def _object_store(root: str) -> str:
     """What quire.toml says of the objects (rule 3)."""
-    with open(os.path.join(root, CONFIG), encoding="utf-8") as file:
-        lines = [line.strip() for line in file]
-    url = ""
-    for line in (line for line in lines if line and not line.startswith(("#", "["))):
-        name, equals, value = (part.strip() for part in line.partition("="))
-        if not equals or name != "object_store":
-            raise Unfamiliar(f"a setting of {CONFIG}: whether it makes sense is known elsewhere")
-        if len(value) < 2 or value[0] != '"' or value[-1] != '"' or {'"', "\\"} & set(value[1:-1]):
-            raise Unfamiliar("the place of the objects")
-        url = value[1:-1]
+    with open(os.path.join(root, CONFIG), encoding="utf-8", newline="") as file:
+        url = object_store_of(file.read())
+    if url is None:
+        raise Unfamiliar(f"a setting of {CONFIG}: whether it makes sense is known elsewhere")
     if ":" in url and not url.startswith(SCHEMES):
         raise Unfamiliar("an object store of another kind")
     return url if "://" in url else os.path.join(root, url or OBJECTS)

@@ -58,9 +58,11 @@ def create(
     tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
 ) -> Note:
     """Keep a database as it is now. Nothing is copied, however large it is."""
-    from quire.manifest.retention import SCHEDULE_TAG
+    tags: dict[str, str] = {}
+    if tag:
+        from quire.manifest.retention import SCHEDULE_TAG
 
-    tags = tags_of(tag, reserved=SCHEDULE_TAG)
+        tags = tags_of(tag, reserved=SCHEDULE_TAG)
     with cli.keeper() as store:
         settled(store, database)
         made = store.snapshot(database, name, tags=tags)

@@ -183,9 +183,22 @@ def shell(
         told = f"{database} {version.text}{', for reading: another process owns the store' if beside else ''}"
         try:
             code = run_shell(connection, visible(told), statements)
+        except InvalidInput as error:
+            if type(error.__cause__).__name__ == "ReadOnlyError":
+                error.hint = _where_to_write(database, at, beside=beside)
+            raise
         finally:
             connection.close()
     return Verdict(None, code or OK)
+
+
+def _where_to_write(database: str, at: str, *, beside: bool) -> str:
+    """The next step of who wants to change what is open for reading."""
+    if at:
+        return f"an earlier version is for reading: `quire fork {database} NEW --at {at}` makes one that is not"
+    if beside:
+        return "another process owns the store (`quire doctor` says which): write there, or when it has ended"
+    return "the statement needs a database that is open for writing"
 
 
 def _at_hand(cli: Cli) -> Store:

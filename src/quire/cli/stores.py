@@ -45,12 +45,13 @@ def init(
     """Make a store, or see that one is there."""
     from quire.core.settings import StoreSettings
     from quire.durable.files import OsDisk
-    from quire.objects.open import open_store
     from quire.store.layout import Found, check_objects_url, look
     from quire.store.opening import open as open_quire
 
     target = path or cli.path
     if object_store:
+        from quire.objects.open import open_store
+
         check_objects_url(object_store)
         open_store(object_store).close()  # refuses what cannot work, before anything is made
     found = look(OsDisk(), target) is Found.STORE

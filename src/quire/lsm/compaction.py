@@ -21,16 +21,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.errors import StorageFault
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.lsm.levels import Levels
-from quire.lsm.merge import PART_BYTES, Retention, compacted
-from quire.lsm.sst_format import TableMeta
-from quire.lsm.sst_reader import Table
-from quire.lsm.sst_writer import TableOptions, TableWriter
+from quire.lsm.table_options import TableOptions
+
+if TYPE_CHECKING:
+    from quire.lsm.merge import Retention
+    from quire.lsm.sst_format import TableMeta
+    from quire.lsm.sst_reader import Table
+    from quire.lsm.sst_writer import TableWriter
 
 GROWTH = 10
 """How much more each level may hold than the one above it."""
@@ -133,6 +137,9 @@ def run(
     stage: str = "",
 ) -> list[tuple[str, TableMeta]]:
     """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
+    from quire.lsm.merge import PART_BYTES, compacted  # numpy and Arrow: choosing what to merge needs neither
+    from quire.lsm.sst_writer import TableWriter
+
     outputs: list[tuple[str, TableMeta]] = []
     writer: TableWriter | None = None
     path = ""

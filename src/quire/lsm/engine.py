@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -48,14 +49,16 @@ from quire.lsm.job_rows import JobRows
 from quire.lsm.kv import Kv
 from quire.lsm.manifest import Manifest
 from quire.lsm.projection import Projection
-from quire.lsm.sst_reader import Block
 from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_home
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
-from quire.manifest.snapshots import Anchor, SnapshotInfo
 from quire.manifest.store import ManifestStore
+
+if TYPE_CHECKING:
+    from quire.lsm.sst_reader import Block
+    from quire.manifest.snapshots import SnapshotInfo
 
 MakeFiles = Callable[[str], object]
 
@@ -155,6 +158,8 @@ class KvEngine:
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one; until a moment, if one is given."""
+        from quire.manifest.snapshots import Anchor
+
         with self._lock:
             if name:
                 check_name("snapshot", name)

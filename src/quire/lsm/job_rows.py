@@ -12,16 +12,18 @@ Threads: whoever holds the compaction lock. Raises nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import IllegalTransition, QuireError, UnknownJob
 from quire.core.events import emit
-from quire.lsm.compaction import Job
 from quire.manifest.jobqueue import worker_name
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.jobs import EnqueueJob, StartJob
 from quire.manifest.records import JobKind
 from quire.manifest.store import ManifestStore
+
+if TYPE_CHECKING:
+    from quire.lsm.compaction import Job
 
 LEASE_MS = 30 * 24 * 3_600 * 1_000
 

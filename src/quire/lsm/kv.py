@@ -44,15 +44,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import (
-    InvalidInput,
-    OutOfRange,
-    Overloaded,
-    QuireError,
-    StorageFault,
-    StoreClosed,
-    StoreUnusable,
-)
+from quire.core.errors import InvalidInput, OutOfRange, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.core.limits import KIB, MIB
 from quire.core.settings import LsmSettings
@@ -64,13 +56,14 @@ from quire.lsm.ledger import CompactionLedger, Follower, NoLedger
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
-from quire.lsm.sst_reader import Block, Table
 from quire.lsm.upkeep import Upkeep
 from quire.lsm.view import LSN_MAX, Frozen, View
 from quire.lsm.wal import Items, Wal, encode_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from quire.lsm.sst_reader import Block, Table
 
 KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB

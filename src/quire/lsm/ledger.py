@@ -6,10 +6,11 @@ Only shapes: no thread, raises nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.lsm.compaction import Job
-from quire.lsm.sst_reader import Table
+if TYPE_CHECKING:
+    from quire.lsm.compaction import Job
+    from quire.lsm.sst_reader import Table
 
 
 class CompactionLedger(Protocol):

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from quire.lsm.sst_reader import Found, Table
+if TYPE_CHECKING:
+    from quire.lsm.sst_reader import Found, Table
 
 
 class Levels:

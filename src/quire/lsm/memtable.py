@@ -20,11 +20,12 @@ import threading
 from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import repeat
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-from quire.lsm.merge import Mark
-from quire.lsm.sst_format import SCHEMA
+    from quire.lsm.merge import Mark
 
 Entry = tuple[int, bytes | None, "Entry | None"]
 
@@ -123,6 +124,10 @@ def _rows(keys: list[bytes], entries: dict[bytes, Entry]) -> pa.RecordBatch:
                 entry = entry[2]
         names, lsns, values = zip(*rows)
         keys = list(names)
+    import pyarrow as pa  # not before a memtable is read as rows: who gets and puts needs no Arrow
+
+    from quire.lsm.sst_format import SCHEMA
+
     value_column = pa.array(values, pa.binary())
     columns = [pa.array(keys, pa.binary()), value_column, pa.array(lsns, pa.uint64()), value_column.is_null()]
     return pa.record_batch(columns, schema=SCHEMA)

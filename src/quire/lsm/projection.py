@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from quire.core.errors import QuireError
 from quire.core.events import emit
-from quire.lsm.sst_reader import Table
 from quire.manifest import tables as t
 from quire.manifest.lsm_records import LsmTableRecord
 from quire.manifest.ops.lsm import FoldLsm
 from quire.manifest.store import ManifestStore
+
+if TYPE_CHECKING:
+    from quire.lsm.sst_reader import Table
 
 KEY_BYTES = 256
 """Of the ends of a table's range; keys may have 64 KiB."""

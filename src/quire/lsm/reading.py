@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
-from quire.lsm.merge import Hidden
 from quire.lsm.view import prefix_end
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.kv import Kv
+    from quire.lsm.merge import Hidden
 
 Pair = tuple[bytes, bytes]
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.core.errors import Corruption
 from quire.core.events import emit
@@ -34,9 +35,11 @@ from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
-from quire.lsm.sst_reader import Block, Table
 from quire.lsm.view import Frozen, View
 from quire.lsm.wal import Wal, batches_of
+
+if TYPE_CHECKING:
+    from quire.lsm.sst_reader import Block, Table
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block]) -> Opened:
             state = _begin(disk, home, manifest)
         hit("lsm.recovery.manifest")
         for entry in state.sstables:
+            from quire.lsm.sst_reader import Table  # Arrow: not for a database that is all in its log
+
             tables.append(Table.open(disk, f"{home.path}/{entry.path}", entry.id, cache))
         levels = Levels(tables)
         hit("lsm.recovery.tables")

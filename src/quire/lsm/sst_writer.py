@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from quire.core.errors import InternalError, StorageFault
-from quire.core.limits import KIB
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -40,19 +38,10 @@ from quire.lsm.sst_format import (
     TableMeta,
     encode_section,
 )
+from quire.lsm.table_options import TableOptions as TableOptions
 
 WRITE_BYTES = 4 << 20
 """Pieces are put together to about this much for one write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
-    """How tables are written; small and picklable."""
-
-    block_bytes: int = 64 * KIB
-    compression: str = "lz4"
-    """lz4, zstd or none."""
-    bloom_bits_per_key: int = 10
 
 
 class TableWriter:

@@ -41,13 +41,11 @@ from quire.lsm.ledger import CompactionLedger, NoLedger
 from quire.lsm.load_notes import LoadNote, remove_note, write_note
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
-from quire.lsm.merge import Retention
-from quire.lsm.sst_format import set_level
-from quire.lsm.sst_reader import Table
-from quire.lsm.sst_writer import TableWriter
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
+    from quire.lsm.merge import Retention
+    from quire.lsm.sst_reader import Table
 
 RETRY_SECONDS = 1.0
 """Between two tries of something that failed."""
@@ -167,6 +165,9 @@ class Upkeep:
         return True
 
     def _write_memtable(self, memtable: Memtable) -> Table:
+        from quire.lsm.sst_reader import Table  # Arrow: not before something is flushed
+        from quire.lsm.sst_writer import TableWriter
+
         kv = self._kv
         sst_id = kv.manifest.allocate_sst_id()
         writer = TableWriter(sst_id, 0, self._options)
@@ -232,6 +233,9 @@ class Upkeep:
 
     def _levelled(self, loaded: Sequence[Table]) -> list[Table]:
         """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
+        from quire.lsm.sst_format import set_level
+        from quire.lsm.sst_reader import Table
+
         kv = self._kv
         level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
         for table in loaded:
@@ -281,6 +285,8 @@ class Upkeep:
 
     def _compact(self, job: compaction.Job, ledger: CompactionLedger) -> None:
         """REQUIRES the compaction lock."""
+        from quire.lsm.sst_reader import Table
+
         kv = self._kv
         ledger.begin(job)
         retention = self.retention(job)
@@ -305,6 +311,8 @@ class Upkeep:
 
         A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
         """
+        from quire.lsm.merge import Retention
+
         kv = self._kv
         return Retention(
             snapshots=kv.snapshots.lsns(), drop_tombstones_below=min(job.drop_below, *kv.loading, job.drop_below)

@@ -32,13 +32,13 @@ from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import Reader
-from quire.lsm.sst_reader import Block, Table
 from quire.lsm.view import LSN_MAX, View
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.kv import Kv
+    from quire.lsm.sst_reader import Block, Table
 
 
 def copy_live(kv: Kv, target: str) -> int:
@@ -84,6 +84,8 @@ class FrozenKv(Reader):
     """A copy, opened for reading. Use it as a context manager."""
 
     def __init__(self, disk: Disk, path: str, cache: BlockCache[Block] | None = None) -> None:
+        from quire.lsm.sst_reader import Table
+
         home = LsmHome(path)
         with Manifest.open(disk, home) as manifest:
             self.state = manifest.state()

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
-from quire.lsm.bloom import hash_key
 from quire.lsm.levels import Levels
 from quire.lsm.memtable import Memtable
-from quire.lsm.merge import Hidden, Source, scan_parts
-from quire.lsm.sst_reader import Found
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from quire.lsm.merge import Hidden, Source
+    from quire.lsm.sst_reader import Found
 
 LSN_MAX = (1 << 64) - 1
 
@@ -55,6 +57,8 @@ class View:
                     break
         levels = self.levels
         if best is None or best[0] < levels.lsn_max:
+            from quire.lsm.bloom import hash_key
+
             best = levels.get(key, hash_key(key), lsn, best)
         return best[1] if best is not None else None
 
@@ -62,6 +66,8 @@ class View:
         self, low: bytes, high: bytes | None, lsn: int, *, hidden: Hidden = frozenset(), reverse: bool = False
     ) -> Iterator[pa.RecordBatch]:
         """The keys and values in [low, high) at an lsn, as batches in order, or in the opposite one."""
+        from quire.lsm.merge import scan_parts
+
         sources: list[Source] = [self.memtable, *(each.memtable for each in self.frozen)]
         sources += self.levels.overlapping(low, high)
         return scan_parts(sources, low, high, lsn, hidden=hidden, reverse=reverse)

@@ -29,11 +29,11 @@ from __future__ import annotations
 import struct
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import lmdb
+import msgspec
 
 from quire.core.errors import QuireError
 from quire.core.ids import U32_MAX
@@ -53,13 +53,12 @@ from quire.manifest.records import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """One broken rule. `fix`, if there is one, is the operation that mends it."""
 
     rule: str
     what: str
-    where: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, Any] = msgspec.field(default_factory=dict)
     fix: Op | None = None
     leak: bool = False
     """Costs space, endangers nothing: does not keep a store from opening."""
@@ -91,9 +90,15 @@ def check(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _check_holders(txn: ReadTxn) -> Iterator[Problem]:
-    from quire.manifest.holders import count_holders  # numpy: not on the path of readers, who never check
+    from quire.manifest.few_holders import are_few, count_few
 
-    for rule, what, key, fix, leak in count_holders(txn):
+    if are_few(txn):
+        findings = count_few(txn)
+    else:  # numpy: longer to load than to do without, where little is held
+        from quire.manifest.holders import count_holders
+
+        findings = count_holders(txn)
+    for rule, what, key, fix, leak in findings:
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 
 

@@ -2,7 +2,7 @@
 
 An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and compare
 millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked
-at row by row.
+at row by row. Where there are few of them `quire.manifest.few_holders` does the same without numpy.
 
 Holders (the definition that every op keeps and R1 checks):
   leaf        each live database and each snapshot that names it
@@ -26,11 +26,11 @@ from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Op
+from quire.manifest.few_holders import Finding, outstanding_uploads
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
 from quire.manifest.ops.refs import artifact_key, unpack_artifact
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import TERMINAL_JOB_STATES, WalState
+from quire.manifest.records import WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
 STEP_ROWS = 8_192
@@ -38,9 +38,6 @@ STEP_ROWS = 8_192
 
 Codes = npt.NDArray[np.uint64]
 """Rows of (origin << 24 | kind << 16 | delta, id << 32 | generation)."""
-
-Finding = tuple[str, str, ArtifactKey | str, Op | None, bool]
-"""(rule, what, artifact, fix, leak)."""
 
 
 def encode(origin: Any, kind: Any, delta: Any, number: Any, generation: Any) -> Codes:
@@ -200,7 +197,7 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
 def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) -> Iterator[Finding]:
     """R1, R2, R3."""
     stored, in_use, pending = _stored_counts(txn)
-    uploads = _uploads(txn)
+    uploads = outstanding_uploads(txn)
     # R3 first: a corrected count puts its own index row right, whatever was done to it before.
     zeros = {key for key, _ in txn.raw_scan(t.GC_ZERO)}
     doomed = {artifact_key(decode(code)) for code in stored[(in_use == 0) & (pending == 0)]}
@@ -234,16 +231,6 @@ def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64], npt.NDAr
     stored = np.concatenate(codes)
     order = np.lexsort((stored[:, 1], stored[:, 0]))
     return stored[order], np.concatenate(in_use)[order], np.concatenate(pending)[order]
-
-
-def _uploads(txn: ReadTxn) -> dict[bytes, int]:
-    uploads: dict[bytes, int] = {}
-    for _, job in txn.scan(t.JOB_QUEUE):
-        if job.artifact is not None and job.state not in TERMINAL_JOB_STATES:
-            origin, kind, number, generation, delta = job.artifact
-            key = artifact_key(ArtifactKey(origin, ArtifactKind(kind), number, generation, delta))
-            uploads[key] = uploads.get(key, 0) + 1
-    return uploads
 
 
 def _differences(

@@ -11,6 +11,7 @@ Rules
      environment under it, that is `StoreClosed`.
 
 Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process.
+Loading this module loads no operation: most commands read, and need neither those nor the change log that is made of them.
 Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
 """
 
@@ -24,15 +25,12 @@ import lmdb
 import msgspec
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, UnknownDatabase, WrongKind
-from quire.core.ids import U32_MAX, ArtifactKey
+from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.codec import R
-from quire.manifest.env import ManifestEnv
+from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.gate import Ticket
-from quire.manifest.keys import prefix_end
-from quire.manifest.ops.base import LOCAL_COUNTERS, Counter
-from quire.manifest.ops.refs import artifact_key
+from quire.manifest.keys import KeyCodec, prefix_end
 from quire.manifest.records import (
     DbKind,
     DbRecord,
@@ -43,12 +41,19 @@ from quire.manifest.records import (
     SnapshotRecord,
     WalStateRecord,
 )
-from quire.manifest.slots import EMPTY, Chain, place, unpack_leaf
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from quire.core.ids import ArtifactKey
+    from quire.manifest.change import ChangeRecord
+    from quire.manifest.ops.base import Counter
+    from quire.manifest.slots import Chain
+
 KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM: "key-value database"}
+
+_SEQUENCE = KeyCodec(("sequence", "u64"))
+"""The key of the change log, as change.py declares it."""
 
 
 class ReadTxn:
@@ -119,7 +124,7 @@ class ReadTxn:
         """The same rows as bytes: for exports, which decode many at once."""
         first = table.key.prefix(*prefix)
         try:
-            cursor = self._cursor(table)
+            cursor = self._cursor(table.name)
             if cursor is None or not cursor.set_range(table.key.pack(*start) if start is not None else first):
                 return iter(())
             return self._rows(cursor.iternext(), prefix_end(first) if prefix else None)
@@ -129,16 +134,16 @@ class ReadTxn:
     def raw_scan_back(self, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
         """All rows as bytes, from the last to the first."""
         try:
-            cursor = self._cursor(table)
+            cursor = self._cursor(table.name)
             return self._rows(cursor.iterprev(), None) if cursor is not None and cursor.last() else iter(())
         except lmdb.Error as error:
             raise self._explain(error) from error
 
-    def _cursor(self, table: t.Table[Any]) -> Any:
+    def _cursor(self, table: str) -> Any:
         """A cursor, or `None` where there is no such table."""
         if self._ticket is None:
             _closed()
-        handle = self._handles[table.name]
+        handle = self._handles[table]
         return None if handle is None else self._txn.cursor(db=handle)
 
     def _rows(self, rows: Iterator[tuple[bytes, bytes]], end: bytes | None) -> Iterator[tuple[bytes, bytes]]:
@@ -160,7 +165,7 @@ class ReadTxn:
         Two cursors side by side are twice as fast as one that makes a pair per row, which the garbage collector then visits.
         """
         try:
-            first, second = self._cursor(table), self._cursor(table)
+            first, second = self._cursor(table.name), self._cursor(table.name)
             if first is None or not (first.set_range(start) and second.set_range(start)):
                 return
             keys, values = first.iternext(keys=True, values=False), second.iternext(keys=False, values=True)
@@ -169,11 +174,11 @@ class ReadTxn:
         except lmdb.Error as error:
             raise self._explain(error) from error
 
-    def count(self, table: t.Table[Any]) -> int:
-        """How many rows a table has; a look at one page."""
+    def count(self, table: t.Table[Any] | str) -> int:
+        """How many rows a table, or the one of this name, has; a look at one page."""
         if self._ticket is None:
             _closed()
-        handle = self._handles[table.name]
+        handle = self._handles[table if isinstance(table, str) else table.name]
         try:
             return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
         except lmdb.Error as error:
@@ -224,6 +229,8 @@ class ReadTxn:
 
     def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
         """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
+        from quire.manifest.ops.refs import artifact_key
+
         try:
             raw = self._get(artifact_key(artifact), db=self._handles[t.GC_REFCOUNTS.name])
         except lmdb.Error as error:
@@ -244,6 +251,8 @@ class ReadTxn:
 
     def chain(self, db_id: int, slot: int) -> Chain:
         """The artifacts that hold a slot of a live database; empty if it has none."""
+        from quire.manifest.slots import EMPTY, place, unpack_leaf
+
         leaf, offset = place(slot)
         held = self.get(t.LIVE_LEAF, db_id, leaf)
         if held is None:
@@ -283,6 +292,8 @@ class ReadTxn:
 
     def next_id(self, counter: Counter) -> int:
         """The next id a counter will hand out."""
+        from quire.manifest.ops.base import LOCAL_COUNTERS
+
         if (name := LOCAL_COUNTERS.get(counter)) is not None:
             mark = self.get(t.META, name)
             return mark.number if mark else 1
@@ -298,24 +309,31 @@ class ReadTxn:
         row = self.get(t.META, "oldest_sequence")
         oldest = row.number if row else 1
         try:
-            cursor = self._cursor(CHANGE_LOG)
-            last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor is not None and cursor.last() else 0
+            cursor = self._cursor(CHANGE_LOG_NAME)
+            last = _SEQUENCE.unpack(cursor.key())[0] if cursor is not None and cursor.last() else 0
         except lmdb.Error as error:
             raise self._explain(error) from error
         return oldest, max(last, oldest - 1)
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
         """Change records from sequence `start` on, in order."""
+        from quire.manifest.change import CHANGE_LOG
+
         for _, record in self.scan(CHANGE_LOG, start=(start,)):
             yield record
 
 
 def table_named(name: str) -> t.Table[Any]:
     """The table of this name, or `InvalidInput` with the names there are."""
+    if name == CHANGE_LOG_NAME:
+        from quire.manifest.change import CHANGE_LOG
+
+        return CHANGE_LOG
     try:
         return t.TABLES[name]
     except KeyError:
-        raise InvalidInput("the manifest has no such table", hint=f"tables: {', '.join(t.TABLES)}", name=name) from None
+        hint = f"tables: {', '.join(dict.fromkeys((*t.TABLES, CHANGE_LOG_NAME)))}"
+        raise InvalidInput("the manifest has no such table", hint=hint, name=name) from None
 
 
 def _closed(*_: object, **__: object) -> Any:

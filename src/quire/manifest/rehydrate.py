@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
-from quire.manifest.check import Problem
 from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbRecord, DbStatus, JobRecord, JobState, WalStateRecord
+
+if TYPE_CHECKING:
+    from quire.manifest.check import Problem
 
 SHOWN = 5
 """Problems named in an error; the rest are counted."""

@@ -32,13 +32,11 @@ from typing import TYPE_CHECKING
 from quire.core.errors import InvalidInput, UnknownDatabase, WouldDropEverything
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Op
-from quire.manifest.ops.databases import SetRetention
-from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import RetentionRecord, SnapshotKind
 from quire.manifest.snapshots import SnapshotInfo
 
 if TYPE_CHECKING:
+    from quire.manifest.ops.base import Op
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
@@ -220,6 +218,8 @@ class Retention:
 
     def set(self, db: int | str, policy: RetentionRecord | None) -> None:
         """Give a database a policy, or none. Nothing is dropped before it is applied."""
+        from quire.manifest.ops.databases import SetRetention  # who only looks at a policy loads no operation
+
         if policy is not None:
             check_policy(policy)
         with self._manifest.read() as txn:
@@ -247,6 +247,8 @@ class Retention:
                 snapshots=len(dropped),
             )
         if dropped:
+            from quire.manifest.ops.snapshots import DropSnapshot
+
             ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
             origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])
             self._manifest.submit([*ops, *self._manifest.jobs.deletions(origins)]).result()

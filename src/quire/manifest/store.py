@@ -13,41 +13,27 @@ return it (M5: an id must not leave the process before its batch has committed);
     1 shop
 
 Threads: any. One `ManifestStore` per process and file; `mode="r"` for any number of other processes.
+
+Loading this module loads what reading needs. The writer, the operations, the checker and each part (`snapshots`, `jobs`, …) are
+imported where they are used: a command that lists is over before all of them would be there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lmdb
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
-from quire.core.events import emit
-from quire.core.ids import ArtifactKind
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings, ManifestSettings
-from quire.durable.names import check_name
 from quire.manifest import tables as t
-from quire.manifest.audit import AuditEntry, audit_of
-from quire.manifest.change import ChangePage, CursorInfo
-from quire.manifest.check import Problem, check
-from quire.manifest.checkpoints import ChunkMutation, WalChunkUpdate, checkpoint_ops
 from quire.manifest.codec import R
 from quire.manifest.env import ManifestEnv
-from quire.manifest.feed import PAGE_RECORDS, ChangeFeed, Start
-from quire.manifest.guard import GenerationWait, ManifestGuard
-from quire.manifest.jobqueue import JobQueue
-from quire.manifest.migrations import migrate, refuse_newer
-from quire.manifest.ops.artifacts import PutNamespace
-from quire.manifest.ops.base import Component, Counter, Op, ReserveIds
-from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
-from quire.manifest.ops.jobs import CompleteJob, EnqueueJob
-from quire.manifest.ops.local import RecordMetric
-from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.ops.wal import MoveWalState
+from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
@@ -60,37 +46,44 @@ from quire.manifest.records import (
     NamespaceRecord,
     WalState,
 )
-from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
-from quire.manifest.retention import WINDOW_TAG, Retention
-from quire.manifest.snapshots import SnapshotInfo, Snapshots
-from quire.manifest.writer import ManifestWriter
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from quire.manifest.audit import AuditEntry
+    from quire.manifest.change import ChangePage, CursorInfo
+    from quire.manifest.check import Problem
+    from quire.manifest.checkpoints import ChunkMutation, WalChunkUpdate
+    from quire.manifest.feed import ChangeFeed, Start
+    from quire.manifest.guard import GenerationWait, ManifestGuard
+    from quire.manifest.jobqueue import JobQueue
+    from quire.manifest.ops.base import Component, Counter, Op
+    from quire.manifest.rehydrate import Rehydrated
+    from quire.manifest.retention import Retention
+    from quire.manifest.snapshots import SnapshotInfo, Snapshots
+    from quire.manifest.writer import ManifestWriter
+
+P = TypeVar("P")
 
 
 class ManifestStore:
     """The opened manifest. Make one with `ManifestStore.open`."""
 
-    def __init__(self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, recovered: Rehydrated) -> None:
+    def __init__(
+        self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, recovered: Rehydrated | None
+    ) -> None:
         self.env = env
         self.clock = clock
-        self.recovered = recovered
-        """What was in the manifest when it was opened."""
+        self._recovered = recovered
         self._writer = writer
         self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
         """`submit(ops, *, key=None, result=b"", timeout=None)` queues a batch: `ManifestWriter.submit` itself."""
         self._ids_lock = threading.Lock()
-        self._next_ids = dict(recovered.next_ids)
+        self._next_ids = dict(recovered.next_ids) if recovered is not None else {}
         self._next_generations: dict[int, int] = {}
         self.feed_settings = FeedSettings()
-        self._feed: ChangeFeed | None = None
-        self.snapshots = Snapshots(self)
-        """Snapshots, forks, lineage."""
-        self.jobs = JobQueue(self)
-        """Work that survives crashes."""
-        self.retention = Retention(self)
-        """Which snapshots are kept, which are made by themselves."""
+        self._parts: dict[type[Any], Any] = {}
+        self._parts_lock = threading.Lock()
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -116,20 +109,10 @@ class ManifestStore:
                 with ReadTxn(env) as txn:
                     refuse_newer(txn._txn, env)
                 # Nothing is rehydrated: readers hand out no ids, and a damaged manifest must open for `manifest check`.
-                return cls(env, clock, None, Rehydrated())
-            migrate(env, clock)
-            with ReadTxn(env) as txn:
-                problems = [problem for problem in check(txn) if not problem.leak]
-            if problems and repair:
-                _mend(env, clock, problems)
-                with ReadTxn(env) as txn:
-                    problems = [problem for problem in check(txn) if not problem.leak]
-            refuse(problems, path)
-            with ReadTxn(env) as txn:
-                recovered = rehydrate(txn)
-            writer = ManifestWriter(env, clock)
-            writer.start()
-            return cls(env, clock, writer, recovered)
+                return cls(env, clock, None, None)
+            from quire.manifest.owning import own
+
+            return cls(env, clock, *own(env, clock, repair=repair))
         except lmdb.Error as error:  # LMDB met a page that makes no sense
             env.close()
             raise ManifestDamaged(
@@ -150,6 +133,13 @@ class ManifestStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def recovered(self) -> Rehydrated:
+        """What was in the manifest when it was opened; `ReadOnly` if that was for reading."""
+        _ = self.writer
+        assert self._recovered is not None, "whoever has a writer has rehydrated"
+        return self._recovered
 
     @property
     def read_only(self) -> bool:
@@ -189,6 +179,8 @@ class ManifestStore:
 
     def check(self) -> list[Problem]:
         """Every broken rule, now."""
+        from quire.manifest.check import check
+
         with self.read() as txn:
             return list(check(txn))
 
@@ -200,22 +192,52 @@ class ManifestStore:
         """Block until `component` has reached `target`; the generation it has by then."""
         return self.writer.when_generation(component, target).result(timeout)
 
-    # ── the change feed ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the parts, each made when it is first asked for ───────────────────────────────────────────────────────────────
+    @property
+    def snapshots(self) -> Snapshots:
+        """Snapshots, forks, lineage."""
+        from quire.manifest.snapshots import Snapshots
+
+        return self._part(Snapshots, lambda: Snapshots(self))
+
+    @property
+    def jobs(self) -> JobQueue:
+        """Work that survives crashes."""
+        from quire.manifest.jobqueue import JobQueue
+
+        return self._part(JobQueue, lambda: JobQueue(self))
+
+    @property
+    def retention(self) -> Retention:
+        """Which snapshots are kept, which are made by themselves."""
+        from quire.manifest.retention import Retention
+
+        return self._part(Retention, lambda: Retention(self))
+
     @property
     def feed(self) -> ChangeFeed:
         """Everything that was committed, in order, for subscribers."""
-        if self._feed is None:
-            self._feed = ChangeFeed(self, self.feed_settings)
-        return self._feed
+        from quire.manifest.feed import ChangeFeed
+
+        return self._part(ChangeFeed, lambda: ChangeFeed(self, self.feed_settings))
+
+    def _part(self, kind: type[P], make: Callable[[], P]) -> P:
+        found: P | None = self._parts.get(kind)
+        if found is None:
+            with self._parts_lock:  # parts have locks of their own: there is one of each
+                found = self._parts[kind] = self._parts.get(kind) or make()
+        return found
 
     # The seeds' names for what `feed`, `snapshots` and `jobs` do.
-    def register_change_cursor(self, start: Start | int = Start.OLDEST, *, name: str = "") -> CursorInfo:
-        """A new subscriber of the feed."""
-        return self.feed.register(start, name=name)
+    def register_change_cursor(self, start: Start | int | None = None, *, name: str = "") -> CursorInfo:
+        """A new subscriber of the feed, from its oldest change on unless told otherwise."""
+        from quire.manifest.change import Start
 
-    def fetch_change_page(self, cursor: int | str, limit: int = PAGE_RECORDS) -> ChangePage:
+        return self.feed.register(Start.OLDEST if start is None else start, name=name)
+
+    def fetch_change_page(self, cursor: int | str, limit: int | None = None) -> ChangePage:
         """The changes after a cursor's position."""
-        return self.feed.fetch(cursor, limit)
+        return self.feed.fetch(cursor) if limit is None else self.feed.fetch(cursor, limit)
 
     def acknowledge_changes(self, cursor: int | str, upto: int) -> None:
         """A subscriber has processed everything up to `upto`."""
@@ -247,11 +269,15 @@ class ManifestStore:
 
     def complete_job(self, job_id: int, state: JobState, *, error: str = "") -> ManifestGuard:
         """The running attempt of a job has ended."""
+        from quire.manifest.ops.jobs import CompleteJob
+
         return self.submit([CompleteJob(job_id, state, self.jobs.get(job_id).record.attempt, error)])
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
         """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
+        from quire.manifest.audit import audit_of
+
         with self.read() as txn:
             wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
             entries = [each for db_id in wanted for each in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)]
@@ -268,18 +294,24 @@ class ManifestStore:
 
     def reserve_db_id(self) -> int:
         """A database id that will never be given again: for a fork, whose op needs it."""
+        from quire.manifest.ops.base import Counter, ReserveIds
+
         db_id = self.allocate(Counter.DB)
         self.submit([ReserveIds(Counter.DB, db_id)]).result()
         return db_id
 
     def reserve_job_id(self) -> int:
         """A job id that will never be given again."""
+        from quire.manifest.ops.base import Counter, ReserveIds
+
         job_id = self.allocate(Counter.JOB)
         self.submit([ReserveIds(Counter.JOB, job_id)]).result()
         return job_id
 
     def reserve_generation(self, db_id: int) -> int:
         """A generation of the database that will never be given again."""
+        from quire.manifest.ops.databases import ReserveGeneration
+
         with self.read() as txn:
             record = txn.database(db_id)
         if record is None:
@@ -305,6 +337,10 @@ class ManifestStore:
         tags: dict[str, str] | None = None,
     ) -> int:
         """A new database; its id."""
+        from quire.durable.names import check_name
+        from quire.manifest.ops.base import Counter
+        from quire.manifest.ops.databases import RegisterDb
+
         check_name("database", name)
         db_id = self.allocate(Counter.DB)
         record = DbRecord(
@@ -325,14 +361,22 @@ class ManifestStore:
         """Open or close a database for writing, or (TOMBSTONED) drop it."""
         if not isinstance(status, DbStatus):
             raise InvalidInput("not a database status", hint=f"one of {', '.join(DbStatus.__members__)}", status=status)
+        from quire.manifest.ops.databases import UpdateDbStatus
+
         return self.drop_db(db_id) if status is DbStatus.TOMBSTONED else self.submit([UpdateDbStatus(db_id, status)])
 
     def rename_db(self, db_id: int, name: str) -> ManifestGuard:
         """Give a database another name."""
+        from quire.manifest.ops.databases import RenameDb
+
         return self.submit([RenameDb(db_id, name)])
 
     def drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
         """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
+        from quire.manifest.ops.databases import DropDb
+        from quire.manifest.ops.snapshots import DropSnapshot
+        from quire.manifest.retention import WINDOW_TAG
+
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
             # Those of a window of time travel nobody has asked for by name: they go with their database.
@@ -345,6 +389,9 @@ class ManifestStore:
 
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
         """Register a bucket and prefix; its id."""
+        from quire.manifest.ops.artifacts import PutNamespace
+        from quire.manifest.ops.base import Counter
+
         namespace_id = self.allocate(Counter.NAMESPACE)
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
         self.submit([PutNamespace(namespace_id, _sound(t.REMOTE_NAMESPACE, record))]).result()
@@ -355,6 +402,9 @@ class ManifestStore:
         """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
         ops: list[Op] = [update.op(db_id, shard)]
         if update.upload:
+            from quire.core.ids import ArtifactKind
+            from quire.manifest.ops.jobs import EnqueueJob
+
             job = JobRecord(
                 JobKind.UPLOAD, db_id, self.clock.now_ms(), artifact=(db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
             )
@@ -363,6 +413,8 @@ class ManifestStore:
 
     def move_wal_state(self, db_id: int, segment_id: int, state: WalState) -> ManifestGuard:
         """One step of a WAL segment's life."""
+        from quire.manifest.ops.wal import MoveWalState
+
         return self.submit([MoveWalState(db_id, segment_id, state)])
 
     def checkpoint_apply(
@@ -372,6 +424,8 @@ class ManifestStore:
 
         `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
         """
+        from quire.manifest.checkpoints import checkpoint_ops
+
         with self.read() as txn:
             ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
             replaced = {link.origin_db_id for each in mutations for link in txn.chain(db_id, each.slot)}
@@ -381,6 +435,8 @@ class ManifestStore:
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def record_metric(self, scope: int, metric_kind: int, observation: float | Sequence[float]) -> ManifestGuard:
         """Merge observations into a rolling metric, inside the manifest's transaction."""
+        from quire.manifest.ops.local import RecordMetric
+
         values = [float(observation)] if isinstance(observation, (int, float)) else [float(v) for v in observation]
         return self.submit([RecordMetric(scope, metric_kind, values)])
 
@@ -391,17 +447,3 @@ def _sound(table: t.Table[R], record: R) -> R:
         return table.codec.decode(table.codec.encode(record))
     except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error
-
-
-def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
-    """Carry out the fixes that `check` proposed, as ordinary batches."""
-    fixes = [problem.fix for problem in problems if problem.fix is not None]
-    for problem in problems:
-        emit("warning", "manifest.repair", rule=problem.rule, what=problem.what, fixed=problem.fix is not None)
-    writer = ManifestWriter(env, clock)
-    writer.start()
-    try:
-        for start in range(0, len(fixes), 4096):
-            writer.submit(tuple(fixes[start : start + 4096])).result()
-    finally:
-        writer.close()

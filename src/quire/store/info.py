@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
+
 from quire.core.errors import UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
@@ -75,8 +76,7 @@ class StoreInfo:
     """Reader slots of the manifest in use, over all processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Artifacts with bytes that nobody else holds: what is deleted when their holder lets go."""
 
     chunks: int = 0
@@ -155,6 +155,8 @@ def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
 
 def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures: dict[str, int]) -> StoreInfo:
     """What the snapshot, with the manifest's own figures, says about the store."""
+    from quire.manifest.change import CHANGE_LOG  # made of all operations: not for who asks about one database
+
     kinds: Tally[str] = Tally()
     dropped = 0
     for _, record in txn.databases():

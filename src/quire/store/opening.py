@@ -25,7 +25,6 @@ from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
-from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout
 from quire.store.store import Mode, Store
@@ -68,6 +67,8 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
 
 
 def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clock, repair: bool, disk: Disk) -> Store:
+    from quire.durable.locks import FileLock  # readers take none
+
     found = layout.look(disk, root)
     if found is not layout.Found.STORE and not create:
         raise layout.not_found(root)
@@ -92,7 +93,8 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
     manifest.feed_settings = settings.feed
     store = Store(root, settings, manifest, lock, disk)
     try:
-        manifest.jobs.recover()
+        if manifest.recovered.in_flight_jobs:
+            manifest.jobs.recover()
         if settings.maintenance.enabled:
             store.start_upkeep()
         layout.sweep_debris(disk, root)

@@ -1,44 +1,49 @@
-"""The rooms a store has once somebody needs them: object stores, the page engine, the worker and its upkeep.
+"""The rooms a store has once somebody needs them: object stores, the engines, the worker and its upkeep.
 
-Kept apart from `store.py` because loading them (numpy, checksums, the page engine) takes longer than most commands do: `Store`
-imports this module when it is first asked for one of them; the owner's background upkeep asks only after its first interval.
+Rules
+  1. A room is loaded and made when it is first asked for, alone: appending to a stream needs neither the page engine nor jobs,
+     and each of them takes longer to load (numpy, checksums, handlers) than most commands do. So every import of a room is in
+     the property that makes it; the owner's background upkeep asks only after its first interval.
+  2. There is one of each; what was made is closed, the last first, and nothing is made any more.
+
+Threads: any. Raises `StoreClosed`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.core.ids import ArtifactKey
-from quire.core.settings import StoreSettings
-from quire.durable.files import Disk
-from quire.jobs.context import JobContext, StorePool
-from quire.jobs.handler import Handler, Outcome, Progress
-from quire.jobs.handlers import HANDLERS
-from quire.jobs.runner import Runner, Runners
-from quire.jobs.sweep.handler import sweep_job
-from quire.jobs.upkeep import Upkeep
-from quire.jobs.uploads import upload_now
-from quire.jobs.worker import Worker
-from quire.manifest.jobqueue import Job
+from quire.core.errors import StoreClosed
 from quire.manifest.records import DbKind, JobKind
-from quire.manifest.store import ManifestStore
-from quire.objects.api import ObjectStore
-from quire.objects.open import open_store
-from quire.pages.engine import PageEngine
-from quire.store.info import has_open_segment
 
 if TYPE_CHECKING:
+    from quire.core.ids import ArtifactKey
+    from quire.core.settings import StoreSettings
+    from quire.durable.files import Disk
+    from quire.jobs.context import JobContext, StorePool
+    from quire.jobs.handler import Handler, Outcome, Progress
+    from quire.jobs.runner import Runner, Runners
+    from quire.jobs.upkeep import Upkeep
+    from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
+    from quire.manifest.jobqueue import Job
+    from quire.manifest.store import ManifestStore
+    from quire.objects.api import ObjectStore
+    from quire.pages.engine import PageEngine
     from quire.sqlite.connect import SqliteRoom
     from quire.stream.engine import StreamEngine
 
+R = TypeVar("R")
 
 HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
 """Jobs whose bytes may be moved by Spark."""
+
+STORES = "stores"
+"""The one room that others may need while they are closed."""
 
 
 class Rooms:
@@ -47,87 +52,180 @@ class Rooms:
     def __init__(
         self, *, path: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk, objects_url: str
     ) -> None:
-        self._disk = disk
-        self.stores = StorePool(self._open)
-        self.pages = PageEngine(
-            manifest=manifest,
-            root=path,
-            disk=disk,
-            clock=manifest.clock,
-            open_store=self.stores,
-            objects_url=objects_url,
-            settings=settings.pages,
-            upload=None if manifest.read_only else self._upload,
-        )
-        context = JobContext(
-            manifest=manifest,
-            root=path,
-            disk=disk,
-            objects_url=objects_url,
-            open_store=self.stores,
-            settings=settings.maintenance,
-            pages=self.pages,
-        )
-        self.context = context
-        self.runners = Runners(self._spark, settings.maintenance.runner)
-        known: dict[JobKind, Any] = dict(HANDLERS)
-        handlers: dict[JobKind, Handler] = {
-            **HANDLERS,
-            **{kind: partial(known[kind], runners=self.runners) for kind in HEAVY},
-            JobKind.SWEEP: partial(sweep_job, runners=self.runners),
-            JobKind.BUNDLE: self._bundle,
-            JobKind.COMPACTION: self._compact,
-        }
-        self.handlers = handlers
-        self.worker = Worker(context, handlers, threads=settings.maintenance.workers)
-        self.upkeep = Upkeep(context, self.worker, self._snapshot, self._sweep_versions)
-        self._manifest = manifest
-        self._page_size = settings.pages.page_size
+        # constant after construction
         self._path = path
-        self._lsm = settings.lsm
         self._settings = settings
+        self._manifest = manifest
+        self._disk = disk
         self._objects_url = objects_url
-        # guarded by _connecting
-        self._connecting = threading.Lock()
-        self._sqlite: SqliteRoom | None = None
-        self._kv: KvEngine | None = None
-        self._streams: StreamEngine | None = None
+        # guarded by _making
+        self._making = threading.RLock()  # a room may need another one
+        self._made: dict[str, Any] = {}
+        self._closed = False
+
+    def _once(self, name: str, make: Callable[[], R]) -> R:
+        """Rules 1 and 2."""
+        found: R | None = self._made.get(name)
+        if found is None:
+            with self._making:
+                found = self._made.get(name)
+                if found is None:
+                    if self._closed and name != STORES:
+                        raise StoreClosed("the store is closed", hint="open it again", path=self._path)
+                    found = self._made[name] = make()
+        return found
+
+    # ── where bytes are ───────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def stores(self) -> StorePool:
+        """The object stores, by their URLs."""
+        from quire.jobs.context import StorePool
+
+        return self._once(STORES, lambda: StorePool(self._open))
+
+    def _open(self, url: str) -> ObjectStore:
+        from quire.objects.open import open_store
+
+        return open_store(url, disk=self._disk)
+
+    # ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def pages(self) -> PageEngine:
+        """The page databases."""
+        from quire.pages.engine import PageEngine
+
+        return self._once(
+            "pages",
+            lambda: PageEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self._disk,
+                clock=self._manifest.clock,
+                open_store=self.stores,
+                objects_url=self._objects_url,
+                settings=self._settings.pages,
+                upload=None if self._manifest.read_only else self._upload,
+            ),
+        )
 
     @property
     def streams(self) -> StreamEngine:
-        """The streams; loaded when somebody wants one."""
+        """The streams."""
         from quire.stream.engine import StreamEngine
 
-        with self._connecting:
-            if self._streams is None:
-                self._streams = StreamEngine(
-                    manifest=self._manifest,
-                    root=self._path,
-                    disk=self._disk,
-                    clock=self._manifest.clock,
-                    store=lambda: self.stores(self._objects_url),
-                    settings=self._settings.stream,
-                    log_settings=self._settings.manifest_log,
-                    background=self._settings.maintenance.enabled,
-                )
-            return self._streams
+        return self._once(
+            "streams",
+            lambda: StreamEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self._disk,
+                clock=self._manifest.clock,
+                store=lambda: self.stores(self._objects_url),
+                settings=self._settings.stream,
+                log_settings=self._settings.manifest_log,
+                background=self._settings.maintenance.enabled,
+            ),
+        )
+
+    @property
+    def kv(self) -> KvEngine:
+        """The key-value databases."""
+        from quire.lsm.engine import KvEngine
+
+        return self._once(
+            "kv",
+            lambda: KvEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self._disk,
+                clock=self._manifest.clock,
+                settings=self._settings.lsm,
+            ),
+        )
 
     def engine_of(self, kind: DbKind) -> KvEngine | StreamEngine:
         """Who looks after databases of a kind that are not made of pages."""
         return self.kv if kind is DbKind.LSM else self.streams
 
     @property
-    def kv(self) -> KvEngine:
-        """The key-value databases; loaded when somebody wants one."""
-        from quire.lsm.engine import KvEngine
+    def sqlite(self) -> SqliteRoom:
+        """SQLite connections."""
+        from quire.sqlite.connect import SqliteRoom
 
-        with self._connecting:
-            if self._kv is None:
-                manifest = self._manifest
-                self._kv = KvEngine(
-                    manifest=manifest, root=self._path, disk=self._disk, clock=manifest.clock, settings=self._lsm
-                )
-            return self._kv
+        return self._once(
+            "sqlite",
+            lambda: SqliteRoom(
+                manifest=self._manifest,
+                engine=self.pages,
+                page_size=self._settings.pages.page_size,
+                read_only=self._manifest.read_only,
+            ),
+        )
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def context(self) -> JobContext:
+        """The store, as a job sees it."""
+        from quire.jobs.context import JobContext
+
+        return self._once(
+            "context",
+            lambda: JobContext(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self._disk,
+                objects_url=self._objects_url,
+                open_store=self.stores,
+                settings=self._settings.maintenance,
+                pages=self.pages,
+            ),
+        )
+
+    @property
+    def runners(self) -> Runners:
+        """Who moves the bytes of heavy jobs."""
+        from quire.jobs.runner import Runners
+
+        return self._once("runners", lambda: Runners(self._spark, self._settings.maintenance.runner))
+
+    @property
+    def handlers(self) -> dict[JobKind, Handler]:
+        """Who does which kind of job."""
+        return self._once("handlers", self._known_handlers)
+
+    def _known_handlers(self) -> dict[JobKind, Handler]:
+        from quire.jobs.handlers import HANDLERS
+
+        known: dict[JobKind, Any] = dict(HANDLERS)
+        return {
+            **HANDLERS,
+            **{kind: partial(known[kind], runners=self.runners) for kind in HEAVY},
+            JobKind.SWEEP: self._sweep,
+            JobKind.BUNDLE: self._bundle,
+            JobKind.COMPACTION: self._compact,
+        }
+
+    @property
+    def worker(self) -> Worker:
+        """Runs jobs."""
+        from quire.jobs.worker import Worker
+
+        return self._once(
+            "worker", lambda: Worker(self.context, self.handlers, threads=self._settings.maintenance.workers)
+        )
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """The owner's maintenance."""
+        from quire.jobs.upkeep import Upkeep
+
+        return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self._snapshot, self._sweep_versions))
+
+    def _sweep(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Listings of object stores against the manifest."""
+        from quire.jobs.sweep.handler import sweep_job
+
+        return sweep_job(ctx, job, progress, runners=self.runners)
 
     def _compact(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         """Compactions of key-value databases; the engine is loaded with the first of them."""
@@ -142,21 +240,6 @@ class Rooms:
         week = self._settings.manifest_log.bundle_seconds
         return bundle_job(ctx, job, progress, streams=lambda: self.streams, runners=self.runners, period_seconds=week)
 
-    @property
-    def sqlite(self) -> SqliteRoom:
-        """SQLite connections; loaded when somebody wants one."""
-        from quire.sqlite.connect import SqliteRoom
-
-        with self._connecting:
-            if self._sqlite is None:
-                self._sqlite = SqliteRoom(
-                    manifest=self._manifest,
-                    engine=self.pages,
-                    page_size=self._page_size,
-                    read_only=self._manifest.read_only,
-                )
-            return self._sqlite
-
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
         from quire.spark.runner import SparkRunner
@@ -167,17 +250,18 @@ class Rooms:
         return SparkRunner(spark, root=context.root, objects_url=context.objects_url, shares_disk=sees)
 
     def _upload(self, keys: Sequence[ArtifactKey]) -> None:
-        upload_now(self._manifest, self.worker, keys)
+        from quire.jobs.uploads import upload_now
 
-    def _open(self, url: str) -> ObjectStore:
-        return open_store(url, disk=self._disk)
+        upload_now(self._manifest, self.worker, keys)
 
     def _sweep_versions(self) -> int:
         """Files of dropped key-value snapshots; they can wait until the engine is loaded for something else."""
-        return self._kv.sweep() if self._kv is not None else 0
+        return self.kv.sweep() if "kv" in self._made else 0
 
     def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
         """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""
+        from quire.store.info import has_open_segment
+
         with self._manifest.read() as txn:
             in_segment = has_open_segment(txn, db_id)
             record = txn.database(db_id)
@@ -188,15 +272,24 @@ class Rooms:
         else:
             self._manifest.snapshots.publish(db_id, name, tags=tags)
 
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
         """Stop the work, close the databases, close the object stores; each whatever the others do."""
+        with self._making:
+            self._closed = True
+            made = dict(self._made)
         with ExitStack() as closing:  # runs from the last to the first
-            closing.callback(self.stores.close)
-            closing.callback(self.pages.close)
-            if self._kv is not None:
-                closing.callback(self._kv.close)
-            if self._streams is not None:
-                closing.callback(self._streams.close)
-            closing.callback(self.upkeep.stop)
-            if self._sqlite is not None:
-                closing.callback(self._sqlite.close)
+            closing.callback(self._close_stores)
+            for name in ("pages", "kv", "streams"):
+                if name in made:
+                    closing.callback(made[name].close)
+            if "upkeep" in made:  # which stops the worker
+                closing.callback(made["upkeep"].stop)
+            elif "worker" in made:
+                closing.callback(made["worker"].stop)
+            if "sqlite" in made:
+                closing.callback(made["sqlite"].close)
+
+    def _close_stores(self) -> None:
+        if STORES in self._made:
+            self.stores.close()

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
-from quire.manifest.feed import ChangeFeed
 from quire.manifest.records import DbKind
 from quire.store import layout
 from quire.store.info import DatabaseInfo, StoreInfo, database_info, has_open_segment, live_databases, store_info
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
     from quire.lsm.kv import Kv
+    from quire.manifest.feed import ChangeFeed
     from quire.manifest.jobqueue import Job
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
@@ -363,5 +363,6 @@ class Store:
 def _kind_named(name: str) -> DbKind:
     kinds = {kind.name.lower(): kind for kind in DbKind}
     if name not in kinds:
-        raise InvalidInput("there is no such kind of database", hint=f"kinds: {', '.join(kinds)}", kind=name)
+        hint = "kinds: pages (SQLite), stream, lsm (key-value)"
+        raise InvalidInput("there is no such kind of database", hint=hint, kind=name)
     return kinds[name]

@@ -17,8 +17,9 @@ Reads the manifest, one transaction. Raises `NotFound` errors for what is not th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -38,8 +39,7 @@ from quire.manifest.records import (
 from quire.manifest.slots import artifacts, unpack_leaf
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """One thing that keeps the subject."""
 
     kind: str
@@ -51,8 +51,7 @@ class Holder:
     """What would end that: a command, or what to wait for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Everything that keeps a subject."""
 
     subject: str

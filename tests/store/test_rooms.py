@@ -1,0 +1,77 @@
+"""The rooms of a store: each made when it is asked for, alone, and closed with the store."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.manifest.records import JobKind
+from tests.manifest.helpers import eventually
+
+QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+
+
+def test_a_room_is_made_alone(path: Path) -> None:
+    with quire.open(path, settings=QUIET) as store:
+        store.kv("cart", create=True).put(b"ann", b"3")
+        rooms = store._need_rooms()
+        assert set(rooms._made) == {"kv"}
+        store.stream("clicks", create=True).append([b"one"]).result()
+        assert set(rooms._made) <= {"kv", "streams", "stores"}
+        assert store.worker is rooms.worker, "there is one of each"
+        assert {"worker", "context", "pages", "handlers"} <= set(rooms._made)
+        assert "upkeep" not in rooms._made
+        assert "sqlite" not in rooms._made
+
+
+def test_many_threads_get_one_room(path: Path) -> None:
+    with quire.open(path, settings=QUIET) as store:
+        rooms = store._need_rooms()
+        found: list[object] = []
+        threads = [threading.Thread(target=lambda: found.append(rooms.worker)) for _ in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert len(found) == 8
+        assert len(set(map(id, found))) == 1
+
+
+def test_a_worker_without_upkeep_is_stopped_with_the_store(path: Path) -> None:
+    before = threading.active_count()
+    with quire.open(path, settings=QUIET) as store:
+        store.worker.start()
+        job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, store.create("shop", "pages").db_id)
+        eventually(lambda: store.manifest.jobs.get(job_id).record.finished_at_ms > 0)
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_nothing_is_made_once_the_store_is_closed(path: Path) -> None:
+    with quire.open(path, settings=QUIET) as store:
+        rooms = store._need_rooms()
+        pages = rooms.pages
+    with pytest.raises(quire.StoreClosed):
+        _ = rooms.worker
+    with pytest.raises(quire.StoreClosed):
+        _ = rooms.kv
+    assert rooms.pages is pages, "who has it may ask it, and hears that it is closed"
+    assert rooms._made.keys() == {"pages", "stores"}
+
+
+def test_jobs_that_a_crash_left_running_are_taken_back(path: Path) -> None:
+    """Opening asks for the jobs only if some were running."""
+    with quire.open(path, settings=QUIET) as store:
+        queue = store.manifest.jobs
+        taken = queue.claim_job(queue.enqueue(JobKind.RETENTION, store.create("shop", "pages").db_id), "owner:gone")
+        assert taken is not None
+    with quire.open(path, settings=QUIET) as store:
+        assert list(store.manifest.recovered.in_flight_jobs) == [taken.job_id]
+        found = store.manifest.jobs.get(taken.job_id)
+        assert (found.state.name, found.lease) == ("PENDING", None)
+    with quire.open(path, "r") as reader, pytest.raises(quire.ReadOnly):
+        _ = reader.manifest.recovered
