@@ -20,14 +20,13 @@ Raises `StoreLocked` with the holder's pid, `StoreClosed`, and `StorageFault` if
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import socket
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import Self
+
+import msgspec
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import StoreClosed, StoreLocked
@@ -39,8 +38,7 @@ PAUSE_SECONDS = 0.002
 CONTENTS_BYTES_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Who took a lock, in its own words."""
 
     pid: int
@@ -67,11 +65,11 @@ class FileLock:
         try:
             if not _try_lock(fd):
                 raise _locked(path, _read_holder(fd))
-            me = Holder(pid=os.getpid(), host=socket.gethostname(), since_ms=(clock or SystemClock()).now_ms())
+            me = Holder(pid=os.getpid(), host=os.uname().nodename, since_ms=(clock or SystemClock()).now_ms())
             # A full disk must not keep the owner out: opening the store may be how space is made.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps(asdict(me)).encode() + b"\n", 0)
+                os.pwrite(fd, msgspec.json.encode(me) + b"\n", 0)
         except BaseException:
             os.close(fd)
             raise
@@ -170,9 +168,8 @@ def _try_lock(fd: int) -> bool:
 
 def _read_holder(fd: int) -> Holder | None:
     try:
-        fields = json.loads(os.pread(fd, CONTENTS_BYTES_MAX, 0))
-        return Holder(pid=int(fields["pid"]), host=str(fields["host"]), since_ms=int(fields["since_ms"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=Holder)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -15,6 +15,7 @@ Constants only.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from typing import Any, Generic
 
 from quire.manifest import records as r
@@ -32,8 +33,6 @@ class Policy(Enum):
 class Table(Generic[R]):
     """One LMDB database: name, typed key, typed record."""
 
-    __slots__ = ("codec", "key", "name", "policy", "purpose")
-
     def __init__(
         self,
         name: str,
@@ -47,10 +46,15 @@ class Table(Generic[R]):
     ) -> None:
         self.name = name
         self.key = KeyCodec(*key)
-        self.codec = RecordCodec(record, version=version, packed=packed)
+        self._record, self._version, self._packed = record, version, packed
         self.policy = policy
         self.purpose = purpose
         TABLES[name] = self
+
+    @cached_property
+    def codec(self) -> RecordCodec[R]:
+        """Made with the first row: most commands look at few tables, and a decoder takes time to make."""
+        return RecordCodec(self._record, version=self._version, packed=self._packed)
 
     def __repr__(self) -> str:
         return f"Table({self.name})"
