@@ -75,16 +75,19 @@ def test_workers_on_this_machine_are_spoken_to_through_sockets_of_this_user(
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     ends: list[Any] = []
     monkeypatch.setattr("atexit.register", lambda *call, **more: ends.append((call, more)))
-    wish = {room.UNIX_SOCKETS: "true"}
-    settings = room.sockets_of("local[2]", wish)
+    settings = room.workers_of("local[2]", {})
+    assert settings[room.UNIX_SOCKETS] == "true"
     directory = Path(settings["spark.python.unix.domain.socket.dir"])
     assert directory.stat().st_mode & 0o077 == 0, "nobody else gets at the sockets"
     ((end, path), more) = ends.pop()
     end(path, **more)
     assert not directory.exists()
-    assert room.sockets_of("spark://host:7077", wish) == room.sockets_of("local[2]", {}) == {}
+    for elsewhere in ("spark://host:7077", "local-cluster[2,1,512]"):
+        assert room.workers_of(elsewhere, {}) == {}
+    assert room.workers_of("local[2]", {room.PYTHON: "/env/bin/python"}) == {}, "it may not have quire"
+    assert room.workers_of("local[2]", {room.UNIX_SOCKETS: "false"}) == room.DAEMON
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
-    assert room.sockets_of("local[2]", wish) == {}
+    assert room.workers_of("local", {}) == room.DAEMON
     assert not ends
 
 

@@ -9,9 +9,9 @@ Rules
      (DESIGN 7).
   3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
   4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
-  5. Who asks for Unix sockets to Python workers (`UNIX_SOCKETS`) on one machine gets them in a directory of its own. Through
-     TCP every task waits 40 ms: it is sent two small writes, and the second waits until the first is acknowledged (strace shows
-     it). They are not the default: workers that Spark ends then print what they met, a stack for each query that was stopped.
+  5. In a session of ours on one machine Python workers are spoken to through Unix sockets, in a directory of its own, unless
+     `config` says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the
+     first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`).
 
     spark = quire.spark.session.session()            # local[*]
     spark = quire.spark.session.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
@@ -45,6 +45,7 @@ MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
 """… between these: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
 
 UNIX_SOCKETS = "spark.python.unix.domain.socket.enabled"
+DAEMON = {"spark.python.daemon.module": "quire.spark.daemon"}
 
 SOCKET_DIRECTORY_MAX = 48
 """Characters of the directory for temporary files: the name of a socket has at most 104 on some systems, and Spark adds 43."""
@@ -89,7 +90,7 @@ def session(
     os.environ["JAVA_HOME"] = quiet_home(find_java())
     choose_python(config or {})
     builder = SparkSession.builder.master(master).appName(app)
-    for name, value in settings_of(master, memory, {**sockets_of(master, config or {}), **(config or {})}).items():
+    for name, value in settings_of(master, memory, {**workers_of(master, config or {}), **(config or {})}).items():
         builder = builder.config(name, value)
     with _unwarned():
         made = builder.getOrCreate()
@@ -127,14 +128,15 @@ def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> d
     return {**chosen, **(config or {})}
 
 
-def sockets_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
-    """Rule 5; nothing where executors may be elsewhere, or the names of sockets would be too long."""
-    is_wanted = config.get(UNIX_SOCKETS) == "true" and master.startswith("local")
-    if not is_wanted or len(tempfile.gettempdir()) > SOCKET_DIRECTORY_MAX:
+def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
+    """Rule 5; nothing where workers run elsewhere or as another Python, no sockets where their names would be too long."""
+    if not (master == "local" or master.startswith("local[")) or PYTHON in config:
         return {}
+    if config.get(UNIX_SOCKETS) == "false" or len(tempfile.gettempdir()) > SOCKET_DIRECTORY_MAX:
+        return DAEMON
     directory = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return {"spark.python.unix.domain.socket.dir": directory}
+    return {**DAEMON, UNIX_SOCKETS: "true", "spark.python.unix.domain.socket.dir": directory}
 
 
 def default_memory_mib() -> int:
