@@ -93,7 +93,7 @@ def test_what_a_task_loads_is_frozen_when_it_ends(tmp_path: Path, monkeypatch: p
     """A task that loads pandas left 34,000 objects to each collection after it: 12 ms and more of every later task."""
     with tools_of(Site(root=str(tmp_path))):
         module = ModuleType("quire_test_loaded")
-        module.made = [[number] for number in range(10_000)]  # type: ignore[attr-defined]
+        vars(module)["made"] = [[number] for number in range(10_000)]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         frozen = gc.get_freeze_count()
     assert gc.get_freeze_count() > frozen + 9_000

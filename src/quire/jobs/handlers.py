@@ -6,6 +6,7 @@ of maintenance that finds nothing to do.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.manifest.records import JobKind
@@ -13,93 +14,28 @@ from quire.manifest.records import JobKind
 if TYPE_CHECKING:
     from quire.jobs.context import JobContext
     from quire.jobs.handler import Handler, Outcome, Progress
-    from quire.jobs.runner import Runners
     from quire.manifest.jobqueue import Job
 
 
-def _audit(ctx: JobContext, job: Job, progress: Progress, **runner: Runners) -> Outcome:
-    from quire.jobs.audit.handler import audit_job
+def _loaded_late(module: str, name: str) -> Handler:
+    def handle(ctx: JobContext, job: Job, progress: Progress, **runner: Any) -> Outcome:
+        done: Outcome = getattr(import_module(f"quire.jobs.{module}"), name)(ctx, job, progress, **runner)
+        return done
 
-    return audit_job(ctx, job, progress, **runner)
-
-
-def _checkpoint(ctx: JobContext, job: Job, progress: Progress, **runner: Runners) -> Outcome:
-    from quire.jobs.stream_checkpoint.handler import any_checkpoint_job
-
-    return any_checkpoint_job(ctx, job, progress, **runner)
-
-
-def _delete(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.delete.handler import delete_job
-
-    return delete_job(ctx, job, progress)
-
-
-def _evict(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.tiers.handler import evict_job
-
-    return evict_job(ctx, job, progress)
-
-
-def _hydrate(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.tiers.handler import hydrate_job
-
-    return hydrate_job(ctx, job, progress)
-
-
-def _merge(ctx: JobContext, job: Job, progress: Progress, **runner: Runners) -> Outcome:
-    from quire.jobs.checkpoint.handler import merge_job
-
-    return merge_job(ctx, job, progress, **runner)
-
-
-def _restore(ctx: JobContext, job: Job, progress: Progress, **runner: Runners) -> Outcome:
-    from quire.jobs.restore.handler import restore_job
-
-    return restore_job(ctx, job, progress, **runner)
-
-
-def _retention(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.retention import retention_job
-
-    return retention_job(ctx, job, progress)
-
-
-def _stats(ctx: JobContext, job: Job, progress: Progress, **runner: Any) -> Outcome:
-    from quire.jobs.stats.handler import stats_job
-
-    return stats_job(ctx, job, progress, **runner)
-
-
-def _truncate(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.truncate.handler import truncate_job
-
-    return truncate_job(ctx, job, progress)
-
-
-def _upload(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    from quire.jobs.tiers.handler import upload_job
-
-    return upload_job(ctx, job, progress)
-
-
-def _verify(ctx: JobContext, job: Job, progress: Progress, **runner: Runners) -> Outcome:
-    from quire.jobs.verify.handler import verify_job
-
-    return verify_job(ctx, job, progress, **runner)
+    return handle
 
 
 HANDLERS: dict[JobKind, Handler] = {
-    JobKind.AUDIT: _audit,
-    JobKind.CHECKPOINT: _checkpoint,
-    JobKind.DELETE: _delete,
-    JobKind.EVICT: _evict,
-    JobKind.HYDRATE: _hydrate,
-    JobKind.MERGE: _merge,
-    JobKind.RESTORE: _restore,
-    JobKind.RETENTION: _retention,
-    JobKind.STATS: _stats,
-    JobKind.TRUNCATE: _truncate,
-    JobKind.UPLOAD: _upload,
-    JobKind.VERIFY: _verify,
+    JobKind.AUDIT: _loaded_late("audit.handler", "audit_job"),
+    JobKind.CHECKPOINT: _loaded_late("stream_checkpoint.handler", "any_checkpoint_job"),
+    JobKind.DELETE: _loaded_late("delete.handler", "delete_job"),
+    JobKind.EVICT: _loaded_late("tiers.handler", "evict_job"),
+    JobKind.HYDRATE: _loaded_late("tiers.handler", "hydrate_job"),
+    JobKind.MERGE: _loaded_late("checkpoint.handler", "merge_job"),
+    JobKind.RESTORE: _loaded_late("restore.handler", "restore_job"),
+    JobKind.RETENTION: _loaded_late("retention", "retention_job"),
+    JobKind.STATS: _loaded_late("stats.handler", "stats_job"),
+    JobKind.TRUNCATE: _loaded_late("truncate.handler", "truncate_job"),
+    JobKind.UPLOAD: _loaded_late("tiers.handler", "upload_job"),
+    JobKind.VERIFY: _loaded_late("verify.handler", "verify_job"),
 }
