@@ -115,22 +115,30 @@ def test_an_object_store_that_does_not_answer_fails_the_attempt_and_nothing_is_c
     assert local.done(job_id)["unreadable"] == 0
 
 
-@pytest.mark.parametrize(("sizes", "width"), [([32 * MIB] * 32, 2), ([1] * 3_000, 4), ([5 * GIB, 1, 1], 2), ([], 2)])
-def test_a_wave_is_cut_into_few_large_tasks_and_small_ones_at_the_end(sizes: list[int], width: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "width", "weights"),
+    [
+        ([32 * MIB] * 32, 2, [512 * MIB] * 2),
+        ([32 * MIB] * 128, 2, [992 * MIB] * 2 + [704 * MIB] * 2 + [352 * MIB] * 2),
+        ([32 * MIB] * 32, 64, [128 * MIB] * 5 + [96 * MIB] * 4),
+        ([MIB, 100 * MIB, 30 * MIB, 69 * MIB], 2, [100 * MIB] * 2),
+        ([1] * 3_000, 4, [750] * 4),
+        ([5 * GIB, 1, 1], 2, [5 * GIB, 2]),
+        ([], 2, []),
+    ],
+)
+def test_a_wave_is_cut_into_few_tasks_and_cores_are_done_at_the_same_time(
+    sizes: list[int], width: int, weights: list[int]
+) -> None:
     place = Place(
         key=ArtifactKey(1, ArtifactKind.BASE, 0, 1), residency=ARCHIVED, local="", url="", object_key="", size_bytes=0,
         sha256=b"",
     )  # fmt: skip
     wave = [(replace(place, size_bytes=size), number) for number, size in enumerate(sizes)]
     made = whole.tasks(wave, width)
-    assert [bitmap for task in made for bitmap in task.bitmaps] == list(range(len(sizes))), "each once, in order"
-    assert all(len(task.places) <= whole.TASK_ARTIFACTS for task in made)
-    weights = [sum(each.size_bytes for each in task.places) for task in made]
-    assert all(weight <= whole.TASK_BYTES_MAX for weight, task in zip(weights, made) if len(task.places) > 1)
-    if len(sizes) == 32:
-        assert weights[:2] == [320 * MIB] * 2, "two thirds of what a core has to do"
-        assert len(made) <= 6
-        assert max(weights[2:]) <= 128 * MIB
+    assert sorted(bitmap for task in made for bitmap in task.bitmaps) == list(range(len(sizes))), "each once"
+    assert all(wave[bitmap][0] is place for task in made for place, bitmap in zip(task.places, task.bitmaps))
+    assert [sum(each.size_bytes for each in task.places) for task in made] == weights
 
 
 class Elsewhere(ThreadRunner):

@@ -146,7 +146,8 @@ def test_a_heavy_key_has_a_partition_of_its_own() -> None:
 
 def test_there_are_a_few_tasks_for_each_core_and_none_is_large() -> None:
     slots = {(1, slot): Task("heavy", dirty=16_384) for slot in range(256)}
-    assert max(spread(slots, 2).values()) + 1 == 256 * 64 * MIB // PARTITION_WEIGHT + 1
+    assert max(spread(slots, 2).values()) + 1 == 256 * 64 * MIB // PARTITION_WEIGHT
+    assert max(spread(slots, 3).values()) + 1 == 33, "in each round, every core has a partition"
     assert max(spread(slots, 50).values()) + 1 == 50 * TASKS_PER_CORE
     loads = Counter(spread(slots, 2).values())
     assert max(loads.values()) - min(loads.values()) <= 1

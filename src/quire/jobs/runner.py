@@ -23,6 +23,7 @@ Threads: a runner is for one caller at a time. Raises what `tick` raises, and `S
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -97,6 +98,20 @@ Tell = Callable[[T, Tools], Iterable[tuple[int | None, V]]]
 
 def no_tick(_done: int, _total: int) -> None:
     """Nobody wants to know."""
+
+
+def balanced(costs: Sequence[int], parts: int) -> list[int]:
+    """Which of so many parts each piece of work goes to: the costliest first, each to the part that has least by then.
+
+    >>> balanced([1, 7, 3, 4], 2)
+    [1, 0, 1, 1]
+    """
+    loads, chosen = [(0, part) for part in range(parts)], [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda each: -costs[each]):
+        load, part = loads[0]
+        chosen[piece] = part
+        heapq.heapreplace(loads, (load + costs[piece], part))
+    return chosen
 
 
 class Runner(Protocol):

@@ -121,18 +121,40 @@ def tools_of(site: Site) -> Iterator[Tools]:
 
 
 # ── what Spark calls ──────────────────────────────────────────────────────────────────────────────────────────────────
-def splitter(site: Site, split: Callable[..., Any], places: dict[Key, int] | None) -> Callable[[Batches], Batches]:
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What travels with a splitter: then what comes are only the numbers of its inputs."""
+
+    inputs: Sequence[bytes]
+    told: Sequence[Row]
+    """Rows that go with the first of them, be there an input of this number or not."""
+
+
+def splitter(
+    site: Site, split: Callable[..., Any], places: dict[Key, int] | None, carried: Carried | None = None
+) -> Callable[[Batches], Batches]:
     """Inputs → rows of their values. `places` says which partition each key is joined in; without, Spark decides."""
+
+    def rows(batches: Batches, tools: Tools) -> Iterator[Row]:
+        if carried is None:
+            yield from _split(_column(batches, "data"), split, tools, places)
+            return
+        for number in _numbers(batches):
+            if number == 0:
+                yield from carried.told
+            yield from _split(carried.inputs[number : number + 1], split, tools, places)
 
     def run(batches: Batches) -> Batches:
         with tools_of(site) as tools:
-            yield from _batched(_split(batches, split, tools, places))
+            yield from _batched(rows(batches, tools))
 
     return run
 
 
-def _split(batches: Batches, split: Callable[..., Any], tools: Tools, places: dict[Key, int] | None) -> Iterator[Row]:
-    for data in _column(batches, "data"):
+def _split(
+    inputs: Iterable[bytes], split: Callable[..., Any], tools: Tools, places: dict[Key, int] | None
+) -> Iterator[Row]:
+    for data in inputs:
         given = pickle.loads(data)
         try:
             for key, value in split(given, tools):
@@ -214,7 +236,7 @@ def mapper(site: Site, run: Callable[..., Any], tasks: Sequence[bytes] | None = 
     def given(batches: Batches) -> Iterator[tuple[int, bytes]]:
         if tasks is None:
             return ((number, data) for number, _, _, data in _rows(batches))
-        return ((number, tasks[number]) for batch in batches for number in batch.column(0).to_pylist())
+        return ((number, tasks[number]) for number in _numbers(batches))
 
     def work(batches: Batches) -> Batches:
         with tools_of(site) as tools:
@@ -236,6 +258,11 @@ def _column(batches: Batches, name: str) -> Iterator[bytes]:
     for batch in batches:
         for each in batch.column(batch.schema.get_field_index(name)):
             yield each.as_py()
+
+
+def _numbers(batches: Batches) -> Iterator[int]:
+    for batch in batches:
+        yield from batch.column(0).to_pylist()
 
 
 def _rows(batches: Batches) -> Iterator[tuple[int, int, int, bytes]]:

@@ -25,7 +25,6 @@ Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), 
 
 from __future__ import annotations
 
-import heapq
 import os
 import pickle
 import re
@@ -41,7 +40,7 @@ from quire.core.errors import InvalidConfig, QuireError, SparkUnavailable
 from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
 from quire.core.tracing import span
-from quire.jobs.runner import BLOCK, Answer, Join, Key, P, R, Run, Split, T, Tell, Tick, V, no_tick
+from quire.jobs.runner import BLOCK, Answer, Join, Key, P, R, Run, Split, T, Tell, Tick, V, balanced, no_tick
 from quire.objects.options import StoreOptions
 from quire.spark.executor import (
     ANSWERS_DDL,
@@ -49,6 +48,7 @@ from quire.spark.executor import (
     ROWS_DDL,
     TASK,
     VALUE,
+    Carried,
     Row,
     Site,
     batch_of,
@@ -76,8 +76,8 @@ SETTINGS = {
 PARTITIONS_MAX = 1_024
 """Tasks of one stage: enough for a few hundred cores, few enough that starting them (some 5 ms each) is no matter."""
 
-TASKS_PER_CORE = 4
-"""As long as there is work for so many: enough that cores end at about the same time."""
+TASKS_PER_CORE = 2
+"""As long as there is work for so many: between two of them a core waits for some 50 ms, and keys are spread by weight."""
 
 CARRIED_BYTES = 256 << 10
 """Of all tasks of a call, pickled: what each of them may carry (rule 6)."""
@@ -91,8 +91,8 @@ WEIGHT_MIN = MIB
 LIGHT_WEIGHT, LIGHT_THREADS = 2 * MIB, 8
 """Where keys weigh so little on average, so many are joined at once: what takes time is syncing their objects."""
 
-PARTITION_WEIGHT = 256 * MIB
-"""A partition ends here, so that a task that is lost is not much."""
+PARTITION_WEIGHT = 512 * MIB
+"""A partition ends about here, so that a task that is lost is not much."""
 
 
 class SparkRunner:
@@ -140,15 +140,7 @@ class SparkRunner:
             return
         places = spread(tasks, self.width) if tasks is not None else None
         partitions = max(places.values(), default=0) + 1 if places is not None else self._few(len(inputs))
-        rows: DataFrame | None = None
-        if inputs:
-            sent: list[Row] = [(0, 0, 0, VALUE, _pickled(each)) for each in inputs]
-            read = self._frame(sent, self._few(len(sent)))
-            rows = read.mapInArrow(splitter(self._site, split, places), ROWS_DDL)
-        if places is not None and tasks is not None:
-            told = self._local([(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()])
-            rows = told if rows is None else rows.unionByName(told)
-        assert rows is not None, "there are inputs or tasks"
+        rows = self._split_rows(split, inputs, places, tasks or {})
         together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
         joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
             joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), ANSWERS_DDL
@@ -181,13 +173,34 @@ class SparkRunner:
                     raise value
                 yield (None if row["number"] is None else row["number"] & U64_MAX), value
 
+    def _split_rows(
+        self, split: Split[P, V], inputs: Sequence[P], places: dict[Key, int] | None, tasks: Mapping[Key, T]
+    ) -> DataFrame:
+        """Rows of what inputs are split into, and of the tasks themselves."""
+        sent: list[bytes] = [_pickled(each) for each in inputs]
+        told: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
+        if sum(map(len, sent)) + sum(len(row[-1]) for row in told) <= CARRIED_BYTES:  # rule 6
+            numbers = self._numbers(max(len(sent), 1), self._few(len(sent)))
+            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, told)), ROWS_DDL)
+        rows: DataFrame | None = None
+        if sent:
+            read = self._frame([(0, 0, 0, VALUE, each) for each in sent], self._few(len(sent)))
+            rows = read.mapInArrow(splitter(self._site, split, places), ROWS_DDL)
+        if told:
+            rows = self._local(told) if rows is None else rows.unionByName(self._local(told))
+        assert rows is not None, "there are inputs or tasks"
+        return rows
+
     def _spread(self, run: Run[T, R], sent: list[bytes]) -> tuple[DataFrame, Callable[..., Any]]:
         """A frame of tasks, one in a partition, and what runs them (rule 6)."""
         if len(sent) <= PARTITIONS_MAX and sum(map(len, sent)) <= CARRIED_BYTES:
-            with _active_as_before() if self._cuts else nullcontext():
-                return self._spark.range(0, len(sent), 1, len(sent)), mapper(self._site, run, sent)
+            return self._numbers(len(sent), len(sent)), mapper(self._site, run, sent)
         rows: list[Row] = [(0, number, 0, TASK, each) for number, each in enumerate(sent)]
         return self._frame(rows, min(len(rows), PARTITIONS_MAX)), mapper(self._site, run)
+
+    def _numbers(self, count: int, partitions: int) -> DataFrame:
+        with _active_as_before() if self._cuts else nullcontext():
+            return self._spark.range(0, count, 1, partitions)
 
     # ── frames and actions ────────────────────────────────────────────────────────────────────────────────────────────
     def _local(self, *batches: list[Row]) -> DataFrame:
@@ -208,7 +221,7 @@ class SparkRunner:
 
     def _few(self, inputs: int) -> int:
         """Partitions for so many inputs that are light each."""
-        return max(1, min(inputs, PARTITIONS_MAX, max(2 * self.width, inputs // 512)))
+        return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 
     def _answers(self, frame: DataFrame, total: int, tick: Tick) -> Iterator[Answer[Key, Any]]:
         tick(0, total)
@@ -257,16 +270,11 @@ def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
     >>> spread({(1, 0): Task(dirty=9, page_size=1 << 23, chain=()), (1, 1): Task(dirty=1, page_size=512, chain=())}, 2)
     {(1, 0): 0, (1, 1): 1}
     """
-    weights = {key: _weight(task) for key, task in tasks.items()}
-    wanted = max(TASKS_PER_CORE * width, sum(weights.values()) // PARTITION_WEIGHT + 1)
-    partitions = max(1, min(len(weights), PARTITIONS_MAX, wanted))
-    loads = [(0, number) for number in range(partitions)]
-    found: dict[Key, int] = {}
-    for key in sorted(weights, key=lambda each: (-weights[each], each)):
-        load, number = heapq.heappop(loads)
-        found[key] = number
-        heapq.heappush(loads, (load + weights[key], number))
-    return found
+    keys = sorted(tasks)
+    weights = [_weight(tasks[key]) for key in keys]
+    rounds = max(TASKS_PER_CORE, -(-sum(weights) // (PARTITION_WEIGHT * width)))  # in each, every core has a partition
+    partitions = max(1, min(len(weights), PARTITIONS_MAX, rounds * width))
+    return dict(zip(keys, balanced(weights, partitions), strict=True))
 
 
 def _threads(tasks: Mapping[Key, Any] | None) -> int:

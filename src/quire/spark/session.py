@@ -11,7 +11,7 @@ Rules
   4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
   5. In a session of ours on one machine Python workers are spoken to through Unix sockets, in a directory of its own, unless
      `config` says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the
-     first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`).
+     first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`, `hearing.py`).
 
     spark = quire.spark.session.session()            # local[*]
     spark = quire.spark.session.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import SparkUnavailable
+from quire.spark.hearing import launch
 from quire.spark.java import find_java, quiet_home
 
 if TYPE_CHECKING:
@@ -89,10 +90,14 @@ def session(
         return attach(SparkSession.builder.remote(master).getOrCreate())
     os.environ["JAVA_HOME"] = quiet_home(find_java())
     choose_python(config or {})
-    builder = SparkSession.builder.master(master).appName(app)
-    for name, value in settings_of(master, memory, {**workers_of(master, config or {}), **(config or {})}).items():
+    settings = settings_of(master, memory, {**workers_of(master, config or {}), **(config or {})})
+    settings |= {"spark.master": master, "spark.app.name": app}
+    builder = SparkSession.builder
+    for name, value in settings.items():
         builder = builder.config(name, value)
     with _unwarned():
+        if settings.get(UNIX_SOCKETS) == "true":
+            launch(settings)
         made = builder.getOrCreate()
     return attach(made)
 

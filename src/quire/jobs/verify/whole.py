@@ -11,8 +11,9 @@ Rules
   3. An executor that does not see the store's files looks at objects; artifacts with files are then this process's.
   4. What could not be read keeps nothing else from being verified, and is not verified: at the end the attempt has failed, if
      its time is not over.
-  5. A wave's first tasks are large, one for each core with two thirds of its share; those after them are smaller, and so on:
-     few of them, because starting each takes time, and small ones at the end, so that cores are done at about the same moment.
+  5. A wave's first tasks are large, one for each core with two thirds of its share, and so on with the rest, until a core's
+     share of it is less than a second's work: that is cut evenly, so that cores are done at about the same moment.
+     Few tasks in all, because what Spark needs to start one (23 ms) is worth 25 MiB of digests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
 from quire.jobs.places import Place
-from quire.jobs.runner import Answer, Runner
+from quire.jobs.runner import Answer, Runner, balanced
 from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify.plan import LISTED_MAX, PLANNED_MAX, bitmap_of, is_meant, place_to_verify
@@ -42,8 +43,10 @@ from quire.manifest.reads import ReadTxn
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096
 TASK_BYTES_MIN, TASK_BYTES_MAX = 128 * MIB, GIB
-TASK_ARTIFACTS = 1_024
 """A wave ends at the first two. It is cut into tasks of at least and at most so much (rule 5)."""
+
+EVEN_BYTES = 768 * MIB
+"""A core's share of what is left that is cut no further (rule 5)."""
 
 ARTIFACT_BYTES = MIB // 4
 """What opening an artifact costs, as if it were so many more bytes."""
@@ -160,26 +163,34 @@ def look(ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], pro
 
 
 def tasks(wave: Sequence[tuple[Place, int]], width: int) -> list[VerifyTask]:
-    """Rule 5: a wave, in order, in pieces that become smaller."""
+    """Rule 5: a wave, in pieces that become smaller; the last ones of one size."""
     costs = [place.size_bytes + ARTIFACT_BYTES for place, _ in wave]
     left, made = sum(costs), list[VerifyTask]()
-    group: list[tuple[Place, int]] = []
-    size, wanted = 0, _wanted(left, width)
-    for each, cost in zip(wave, costs, strict=True):
-        if group and (size + cost > wanted or len(group) >= TASK_ARTIFACTS):
-            made.append(_task(group))
-            left -= size
-            group, size = [], 0
+    begin = size = 0
+    wanted = _wanted(left, width)
+    for end, cost in enumerate(costs):
+        if begin < end and size + cost > wanted:
+            made.append(_task(wave[begin:end]))
+            left, begin, size = left - size, end, 0
             if len(made) % width == 0:
                 wanted = _wanted(left, width)
-        group.append(each)
+        if begin == end and left <= EVEN_BYTES * width and len(made) % width == 0:
+            break
         size += cost
-    return [*made, _task(group)] if group else made
+    return made + _evenly(wave[begin:], costs[begin:], width)
 
 
 def _wanted(left: int, width: int) -> int:
     """Of so much that is left, how much each of the next tasks takes."""
     return min(max(2 * left // (3 * width), TASK_BYTES_MIN), TASK_BYTES_MAX)
+
+
+def _evenly(wave: Sequence[tuple[Place, int]], costs: Sequence[int], width: int) -> list[VerifyTask]:
+    """One task for each core, if there is work for so many."""
+    parts: list[list[tuple[Place, int]]] = [[] for _ in range(min(-(-sum(costs) // TASK_BYTES_MIN), width))]
+    for each, part in zip(wave, balanced(costs, len(parts)), strict=True):
+        parts[part].append(each)
+    return [_task(part) for part in parts if part]
 
 
 def _task(group: Sequence[tuple[Place, int]]) -> VerifyTask:

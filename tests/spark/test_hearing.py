@@ -1,0 +1,103 @@
+"""What the JVM says is passed on, but for the stack of a worker that Spark has let go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.spark.hearing import Unsaid
+
+STACK = (
+    b"Traceback (most recent call last):\n"
+    b'  File "/venv/pyspark/python/lib/pyspark.zip/pyspark/daemon.py", line 264, in manager\n'
+    b"    code = worker(sock, authenticated)\n"
+    b'  File "/venv/pyspark/python/lib/pyspark.zip/pyspark/daemon.py", line 95, in worker\n'
+    b"BrokenPipeError: [Errno 32] Broken pipe\n"
+)
+LINES = st.sampled_from(
+    [
+        b"26/11/16 WARN Utils: a warning\n",
+        b"Traceback (most recent call last):\n",
+        b'  File "/venv/pyspark/daemon.py", line 264, in manager\n',
+        b"    code = worker(sock, authenticated)\n",
+        b'  File "/home/me/mine.py", line 3, in worker\n',
+        b"ValueError: mine\n",
+        b"\n",
+        b"Trace",
+        b"50%\r",
+    ]
+)
+
+
+def all_heard(text: bytes, cuts: list[int]) -> bytes:
+    unsaid, said, begin = Unsaid(), b"", 0
+    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        said += unsaid.heard(text[begin:end])
+        begin = end
+    return said + unsaid.rest()
+
+
+@given(st.lists(LINES), st.lists(st.integers(0, 10_000)))
+def test_what_is_no_stack_of_the_daemon_is_passed_on_whole(lines: list[bytes], cuts: list[int]) -> None:
+    assert all_heard(b"".join(lines), cuts) == b"".join(lines)
+
+
+@given(st.lists(st.sampled_from([b"a line\n", b"\n", STACK])), st.lists(st.integers(0, 10_000)))
+def test_the_stack_is_left_out_wherever_it_is_cut(lines: list[bytes], cuts: list[int]) -> None:
+    assert all_heard(b"".join(lines), cuts) == b"".join(each for each in lines if each != STACK)
+
+
+def test_a_broken_pipe_of_somebody_else_is_passed_on() -> None:
+    other = STACK.replace(b"line 95, in worker", b"line 95, in mine")
+    assert all_heard(other, []) == other
+    assert all_heard(STACK.replace(b"BrokenPipeError", b"ValueError"), [40]) != b""
+
+
+def test_what_has_no_line_break_is_not_held_back() -> None:
+    unsaid = Unsaid()
+    assert unsaid.heard(b"[Stage 1:==>  (1 + 2) / 8]\r") == b"[Stage 1:==>  (1 + 2) / 8]\r"
+    assert unsaid.heard(b"Traceback (most recent") == b""
+    assert unsaid.heard(b" surprise") == b"Traceback (most recent surprise"
+
+
+IDLE = """
+import sys, time
+from quire.spark.session import session
+
+def same(batches):
+    yield from batches
+
+def fail(batches):
+    print("of a worker", file=sys.stderr)
+    yield from batches
+
+spark = session("local[2]")
+spark.range(4).mapInArrow(same, "id bigint").collect()
+time.sleep(float(sys.argv[1]))
+spark.range(1).mapInArrow(fail, "id bigint").collect()
+spark.stop()
+print("done")
+"""
+
+
+def said_by(idle_seconds: float) -> str:
+    """What a process with a session of its own has on standard error."""
+    environment = {**os.environ, "PYTHONWARNINGS": ""}
+    command = [sys.executable, "-c", textwrap.dedent(IDLE), str(idle_seconds)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=True)
+    assert ran.stdout == "done\n"
+    return ran.stderr
+
+
+@pytest.mark.slow
+def test_a_session_that_was_idle_says_nothing_of_it_and_the_rest_is_heard() -> None:
+    said = said_by(80)
+    assert "of a worker" in said
+    assert "BrokenPipeError" not in said
+    assert "Traceback" not in said
