@@ -138,11 +138,11 @@ class ChunkWriter:
             self._next = first_offset + count
             self._append(view)
 
-    def add_scattered(self, offsets: Iterable[int], images: Images) -> None:
-        """Pages at these rising offsets, one image after the other in one buffer."""
+    def add_scattered(self, offsets: array[int] | Iterable[int], images: Images) -> None:
+        """Pages at these rising offsets, one image after the other in one buffer; an array is of u32 ("I")."""
         view, count = self._split(images)
         try:
-            places = array("I", [int(offset) for offset in offsets])
+            places = offsets if isinstance(offsets, array) else array("I", [int(offset) for offset in offsets])
         except OverflowError as error:
             raise OutOfRange("a page offset is not in any chunk", cause=str(error)) from error
         pages = BitMap(places)

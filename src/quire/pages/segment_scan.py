@@ -248,8 +248,11 @@ def page_map(versions: NDArray[np.void], upto_lsn: int) -> NDArray[np.void]:
     lsns = versions["lsn"]
     if np.any(lsns[1:] < lsns[:-1]):
         versions = versions[np.argsort(lsns, kind="stable")]
+    pages = versions["page"]
+    if np.all(pages[1:] > pages[:-1]):  # written in order, each once, as bulk loads do
+        return versions
     # The first of each page, counted from the end, is its newest.
-    _, places = np.unique(versions["page"][::-1], return_index=True)
+    _, places = np.unique(pages[::-1], return_index=True)
     newest: NDArray[np.void] = versions[::-1][places]
     return newest
 

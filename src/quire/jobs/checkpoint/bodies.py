@@ -24,6 +24,7 @@ from pyroaring import BitMap
 
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64, crc64_rows
+from quire.jobs.checkpoint.read import packed
 from quire.pages.chunk_chain import check_chain
 from quire.pages.chunk_reader import ChunkReader
 from quire.pages.segment import FRAME_CHECKED_BYTES, FRAME_HEAD_BYTES, ZERO
@@ -79,7 +80,7 @@ def _owned(
     if not chain:
         return []
     check_chain(chain)
-    taken = BitMap(fresh)
+    taken = BitMap(packed(fresh))
     taken.add_range(pages_below, chain[0].identity.pages_per_chunk)
     found = []
     for chunk in reversed(chain):

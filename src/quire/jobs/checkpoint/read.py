@@ -16,6 +16,7 @@ Safe to run on an executor. Raises `Corruption`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,7 +79,12 @@ def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, Part]]:
 def split_pages(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, bytes]]:
     """Which pages of each slot a segment has, as bitmaps: all that counting needs."""
     for slot, newest, _ in _by_slot(given, tools):
-        yield (given.db_id, slot), BitMap(newest["page"] % np.uint32(given.pages_per_chunk)).serialize()
+        yield (given.db_id, slot), BitMap(packed(newest["page"] % np.uint32(given.pages_per_chunk))).serialize()
+
+
+def packed(pages: NDArray[np.uint32]) -> array[int]:
+    """The same pages as roaring takes them all at once; those of a numpy array it takes one by one."""
+    return array("I", np.ascontiguousarray(pages, np.uint32).tobytes())
 
 
 def join_pages(_key: Key, _task: None, bitmaps: list[bytes], _tools: Tools) -> Dirty:

@@ -27,7 +27,7 @@ from quire.core.errors import InternalError
 from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.jobs.checkpoint.bodies import windows
-from quire.jobs.checkpoint.read import Part, newest_frames
+from quire.jobs.checkpoint.read import Part, newest_frames, packed
 from quire.jobs.places import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
@@ -108,7 +108,7 @@ def write_slot(
     chain = [sources.chunk(place) for place in task.chain]
     shape = {"page_size": task.page_size, "pages_per_chunk": task.pages_per_chunk, "pages_below": task.pages_below}
     for offsets, images in windows(frames, places, chain, sources, **shape):
-        writer.add_scattered(offsets, images)
+        writer.add_scattered(packed(offsets), images)
     info = writer.finish()
     hit("jobs.checkpoint.encoded")
     body = b"".join(parts)
