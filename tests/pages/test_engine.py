@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.errors import ConfigMismatch, Corruption, InvalidInput, StoreClosed, UnknownDatabase, WrongKind
+from quire.core.errors import (
+    ConfigMismatch,
+    Corruption,
+    InvalidInput,
+    StoreClosed,
+    UnknownDatabase,
+    WrongKind,
+)
 from quire.core.settings import PagesSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
@@ -153,6 +160,27 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
     assert capsys.readouterr().err.count("pages.tick_failed") == 1, "it says so once"
     del bad.wal.publish
     pages.stop()
+
+
+def test_a_database_that_is_dropped_while_it_is_published_is_no_failure(
+    pages: Pages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = pages.database()
+    write(store, Model(), {0: image()})
+    publish = store.wal.publish
+
+    def drop_and_publish() -> int:
+        pages.manifest.drop_db(store.db_id).result()
+        return publish()
+
+    store.wal.publish = drop_and_publish  # type: ignore[method-assign]
+    pages.clock.advance(10.0)
+    pages.engine._tick_safely(store)
+    store.wal.publish = publish  # type: ignore[method-assign]
+    assert store in pages.engine.stores()
+    pages.engine._tick_safely(store)
+    assert store not in pages.engine.stores(), "the next tick closes it"
+    assert "tick_failed" not in capsys.readouterr().err
 
 
 def test_flushing_leaves_nothing_open(pages: Pages) -> None:

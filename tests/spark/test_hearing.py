@@ -26,7 +26,7 @@ LINES = st.sampled_from(
         b"Traceback (most recent call last):\n",
         b'  File "/venv/pyspark/daemon.py", line 264, in manager\n',
         b"    code = worker(sock, authenticated)\n",
-        b'  File "/home/me/mine.py", line 3, in worker\n',
+        b'  File "/srv/mine.py", line 3, in worker\n',
         b"ValueError: mine\n",
         b"\n",
         b"Trace",

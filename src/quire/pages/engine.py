@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from quire.core.clock import Clock
-from quire.core.errors import QuireError, ReadOnly, StoreClosed
+from quire.core.errors import DatabaseTombstoned, QuireError, ReadOnly, StoreClosed
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey
 from quire.core.settings import PagesSettings
@@ -383,6 +383,8 @@ class PageEngine:
         try:
             self.tick(store)
             self._complaints.pop(store.db_id, None)
+        except DatabaseTombstoned:  # dropped between our look and our commit: the next tick closes it
+            pass
         except Exception as error:
             complaint = f"{type(error).__name__}: {error}"
             if store.wal.failure is None and self._complaints.get(store.db_id) != complaint:
