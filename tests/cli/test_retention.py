@@ -1,16 +1,21 @@
-"""retention show, set, clear, plan, apply."""
+"""retention show, set, clear, plan, apply: of one database, and of all."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.cli.output import width_of
-from quire.manifest.records import JobKind
-from tests.cli.conftest import Run, on_a_terminal, write_pages
+from quire.jobs import retention as jobs_retention
+from quire.manifest.jobqueue import Job
+from quire.manifest.records import JobKind, RetentionRecord
+from quire.manifest.store import ManifestStore
+from tests.cli.conftest import Run, on_a_terminal, quire_program, write_pages
 
 EVERYTHING_OFF = {
     "keep_last": 0,
@@ -74,7 +79,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
     ("arguments", "code", "told"),
     [
         (["shop"], 2, "no rule was named"),
-        (["shop", "--keep-last", "-1"], 2, "not in the range"),
+        (["shop", "--keep-last", "-1"], 2, "'--keep-last': -1 is"),
         (["shop", "--keep", "30"], 2, "`--keep` takes a duration (given='30')"),
         (["shop", "--keep", "2h3"], 2, "`--keep` takes a duration"),
         (["shop", "--keep", "999999999d"], 2, "at most a thousand years"),
@@ -128,8 +133,16 @@ def test_apply_asks_and_drops_what_the_plan_said(run: Run, kept: Path) -> None:
     assert run("retention", "apply", "shop", answer="").code == 2
     assert snapshots(run) == [1, 2, 3, 4, 5]
     ended = run("retention", "apply", "shop", "--yes", "--json").data
+    assert ended.keys() == {"database", "dropped", "share", "job_id"}
     assert [each["snapshot_id"] for each in ended["dropped"]] == [1, 2]
     assert snapshots(run) == [3, 4, 5]
+    job = run("jobs", "show", str(ended["job_id"]), "--json").data
+    assert (job["kind"], job["database"], job["state"], job["result"]["dropped"]) == (
+        "retention",
+        "shop",
+        "succeeded",
+        2,
+    )
     assert run("retention", "apply", "shop", "--yes", "--json").data == {"database": "shop", "dropped": []}
 
 
@@ -173,3 +186,211 @@ def test_a_question_names_a_few(run: Run, path: Path) -> None:
             store.snapshot("shop")
     run("retention", "set", "shop", "--keep-last", "1")
     assert "(#1, #2, #3, #4, #5 and 3 more)" in run("retention", "apply", "shop", answer="n\n").err
+
+
+def test_a_dry_run_is_the_plan(run: Run, kept: Path) -> None:
+    run("retention", "set", "shop", "--keep-last", "2")
+    planned = run("retention", "plan", "shop", "--json").data
+    assert run("retention", "apply", "shop", "--dry-run", "--yes", "--json").data == planned
+    assert run("retention", "apply", "shop", "--dry-run").out == run("retention", "plan", "shop").out
+    assert snapshots(run) == [1, 2, 3, 4, 5]
+    assert run("jobs", "ls", "--json").data == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["shop", "--all"], ["--dry-run"], [""]])
+def test_apply_wants_a_database_or_all(run: Run, kept: Path, arguments: list[str]) -> None:
+    ended = run("retention", "apply", *arguments, "--yes")
+    assert (ended.code, ended.out) == (2, "")
+    assert "name a database, or say `--all`" in ended.err
+
+
+def test_what_comes_of_age_while_somebody_thinks_stays(run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer was about two snapshots."""
+    run("retention", "set", "shop", "--keep-last", "2")
+
+    real = jobs_retention.apply_many
+
+    def late(manifest: ManifestStore, *rest: Any, **more: Any) -> list[Job]:
+        manifest.retention.set("shop", RetentionRecord(keep_last=1, keep_named=False))
+        return real(manifest, *rest, **more)
+
+    monkeypatch.setattr(jobs_retention, "apply_many", late)
+    assert run("retention", "apply", "shop", answer="y\n").out.startswith("dropped 2 of 5 snapshots of shop")
+    assert snapshots(run) == [3, 4, 5]
+
+
+def test_another_job_that_is_at_it_is_told(run: Run, kept: Path) -> None:
+    run("retention", "set", "shop", "--keep-last", "2")
+    with quire.open(kept) as store:
+        job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, 1)
+        store.manifest.jobs.claim_job(job_id, "remote:far-away")
+    ended = run("retention", "apply", "shop", "--yes")
+    assert (ended.code, ended.out) == (4, "")
+    assert "being applied by another job" in ended.err
+    assert "remote:far-away" in ended.err
+    assert f"`quire jobs show {job_id}`" in ended.err
+    everything = run("retention", "apply", "--all", "--yes", "--json")
+    assert everything.data["taken"] == [{"database": "shop", "job_id": job_id, "worker": "remote:far-away"}]
+    assert (everything.code, everything.data["dropped"]) == (0, 0)
+    assert f"shop      left     job {job_id} is at it" in run("retention", "apply", "--all", "--yes").out
+    assert snapshots(run) == [1, 2, 3, 4, 5]
+    run("jobs", "cancel", str(job_id))
+    assert run("retention", "apply", "--all", "--yes", "--json").data["dropped"] == 2
+
+
+def test_a_job_that_waits_is_the_one_that_is_run(run: Run, kept: Path) -> None:
+    run("retention", "set", "shop", "--keep-last", "2")
+    with quire.open(kept) as store:
+        job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, 1, delay_seconds=3600)
+    assert run("retention", "apply", "shop", "--yes", "--json").data["job_id"] == job_id
+
+
+def test_a_job_that_fails_is_an_error_with_its_code(run: Run, kept: Path) -> None:
+    run("retention", "set", "shop", "--keep-last", "2")
+    with quire.open(kept) as store:
+        store.manifest.jobs.enqueue(JobKind.RETENTION, 1, {"forced": True})
+    ended = run("retention", "apply", "shop", "--yes")
+    assert (ended.code, ended.out) == (2, "")
+    assert "the retention of shop failed: the job does not know this payload" in ended.err
+    assert snapshots(run) == [1, 2, 3, 4, 5]
+
+
+# ── all ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def many(kept: Path) -> Path:
+    """Besides shop: four databases with a policy, one of which would lose all it has; and one without."""
+    with quire.open(kept) as store:
+        for name in ("a", "b", "bare", "calm", "free"):
+            store.create(name, "pages")
+            for _ in range(3):
+                store.snapshot(name)
+        for name in ("shop", "a", "b"):
+            store.manifest.retention.set(name, RetentionRecord(keep_last=1))
+        store.manifest.retention.set("bare", RetentionRecord(keep_seconds=1))
+        store.manifest.retention.set("calm", RetentionRecord(keep_last=9))
+    time.sleep(1.1)  # now the youngest of bare is older than its rule
+    return kept
+
+
+def counts(path: Path) -> dict[str, int]:
+    with quire.open(path, mode="r") as store:
+        return {each.name: len(store.manifest.snapshots.of(each.name)) for each in store.databases()}
+
+
+def test_all_is_every_database_that_has_a_policy(run: Run, many: Path) -> None:
+    ended = run("retention", "apply", "--all", "--yes", "--json")
+    assert ended.code == 1, "one was refused"
+    data = ended.data
+    assert [(each["database"], each["dropped"], each["kept"]) for each in data["jobs"]] == [
+        ("shop", 3, 2),
+        ("a", 2, 1),
+        ("b", 2, 1),
+    ]
+    assert (data["databases"], data["dropped"], data["failed"], data["taken"]) == (5, 7, [], [])
+    assert data["refused"] == [{"database": "bare", "snapshots": 3}]
+    assert data["share"]["artifacts"] == 0
+    assert counts(many) == {"shop": 2, "clicks": 0, "a": 1, "b": 1, "bare": 3, "calm": 3, "free": 3}
+    rows = {each["database"]: each for each in run("jobs", "ls", "--json").data if each["kind"] == "retention"}
+    assert {name: each["job_id"] for name, each in rows.items()} == {
+        each["database"]: each["job_id"] for each in data["jobs"]
+    }
+    again = run("retention", "apply", "--all", "--yes")
+    assert (again.code, again.out.splitlines()) == (
+        1,
+        [
+            "nothing was dropped",
+            "",
+            "database  verdict  why",
+            "bare      refused  no rule keeps any of its snapshots: say `--force`",
+        ],
+    )
+    forced = run("retention", "apply", "--all", "--force", "--yes")
+    assert (forced.code, forced.out) == (0, "dropped 3 snapshots of 1 database\n")
+    assert run("retention", "apply", "--all").out == "nothing to drop: 5 databases with a policy, all snapshots kept\n"
+
+
+def test_all_asks_once(run: Run, many: Path) -> None:
+    before = counts(many)
+    refused = run("retention", "apply", "--all", answer="n\n")
+    assert (refused.code, refused.out.splitlines()[0]) == (1, "nothing was dropped")
+    assert refused.err == (
+        "drop 7 snapshots of 3 databases, leave 1 alone that would have none left, "
+        "all that they hold being held elsewhere too? [y/N] "
+    )
+    forced = run("retention", "apply", "--all", "--force", answer="n\n").err
+    assert forced.startswith("drop 10 snapshots of 4 databases (EVERY snapshot of 1 of them), ")
+    assert run("retention", "apply", "--all", answer="").code == 2
+    assert counts(many) == before
+    assert run("jobs", "ls", "--json").data == []
+
+
+def test_a_dry_run_of_all_is_a_table(run: Run, many: Path) -> None:
+    before = run("info", "--json").data["newest_change"]
+    with quire.open(many):  # while it is owned by somebody
+        beside = quire_program("retention", "apply", "--all", "--dry-run", "--json", "--store", str(many))
+    ended = run("retention", "apply", "--all", "--dry-run")
+    data = run("retention", "apply", "--all", "--dry-run", "--json").data
+    assert json.loads(beside.stdout) == data
+    assert [line.split() for line in ended.out.splitlines()[:5]] == [
+        ["database", "snapshots", "would", "go", "only", "they", "hold"],
+        ["shop", "5", "3", "0", "B"],
+        ["a", "3", "2", "0", "B"],
+        ["b", "3", "2", "0", "B"],
+        ["bare", "3", "3", "(all)", "0", "B"],
+    ]
+    assert "4 of 5 databases with a policy would lose 10 snapshots." in ended.out
+    assert "1 database would have none left: only with `--force`." in ended.out
+    assert [(each["database"], each["would_drop"], each["drops_everything"]) for each in data] == [
+        ("shop", 3, False),
+        ("a", 2, False),
+        ("b", 2, False),
+        ("bare", 3, True),
+    ]
+    assert data[0].keys() >= {"db_id", "policy", "snapshots", "share"}
+    assert run("info", "--json").data["newest_change"] == before
+    assert max(map(width_of, on_a_terminal("retention", "apply", "--all", "--dry-run", "--store", str(many)))) <= 80
+
+
+def test_what_only_they_hold_is_what_goes_of_all(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.create("other", "pages")
+        for fill in (b"c", b"d", b"e"):
+            for name in ("shop", "other"):
+                write_pages(store, name, range(8), fill)
+                store.snapshot(name)
+                store.checkpoint(name)
+        for name in ("shop", "other"):
+            store.manifest.retention.set(name, RetentionRecord(keep_last=1, keep_named=False))
+    assert run("gc", "--now", "--yes").code == 0
+    with quire.open(shop) as store:
+        for name in ("shop", "other"):
+            write_pages(store, name, range(8), b"f")
+            store.snapshot(name)
+            store.checkpoint(name)
+    rows = run("retention", "apply", "--all", "--dry-run", "--json").data
+    done = run("retention", "apply", "--all", "--yes", "--json").data
+    assert done["share"]["size_bytes"] == sum(each["share"]["size_bytes"] for each in rows) > 0
+    deleted = run("gc", "--now", "--yes", "--json").data
+    assert (deleted["deleted"], deleted["freed_bytes"]) == (done["share"]["artifacts"], done["share"]["size_bytes"])
+
+
+def test_one_of_all_that_fails_is_told(run: Run, many: Path) -> None:
+    with quire.open(many) as store:
+        job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, store.database("a").db_id, {"forced": True})
+    run("retention", "set", "bare", "--keep-last", "9")
+    ended = run("retention", "apply", "--all", "--yes")
+    assert ended.code == 1
+    first, _, _, row = ended.out.splitlines()
+    assert first == "dropped 5 snapshots of 2 databases"
+    assert row.startswith("a         failed   InvalidInput: the job does not know this payload")
+    assert run("jobs", "show", str(job_id), "--json").data["state"] == "failed_permanent"
+    assert counts(many)["a"] == 3
+
+
+def test_without_a_policy_there_is_nothing_to_apply(run: Run, kept: Path) -> None:
+    for more in (["--yes"], ["--dry-run"]):
+        ended = run("retention", "apply", "--all", *more)
+        assert (ended.code, ended.out) == (
+            0,
+            "no database has a retention policy: `quire retention set` gives it one\n",
+        )

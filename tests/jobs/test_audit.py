@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+import quire
+from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKind
 from quire.jobs.audit import plan, run
 from quire.jobs.audit.handler import audit_job
 from quire.jobs.audit.run import join_blocks, split_block
+from quire.jobs.runner import ThreadRunner
+from quire.jobs.sweep import handler as sweep_handler
 from quire.jobs.worker import Worker
+from quire.manifest import check, few_holders, holders
 from quire.manifest import tables as t
-from quire.manifest.records import JobKind, JobState, RefcountRecord
+from quire.manifest.records import JobKind, JobState, LeafRecord, RefcountRecord
 from quire.manifest.store import ManifestStore
 from tests.jobs.checkpoint_child import Owner, images
 from tests.manifest.test_check import Vandal
@@ -80,8 +85,99 @@ def test_versions_and_heads_of_a_page_are_compared_together_however_waves_are_cu
     with owner.manifest.read() as txn:
         cut = list(plan.waves(txn))
     assert (len(cut) > 5) == (rows < 10)
-    assert rows > 10 or max(sum(len(block.rows) for block in wave) for wave in cut[1:]) <= 60
+    assert [wave.done for wave in cut] == sorted(wave.done for wave in cut)
+    assert rows > 10 or max(sum(len(block.rows) for block in wave.blocks) for wave in cut) <= 60
     owner.stop()
+
+
+def test_references_are_compared_in_waves_with_all_of_a_piece_in_one(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the driver has of them at a time is what it was told, however much there is."""
+    for number in range(6):
+        owner.engine.snapshot("shop", f"at {number}")
+    whole = audit(owner)
+    monkeypatch.setattr(plan, "REFERENCE_ROWS", 10)
+    monkeypatch.setattr(run, "ID_BITS", 0)
+    sent: list[int] = []
+    regroup = ThreadRunner.regroup
+
+    def counted(self: Any, split: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        sent.append(sum(len(each.rows) for each in inputs))
+        return regroup(self, split, inputs, *rest, **more)
+
+    monkeypatch.setattr(ThreadRunner, "regroup", counted)
+    result = audit(owner)
+    assert (result["differences"], result["rows"]) == (0, whole["rows"])
+    with owner.manifest.read() as txn:
+        cut = [wave for wave in plan.waves(txn) if wave.blocks and wave.blocks[0].sort not in ("version", "head")]
+    assert len(cut) > 3
+    assert len(sent) >= len(cut)
+    assert max(len(block.rows) for wave in cut for block in wave.blocks) <= 10
+    assert max(sum(len(block.rows) for block in wave.blocks) for wave in cut) <= 14, "an id with its kinds is one piece"
+    owner.stop()
+
+
+def test_what_cannot_be_read_is_a_difference_and_the_rest_is_compared(owner: Owner) -> None:
+    path = str(owner.base / "manifest.lmdb")
+    owner.stop()
+    vandal = Vandal(path)
+    vandal.put(t.GC_REFCOUNTS, b"\x01\x00", 1, ArtifactKind.BASE, 0, 1, 0)
+    vandal.delete(t.PAGE_VERSION_HEAD, 2, 4)
+    vandal.done()
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
+        (unread,) = (wave.unread for wave in plan.waves(txn) if wave.unread)
+        assert unread.startswith("references cannot be compared")
+        assert [each.rule for each in _differences(txn)] == ["P1"]
+    vandal = Vandal(path)
+    vandal.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 2, 3)
+    vandal.done()
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
+        told = [plan.told_unread(wave) for wave in plan.waves(txn) if wave.unread]
+    assert [(each["state"], each["what"].split()[0]) for each in told] == [("K1", "references"), ("K1", "pages")]
+
+
+def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner has done that; the other rules are looked at, chains among them."""
+
+    def counting(*_: Any) -> Any:
+        raise AssertionError("somebody counts")
+
+    with quire.open(tmp_path / "store") as store:
+        store.create("shop", "pages")
+        with store.pages.open("shop").begin() as txn:
+            txn.write_pages({page: bytes([page]) * 4_096 for page in range(8)})
+        store.checkpoint("shop", runner="threads")
+        for module, name in ((few_holders, "count_few"), (holders, "count_holders"), (check, "_newest_versions")):
+            monkeypatch.setattr(module, name, counting)
+        assert store.heavy.audit(runner="threads").num_rows == 0
+        env = store.manifest.env
+        damage: Any = env.begin_write()
+        key = t.SLOT_LEAF.key.pack(1, 0, 1)
+        sound = damage.get(key, db=env.handles["slot_leaf"])
+        entries = t.SLOT_LEAF.codec.decode(sound).entries
+        twice = t.SLOT_LEAF.codec.encode(LeafRecord(entries * 2))
+        damage.put(key, twice, db=env.handles["slot_leaf"])
+        damage.commit()
+        states = store.heavy.audit(runner="threads").column("state").to_pylist()
+        assert sorted(states) == ["R1", "S4"], "a chain of two bases, each of which is a reference"
+        damage = env.begin_write()
+        damage.put(key, sound, db=env.handles["slot_leaf"])
+        damage.commit()
+
+
+def test_an_audit_without_its_listing_is_an_error_and_no_empty_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> Any:
+        raise ObjectStoreUnavailable("the store is away", url="test")
+
+    with quire.open(tmp_path / "store") as store:
+        store.create("shop", "pages")
+        monkeypatch.setattr(sweep_handler, "list_range", away)
+        with pytest.raises(ObjectStoreUnavailable):
+            store.heavy.audit(runner="threads")
+        assert [job.state for job in store.manifest.jobs.jobs() if job.kind is JobKind.SWEEP] == [JobState.CANCELLED]
 
 
 DAMAGES: dict[str, tuple[str, str, Damage]] = {
@@ -126,9 +222,10 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypa
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
         found = [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))]
-        for module, setting, small in ((plan, "STEP_ROWS", 2), (plan, "WAVE_ROWS", 1), (plan, "PIECE_BITS", 1)):
-            monkeypatch.setattr(module, setting, small)
-        monkeypatch.setattr(run, "PIECE_BITS", 1)
+        for setting, small in (("STEP_ROWS", 2), ("WAVE_ROWS", 1), ("REFERENCE_ROWS", 1), ("PIECE_BITS", 1)):
+            monkeypatch.setattr(plan, setting, small)
+        for setting in ("PIECE_BITS", "ID_BITS"):
+            monkeypatch.setattr(run, setting, 1)
         assert [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))] == found, "however waves are cut"
     assert [each["state"] for each in found] == [rule]
     assert words in found[0]["what"]
@@ -139,7 +236,7 @@ def _differences(txn: Any) -> Iterator[Any]:
     nothing: Any = None
     for wave in plan.waves(txn):
         grouped: dict[Any, list[Any]] = {}
-        for key, part in chain.from_iterable(split_block(block, nothing) for block in wave):
+        for key, part in chain.from_iterable(split_block(block, nothing) for block in wave.blocks):
             grouped.setdefault(key, []).append(part)
         for key, parts in grouped.items():
             yield from join_blocks(key, None, parts, nothing)

@@ -178,7 +178,7 @@ EXPECTED = {
     "jobs.hydrate": ("begun", "staged", "renamed", "named"),
     "jobs.delete": ("planned", "files_gone", "objects_gone", "published"),
     "jobs.verify": ("looked", "published"),
-    "jobs.retention": ("applied",),
+    "jobs.retention": ("planned",),
 }
 
 
@@ -204,7 +204,7 @@ def test_killed_again_and_again_nothing_is_lost_and_every_job_ends_once(scene: S
         "jobs.hydrate.staged=kill",
         "jobs.hydrate.renamed=kill",
         "jobs.hydrate.named=1*off->kill",
-        "jobs.retention.applied=kill",
+        "jobs.retention.planned=kill",
         "jobs.verify.looked=2*off->kill",
         "jobs.verify.published=kill",
         "jobs.delete.planned=kill",

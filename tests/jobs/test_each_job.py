@@ -44,6 +44,8 @@ def test_every_dry_run_tells_programs_and_changes_nothing(store_path: Path, tmp_
     assert dry("merge", "--all") == []
     assert dry("verify")["left"] >= 1
     assert dry("gc")["dry_run"] is True
+    assert dry("retention", "apply", "--all") == []
+    assert dry("retention", "apply", "shop")["would_drop"] == 0
     assert dry("restore", "shop", "monday", str(tmp_path / "file"))["pages"] == 8
     assert dry("stats")["references"] >= dry("stats")["artifacts"] >= 1
     assert newest() == before
@@ -53,19 +55,21 @@ def test_every_dry_run_tells_programs_and_changes_nothing(store_path: Path, tmp_
 def test_every_job_is_a_row_of_the_queue_with_a_result_and_tells_how_far_it_is(
     store_path: Path, tmp_path: Path
 ) -> None:
-    told: list[tuple[str, int, int]] = []
+    told: dict[str, list[tuple[int, int]]] = {}
 
     def progress(name: str) -> Any:
-        return lambda done, total: told.append((name, done, total))
+        heard = told[name] = []
+        return lambda done, total: heard.append((done, total))
 
     with quire.open(store_path) as store:
         heavy = store.heavy
         heavy.checkpoint_all(runner="threads", progress=progress("checkpoint"))
         heavy.merge_all(runner="threads", progress=progress("merge"))
-        heavy.retention_all(["shop"])
-        heavy.sweep(runner="threads")
+        heavy.retention_all(["shop"], progress=progress("retention"))
+        heavy.sweep(runner="threads", progress=progress("sweep"))
         heavy.recount(runner="threads", progress=progress("audit"))
-        heavy.verify(runner="threads")
+        heavy.audit(runner="threads", progress=progress("whole audit"))
+        heavy.verify(runner="threads", progress=progress("verify"))
         heavy.restore("shop", "monday", str(tmp_path / "file"), runner="threads", progress=progress("restore"))
         heavy.stats(runner="threads", progress=progress("stats"))
         rows = {job.kind: job for job in store.manifest.jobs.jobs()}
@@ -73,4 +77,36 @@ def test_every_job_is_a_row_of_the_queue_with_a_result_and_tells_how_far_it_is(
     for kind in (JobKind[name] for name in kinds.split()):
         assert rows[kind].state is JobState.SUCCEEDED, rows[kind].record.error
         assert isinstance(rows[kind].result, dict), kind
-    assert {name for name, _, _ in told} >= {"checkpoint", "audit", "restore", "stats"}
+    of_jobs = {"checkpoint", "merge", "retention", "sweep", "audit", "verify", "restore", "stats"}
+    assert told.keys() == of_jobs | {"whole audit"}
+    for name, heard in told.items():
+        need_steady(name, heard)
+
+
+def need_steady(name: str, heard: list[tuple[int, int]]) -> None:
+    """It begins at nothing, never goes back, and ends where everything is done."""
+    assert heard[0][0] == 0, name
+    assert heard[-1][0] == heard[-1][1] > 0, (name, heard)
+    assert heard == sorted(heard), (name, heard)
+    assert all(0 <= done <= total for done, total in heard), (name, heard)
+
+
+def test_a_store_without_databases_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def progress(name: str) -> Any:
+        heard = told[name] = []
+        return lambda done, total: heard.append((done, total))
+
+    with quire.open(tmp_path / "store") as store:
+        heavy = store.heavy
+        assert heavy.checkpoint_all(runner="threads", progress=progress("checkpoint")) == []
+        assert heavy.merge_all(runner="threads", progress=progress("merge")) == []
+        swept = heavy.sweep(delete=True, runner="threads", progress=progress("sweep")).result
+        assert (swept["objects"], swept["orphaned"], swept["lost"]) == (0, 0, 0)
+        assert heavy.verify(runner="threads", progress=progress("verify")).result["verified"] == 0
+        assert heavy.stats(runner="threads", progress=progress("stats")) == []
+        assert heavy.audit(runner="threads", progress=progress("whole audit")).num_rows == 0
+        assert heavy.recount(runner="threads", progress=progress("audit")) == []
+    for name, heard in told.items():
+        need_steady(name, heard)

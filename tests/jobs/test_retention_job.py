@@ -7,7 +7,8 @@ import pytest
 from quire.core.errors import JobAlreadyPending, UnknownDatabase
 from quire.jobs.requests import request_retention
 from quire.manifest.records import JobKind, RetentionRecord
-from tests.jobs.world import World
+from quire.manifest.retention import WINDOW_TAG
+from tests.jobs.world import World, drop
 
 
 def snapshots(local: World, db_id: int) -> list[str]:
@@ -47,6 +48,27 @@ def test_the_last_snapshots_go_only_if_that_is_meant(local: World) -> None:
     assert "WouldDropEverything" in local.failed(request_retention(local.manifest, db_id))
     assert len(snapshots(local, db_id)) == 4
     assert local.done(request_retention(local.manifest, db_id, force=True))["dropped"] == 4
+
+
+def test_what_has_expired_goes_without_force_though_only_a_window_is_left(local: World) -> None:
+    """What a checkpoint keeps for time travel goes by its own time, and is no reason to ask."""
+    db_id, now = local.database(), local.clock.now_ms()
+    publish = local.manifest.snapshots.publish
+    publish(db_id, expires_at_ms=now + 1_000)
+    publish(db_id, tags={WINDOW_TAG: ""}, expires_at_ms=now + 3_600_000)
+    local.manifest.retention.set(db_id, RetentionRecord(keep_last=1))
+    local.clock.advance(60)
+    plan = local.manifest.retention.plan(db_id)
+    assert (plan.drops_everything, plan.needs_force) == (True, False)
+    assert local.done(request_retention(local.manifest, db_id)) == {"dropped": 1, "kept": 1, "snapshots": ["#1"]}
+
+
+def test_a_job_for_a_database_that_was_dropped_fails(local: World) -> None:
+    db_id = with_snapshots(local)
+    job_id = request_retention(local.manifest, db_id)
+    drop(local, db_id)
+    assert "DatabaseTombstoned" in local.failed(job_id)
+    local.settle()
 
 
 def test_bad_requests_are_refused(local: World) -> None:

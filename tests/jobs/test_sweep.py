@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.names import manifest_log_key, object_key
-from quire.jobs.sweep import plan
+from quire.jobs.sweep import handler, plan
 from quire.jobs.sweep.handler import sweep_job
+from quire.jobs.sweep.run import Listed, ListTask, list_range
+from quire.jobs.threads import thread_runner
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import TEMPORARY_SEGMENT
@@ -144,6 +148,141 @@ def test_rows_that_are_made_while_it_lists_are_read_after_the_listing(owner: Own
     with armed("jobs.sweep.listed", checkpoint):
         assert sweep(owner, delete=True)["orphaned"] == 0
     owner.settle()
+
+
+def test_ranges_go_on_where_the_last_wave_ended_and_none_is_read_twice(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wave for each range, a range for each name and for groups of databases: the same is found, nothing is listed twice."""
+    for name in ("blog", "more"):
+        store = owner.database(name)
+        write(store, Model(), images(*range(24)))
+        owner.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id, None)
+        owner.worker(JobKind.CHECKPOINT).drain()
+    strays = {put(owner, orphan(slot)) for slot in (0, 5, 5_000)} | {put(owner, orphan(3, db_id=7))}
+    kept = sorted(owner.objects().keys() - strays)
+    gone = [kept[2], kept[-1]]
+    for name in gone:
+        os.rename(os.path.join(owner.objects_url, name), owner.base / name.replace("/", "-"))
+    seen = []
+    for waves, names, databases in ((256, 16_384, 256), (1, 1, 1), (2, 3, 2), (1, 2, 3)):
+        monkeypatch.setattr(handler, "WAVE_RANGES", waves)
+        monkeypatch.setattr(plan, "RANGE_NAMES", names)
+        monkeypatch.setattr(plan, "RANGE_DATABASES", databases)
+        seen.append(sweep(owner))
+    assert seen[0]["objects"] == len(kept) + len(strays) - len(gone)
+    assert {each["object"] for each in seen[0]["orphans"]} == strays
+    assert sorted(each["object"] for each in seen[0]["missing"]) == sorted(gone)
+    assert all(each == seen[0] for each in seen)
+    for name in gone:
+        os.rename(owner.base / name.replace("/", "-"), os.path.join(owner.objects_url, name))
+
+
+def test_other_peoples_names_are_counted_where_they_are_listed(owner: Owner) -> None:
+    """They do not come to the driver: a bucket may have millions of them."""
+    for number in range(20):
+        put(owner, f"tables/{number:04}.sst")
+    task = ListTask(url=owner.objects_url)
+    told = list(list_range(task, thread_runner(owner.context())._tools))
+    assert len(told) == 10 + 1, "ten chunks, and how much there was"
+    assert told[-1][1] == Listed(30, sweep(owner)["bytes_listed"])
+
+
+def test_a_space_that_has_two_numbers_is_listed_once(owner: Owner) -> None:
+    """And one below another is not taken for a part of it: an orphan there is one orphan."""
+    for prefix in ("", "backup"):
+        owner.manifest.put_namespace(owner.objects_url, prefix)
+    strays = {put(owner, orphan(0)), put(owner, f"backup/{orphan(1)}")}
+    assert sweep(owner)["orphaned"] == 2
+    result = sweep(owner, delete=True)
+    assert {each["object"] for each in result["orphans"]} == strays
+    assert (result["orphaned"], result["deleted"], result["lost"]) == (2, 2, 0)
+
+
+class Failing:
+    """An object store that fails in the middle of its listing, or at its n-th deletion."""
+
+    def __init__(self, store: Any, failures: list[str]) -> None:
+        self._store, self._failures = store, failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list_pages(self, prefix: str = "", *, start_after: str = "", page_objects: int = 4) -> Iterator[Any]:
+        pages = self._store.list_pages(prefix, start_after=start_after, page_objects=page_objects)
+        yield next(pages)
+        if "list" in self._failures:
+            self._failures.remove("list")
+            raise ObjectStoreUnavailable("the store is away", url="test")
+        yield from pages
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        if "delete" in self._failures:
+            self._failures.remove("delete")
+            self._store.delete_many(list(keys)[:1])
+            raise ObjectStoreUnavailable("the store is away", url="test")
+        self._store.delete_many(keys)
+
+
+@pytest.mark.parametrize("where", ["list", "delete"])
+def test_a_store_that_goes_away_ends_the_attempt_and_the_next_finds_what_is_left(owner: Owner, where: str) -> None:
+    strays = [put(owner, orphan(slot)) for slot in (0, 4, 900)]
+    before, failures = owner.objects(), [where]
+    away: Any = lambda url: Failing(owner.stores(url), failures)  # noqa: E731
+    context = replace(owner.context(), open_store=away)
+    job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, {"delete": True, "grace_seconds": -10 * 365 * 86_400.0})
+    worker = Worker(context, {JobKind.SWEEP: sweep_job})
+    worker.drain()
+    assert owner.state(job_id) is JobState.PENDING
+    assert "the store is away" in owner.job(job_id).record.error
+    left = 3 if where == "list" else 2
+    assert len(owner.objects().keys() & set(strays)) == left, "half a listing is no reason to delete anything"
+    owner.clock.advance(400)
+    worker.drain()
+    assert owner.state(job_id) is JobState.SUCCEEDED
+    result = owner.job(job_id).result
+    assert (result["deleted"], result["lost"]) == (left, 0)
+    assert owner.objects().keys() == before.keys() - set(strays)
+
+
+def test_two_sweeps_at_once_delete_the_same_and_nothing_else(owner: Owner) -> None:
+    strays = {put(owner, orphan(slot)) for slot in range(40)}
+    before = owner.objects().keys()
+    second: list[dict[str, Any]] = []
+
+    def other(_: str) -> None:
+        if not second:
+            second.append({})
+            second[0] = sweep(owner, delete=True)
+
+    with armed("jobs.sweep.listed", other):
+        first = sweep(owner, delete=True)
+    assert second[0]["deleted"] == first["deleted"] == 40
+    assert (first["lost"], second[0]["lost"]) == (0, 0)
+    assert owner.objects().keys() == before - strays
+
+
+def test_when_everything_is_gone_rows_are_read_once_more_and_not_for_each(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler, "SETTLED_AT_ONCE", 2)
+    monkeypatch.setattr(plan, "LOOKED_UP", 3)
+    away = owner.base / "away"
+    names = sorted(owner.objects())
+    os.rename(owner.objects_url, away)
+    os.mkdir(owner.objects_url)
+    walk, walks = plan._names, list[Any]()
+
+    def counted(*given: Any) -> Iterator[Any]:
+        walks.append(given)
+        return walk(*given)
+
+    monkeypatch.setattr(plan, "_names", counted)
+    result = sweep(owner)
+    os.rmdir(owner.objects_url)
+    os.rename(away, owner.objects_url)
+    assert sorted(each["object"] for each in result["missing"]) == names
+    assert (result["lost"], result["objects"], len(walks)) == (len(names), 0, 2)
 
 
 def test_an_object_that_is_gone_is_told(owner: Owner) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from quire.core.ids import ArtifactKind
+from quire.jobs.audit import plan as audit_plan
 from quire.jobs.audit.handler import audit_job
 from quire.jobs.runner import Runners
 from quire.jobs.stats.handler import stats_job
 from quire.jobs.sweep import plan
 from quire.jobs.sweep.handler import sweep_job
 from quire.jobs.worker import Worker
+from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
@@ -67,6 +71,37 @@ def test_orphans_and_missing_objects_are_what_an_outer_join_leaves(
     assert [each["object"] for each in found["missing"]] == [victim]
     os.rename(owner.base / "kept", os.path.join(owner.objects_url, victim))
     assert not strays & owner.objects().keys()
+
+
+def test_an_audit_on_executors_finds_what_was_damaged(owner: SparkOwner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count, a catalog row and a head at once; an owner does not open such a manifest, so it happens to one that is open."""
+    store = owner.database("blog")
+    write(store, Model(), images(3, 4))
+    owner.engine.flush(store.db_id)
+    taken: dict[tuple[str, bytes], bytes] = {}
+    victims: tuple[tuple[t.Table[Any], tuple[int, ...]], ...] = (
+        (t.GC_REFCOUNTS, (1, ArtifactKind.BASE, 1, 1, 0)), (t.CHUNK_CATALOG, (1, 2, 1)),
+        (t.PAGE_VERSION_HEAD, (store.db_id, 4)),
+    )  # fmt: skip
+    env = owner.manifest.env
+    with closing_with_commit(env.begin_write()) as txn:
+        for table, key in victims:
+            raw = table.key.pack(*key)
+            taken[table.name, raw] = txn.pop(raw, db=env.handles[table.name])
+    monkeypatch.setattr(audit_plan, "REFERENCE_ROWS", 4)  # several waves
+    theirs, ours = (run(owner, JobKind.AUDIT, audit_job, runners) for runners in (owner.runners, Runners()))
+    assert sorted(each["state"] for each in theirs["found"]) == ["P1", "R1", "S2"]
+    assert sorted(map(str, theirs["found"])) == sorted(map(str, ours["found"]))
+    assert theirs["rows"] == ours["rows"]
+    with closing_with_commit(env.begin_write()) as txn:
+        for (name, raw), value in taken.items():
+            txn.put(raw, value, db=env.handles[name])
+
+
+@contextmanager
+def closing_with_commit(txn: Any) -> Iterator[Any]:
+    yield txn
+    txn.commit()
 
 
 def test_threads_and_executors_add_up_the_same(owner: SparkOwner) -> None:

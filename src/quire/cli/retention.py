@@ -2,7 +2,9 @@
 
 Rules
   1. `set` changes the rules it names and leaves the others: nobody loses a rule, and with it snapshots, by naming another one.
-  2. `set` and `clear` drop nothing. `plan` shows what would go and why; `apply` drops exactly that, after asking.
+  2. `set` and `clear` drop nothing. `plan` shows what would go and why; `apply` drops exactly that, after asking: what has
+     come of age while somebody thought about the answer stays.
+  3. `--dry-run` only reads: it works while another process owns the store.
 """
 
 from __future__ import annotations
@@ -10,23 +12,24 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import Database, Yes, title_of
+from quire.cli.command import Cli, Verdict
+from quire.cli.declared import Argument, Group, Option, command
+from quire.cli.named import Database, Yes
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, plain
-from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
+from quire.cli.snapshots import share_json, share_words, snapshot_json
 from quire.cli.times import duration, seconds_of
-from quire.core.errors import InvalidInput, WouldDropEverything
+from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.manifest.records import RetentionRecord
     from quire.manifest.retention import Decision, RetentionPlan
+    from quire.manifest.store import ManifestStore
     from quire.store.info import Share
 
-NAMED_MAX = 5
-"""Snapshots that a question names."""
+AnyDatabase = Annotated[str, Argument(metavar="[DB]", help="The database's name.", show_default=False)]
+All = Annotated[bool, Option("--all", help="Every database that has a policy, in one run.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Only show what would go.")]
 
 
 def add_to(app: Group) -> None:
@@ -36,7 +39,7 @@ def add_to(app: Group) -> None:
     command(group, "set", example="quire retention set shop --hourly 24 --daily 7 --schedule hourly")(set_)
     command(group, "clear", example="quire retention clear shop")(clear)
     command(group, "plan", example="quire retention plan shop")(plan)
-    command(group, "apply", example="quire retention apply shop --yes")(apply)
+    command(group, "apply", example="quire retention apply --all --yes")(apply)
     app.add("retention", group)
 
 
@@ -45,7 +48,7 @@ def show(cli: Cli, database: Database) -> Facts:
     """Show the rules of a database."""
     with cli.reader() as manifest:
         found = manifest.retention.plan(database)
-    return Facts(lines=_facts(database, found), data=_policy_json(database, found))
+    return Facts(lines=_facts(database, found), data=policy_json(database, found))
 
 
 def set_(
@@ -96,7 +99,7 @@ def set_(
         policy = check_policy(replace(retention.get(database) or RetentionRecord(), **changes))
         retention.set(database, policy)
         found = retention.plan(database)
-    return Facts(lines=_facts(database, found), data=_policy_json(database, found))
+    return Facts(lines=_facts(database, found), data=policy_json(database, found))
 
 
 def _schedules(text: str) -> list[str]:
@@ -121,17 +124,14 @@ def clear(cli: Cli, database: Database) -> Note:
 # ── what it does ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def plan(cli: Cli, database: Database) -> Report:
     """Show what would go now, and why; nothing is dropped."""
-    from quire.store.info import snapshots_share
-
     with cli.reader() as manifest:
         found = manifest.retention.plan(database)
-        with manifest.read() as txn:
-            share = snapshots_share(txn, found.db_id, [each.snapshot_id for each in found.dropped])
-    closing = [_verdict(found)]
+        share = share_of(manifest, found)
+    closing = [verdict_text(found)]
     if found.dropped:
         closing.append(f"Only {'it holds' if len(found.dropped) == 1 else 'they hold'}: {share_words(share)}.")
         closing.append(
-            f"Drop them now: `quire retention apply {shlex.quote(database)}{' --force' if _needs_force(found) else ''}`."
+            f"Drop them now: `quire retention apply {shlex.quote(database)}{' --force' if found.needs_force else ''}`."
         )
     table = Listing(
         columns=[">id", "snapshot", "created", "verdict", "why"],
@@ -140,7 +140,7 @@ def plan(cli: Cli, database: Database) -> Report:
         closing="\n".join(closing),
     )
     data = {
-        **_policy_json(database, found),
+        **policy_json(database, found),
         "decisions": [_decision_json(each, database) for each in found.decisions],
         "share": share_json(share),
     }
@@ -155,43 +155,26 @@ def _cells(each: Decision, found: RetentionPlan) -> list[str]:
     return [str(snapshot.snapshot_id), snapshot.name or "-", moment(snapshot.created_at_ms), verdict, why]
 
 
+# ── doing it ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def apply(
     cli: Cli,
-    database: Database,
+    database: AnyDatabase = "",
+    every: All = False,
+    dry_run: DryRun = False,
     force: Annotated[bool, Option("--force", help="Even if no snapshot is left.")] = False,
     yes: Yes = False,
-) -> Note | Verdict:
-    """Drop the snapshots that no rule keeps, now."""
-    from quire.store.info import snapshots_share
+) -> Note | Verdict | Report | Listing:
+    """Drop the snapshots that no rule keeps, now.
 
-    with cli.owner() as store:
-        retention = store.manifest.retention
-        found = retention.plan(database)
-        if not found.dropped:
-            return Note(text=f"nothing to drop: {_verdict(found)}", data={"database": database, "dropped": []})
-        if _needs_force(found) and not force:
-            raise WouldDropEverything(
-                "no rule keeps any snapshot of the database, so nothing was dropped",
-                hint=f"keep more (`quire retention set {shlex.quote(database)} …`), or say `--force`",
-                database=database,
-                snapshots=len(found.dropped),
-            )
-        with store.manifest.read() as txn:
-            share = snapshots_share(txn, found.db_id, [each.snapshot_id for each in found.dropped])
-        if not yes and not agreed(_question(database, found, share), "nothing was dropped"):
-            return Verdict(Note(text="nothing was dropped", data={"database": database, "dropped": []}), PROBLEMS)
-        dropped = retention.apply(found, force=force)
-    total = count_of(len(found.decisions), "snapshot")
-    text = f"dropped {len(dropped):,} of {total} of {database}{share_later(share)}"
-    data = {"database": database, "dropped": [snapshot_json(each, database) for each in dropped]}
-    return Note(text=text, data={**data, "share": share_json(share)})
+    Of a database, or of all that have a policy: each gets a job if there is something to drop (`quire jobs ls`).
+    """
+    if bool(database) == every:
+        raise InvalidInput("name a database, or say `--all`", hint="`quire ls` lists the databases")
+    from quire.cli.retention_apply import apply_all, apply_one, outlook
 
-
-def _question(database: str, found: RetentionPlan, share: Share) -> str:
-    names = ", ".join(title_of(each) for each in found.dropped[:NAMED_MAX])
-    more = f" and {len(found.dropped) - NAMED_MAX:,} more" if len(found.dropped) > NAMED_MAX else ""
-    every = "EVERY snapshot" if found.drops_everything else count_of(len(found.dropped), "snapshot")
-    return f"drop {every} of {database} ({names}{more}), {share_clause(share, len(found.dropped))}?"
+    if dry_run:
+        return outlook(cli) if every else plan(cli, database)
+    return apply_all(cli, force, yes) if every else apply_one(cli, database, force, yes)
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +185,7 @@ def _facts(database: str, found: RetentionPlan) -> list[tuple[str, str]]:
         ("database", database),
         ("keeps", "; ".join(rules) or "every snapshot: there is no rule"),
         ("makes", f"{schedules} snapshots" if schedules else "no snapshots by itself"),
-        ("now", _verdict(found)),
+        ("now", verdict_text(found)),
     ]
 
 
@@ -224,7 +207,8 @@ def _rules(policy: RetentionRecord | None) -> list[str]:
     return rules
 
 
-def _verdict(found: RetentionPlan) -> str:
+def verdict_text(found: RetentionPlan) -> str:
+    """How many would stay, how many would go."""
     total, going = len(found.decisions), len(found.dropped)
     if not total:
         return "there are no snapshots"
@@ -233,12 +217,8 @@ def _verdict(found: RetentionPlan) -> str:
     return f"{total - going:,} of {count_of(total, 'snapshot')} kept, {going:,} would go"
 
 
-def _needs_force(found: RetentionPlan) -> bool:
-    """Whether applying it is refused unless forced: what has expired goes in any case."""
-    return found.drops_everything and any(each.why != "expired" for each in found.decisions)
-
-
-def _policy_json(database: str, found: RetentionPlan) -> dict[str, Any]:
+def policy_json(database: str, found: RetentionPlan) -> dict[str, Any]:
+    """The rules of a database, and what they would do."""
     return {
         "db_id": found.db_id,
         "database": database,
@@ -251,3 +231,11 @@ def _policy_json(database: str, found: RetentionPlan) -> dict[str, Any]:
 
 def _decision_json(each: Decision, database: str) -> dict[str, Any]:
     return {**snapshot_json(each.snapshot, database), "keep": each.keep, "why": each.why}
+
+
+def share_of(manifest: ManifestStore, found: RetentionPlan) -> Share:
+    """What only those hold that would go."""
+    from quire.store.info import snapshots_share
+
+    with manifest.read() as txn:
+        return snapshots_share(txn, found.db_id, [each.snapshot_id for each in found.dropped])

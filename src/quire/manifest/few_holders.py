@@ -43,7 +43,7 @@ def are_few(txn: ReadTxn) -> bool:
 
 
 def count_few(txn: ReadTxn) -> Iterator[Finding]:
-    """R1 to R4 and S2: every difference between what is counted and what is held."""
+    """R1 to R4, S2 and S4: every difference between what is counted and what is held."""
     findings: list[Finding] = []
     held: Tally[Code] = Tally()
     rows: set[Code] = set()
@@ -76,7 +76,7 @@ def _leaf_holders(txn: ReadTxn, held: Tally[Code]) -> None:
 
 
 def _chains(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Finding]) -> None:
-    """The artifacts that leaf rows name, and the leaves themselves; S2 on the way."""
+    """The artifacts that leaf rows name, and the leaves themselves; S4 on the way."""
     for raw_key, raw in txn.raw_scan(t.SLOT_LEAF):
         key = t.SLOT_LEAF.key.unpack(raw_key)
         origin, leaf, generation = key
@@ -94,7 +94,7 @@ def _chains(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fin
                 kind == ArtifactKind.DELTA and covered > last[1] if offset == last[0] else kind == ArtifactKind.BASE
             )
             if not is_sound:
-                findings.append(("S2", "a chain is not one base and rising deltas", f"leaf {key}", None, False))
+                findings.append(("S4", "a chain is not one base and rising deltas", f"leaf {key}", None, False))
             last = (offset, covered)
             held[owner, kind, delta, leaf * SLOTS_PER_LEAF + offset, number] += 1
 

@@ -10,12 +10,17 @@ Holders (the definition that every op keeps and R1 checks):
   WAL         each database that tracks it and has not truncated it, each pin of a snapshot
   namespace   each database and each artifact row that names it
 
-Memory: 16 bytes per reference and 24 per artifact, twice while sorting.
+Three ways in
+  `count_holders`  R1 to R4, S2, S4, compared here. Memory: 16 bytes per reference and 24 per artifact, twice while sorting
+  `inventory`      what R1, R4 and S2 compare, for who compares it elsewhere. Memory: one step of rows
+  `check_rows`     the rest: what is to be seen without counting holders (K1, R2, R3, S4). Memory: one step of rows, and what is
+                   being uploaded
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -35,6 +40,9 @@ from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
 STEP_ROWS = 8_192
 """Rows looked at together: few enough that their objects stay in the processor's cache."""
+
+LEAF_ROWS = 256
+"""Leaves looked at together: each has as many references as a few hundred other rows."""
 
 Codes = npt.NDArray[np.uint64]
 """Rows of (origin << 24 | kind << 16 | delta, id << 32 | generation)."""
@@ -64,53 +72,81 @@ def tally(codes: Codes) -> tuple[Codes, npt.NDArray[np.int64]]:
 
 
 def count_holders(txn: ReadTxn) -> Iterator[Finding]:
-    """R1 to R4 and S2: every difference between what is counted and what is held."""
+    """R1 to R4, S2 and S4: every difference between what is counted and what is held."""
     findings: list[Finding] = []
-    catalog: list[Codes] = []
-    references = [*_leaf_holders(txn), *_chains(txn, catalog, findings), _wal_holders(txn)]
-    catalog.extend(_catalog(txn, references, findings))
-    held, counts = tally(np.concatenate([np.zeros((0, 2), np.uint64), *references]))
+    found: dict[str, list[Codes]] = {sort: [np.zeros((0, 2), np.uint64)] for sort in ("held", "row")}
+    for sort, codes in _references(txn, findings):
+        found[sort].append(codes)
+    held, counts = tally(np.concatenate(found.pop("held")))
     yield from findings
     yield from _compare_counts(txn, held, counts)
-    yield from _compare_catalog(held, np.concatenate([np.zeros((0, 2), np.uint64), *catalog]), txn)
+    yield from _compare_catalog(held, np.concatenate(found.pop("row")), txn)
 
 
 def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]]:
-    """What R1, S2 and R4 compare, for who compares it elsewhere: ("held" or "row", codes, no counts) and ("stored", codes,
-    `in_use`), block by block. What does not decode is left out: K1 names it."""
-    none, catalog, namespaces = np.zeros(0, np.int64), list[Codes](), list[Codes]()
-    for codes in [*_leaf_holders(txn), *_chains(txn, catalog, []), _wal_holders(txn)]:
-        yield "held", codes, none
-    for codes in [*catalog, *_catalog(txn, namespaces, [])]:
-        yield "row", codes, none
-    for codes in namespaces:
-        yield "held", codes, none
-    stored, in_use, _ = _stored_counts(txn)
-    yield "stored", stored, in_use
+    """What R1, S2 and R4 compare: ("held", codes, how often each is held by these rows), ("row", codes, ones) and ("stored",
+    codes, `in_use`), a step at a time. What does not decode by itself is left out: `check_rows` names it (K1)."""
+    unread: list[Finding] = []
+    for sort, codes in _references(txn, unread):
+        unread.clear()
+        yield (sort, *tally(codes))
+    for codes, in_use, _ in _stored_steps(txn):
+        yield "stored", codes, in_use
+
+
+def check_rows(txn: ReadTxn) -> Iterator[Finding]:
+    """K1 of leaves and catalogs, R2, R3 and S4. A wrong R2 is mended as if `in_use` was right: whether it is was not asked."""
+    findings: list[Finding] = []
+    for _ in chain(_leaf_steps(txn, findings), _catalog_steps(txn, findings)):
+        yield from findings
+        findings.clear()
+    waiting: dict[bytes, tuple[int, int]] = {}
+    zeros = (key for key, _ in txn.raw_scan(t.GC_ZERO))
+    for key in _in_one_only(zeros, _doomed(txn, waiting)):
+        yield _wrong_zero(txn, key, is_listed=txn.get(t.GC_ZERO, *t.GC_ZERO.key.unpack(key)) is not None)
+    uploads = outstanding_uploads(txn)
+    for key in sorted(waiting.keys() | uploads.keys()):
+        in_use, pending = waiting.get(key, (0, 0))
+        if pending != uploads.get(key, 0):
+            if key not in waiting and (row := txn.refcount(unpack_artifact(key))) is not None:
+                in_use = row.in_use
+            yield _wrong_uploads(key, in_use, pending, uploads.get(key, 0))
+
+
+def _references(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
+    """Every reference ("held") and every row that can be held ("row"), a step at a time."""
+    for codes in chain(_leaf_holders(txn), _wal_holders(txn)):
+        yield "held", codes
+    yield from _chains(txn, findings)
+    yield from _catalog(txn, findings)
 
 
 def _packed(table: t.Table[Any], keys: list[bytes]) -> Any:
     return np.frombuffer(b"".join(keys), dtype=table.key.numpy_fields())
 
 
+def _tables(rows: Iterable[tuple[int, ...]]) -> Iterator[npt.NDArray[np.uint64]]:
+    """Rows of numbers, a step at a time."""
+    rest = iter(rows)
+    while step := list(islice(rest, STEP_ROWS)):
+        yield np.array(step, np.uint64)
+
+
 def _leaf_holders(txn: ReadTxn) -> Iterator[Codes]:
-    live = [(row.origin_db_id, leaf, row.generation) for (_, leaf), row in txn.scan(t.LIVE_LEAF)]
-    kept = [
+    live = ((row.origin_db_id, leaf, row.generation) for (_, leaf), row in txn.scan(t.LIVE_LEAF))
+    kept = (
         (origin, leaf, generation)
         for _, record in txn.scan(t.SNAPSHOT_INDEX)
         for leaf, origin, generation in record.leaves
-    ]
-    for rows in (live, kept):
-        if rows:
-            table = np.array(rows, np.uint64)
-            yield encode(table[:, 0], ArtifactKind.LEAF, 0, table[:, 1], table[:, 2])
+    )
+    for rows in _tables(chain(live, kept)):
+        yield encode(rows[:, 0], ArtifactKind.LEAF, 0, rows[:, 1], rows[:, 2])
 
 
-def _chains(txn: ReadTxn, catalog: list[Codes], findings: list[Finding]) -> Iterator[Codes]:
-    """The artifacts that leaf rows name, and (into `catalog`) the leaves themselves; S2 on the way."""
-    for keys, values in txn.steps(t.SLOT_LEAF, STEP_ROWS):
+def _leaf_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Any, Any, npt.NDArray[np.int64]]]:
+    """(keys of leaves, their entries, which leaf each entry is of); K1 and S4 on the way."""
+    for keys, values in txn.steps(t.SLOT_LEAF, LEAF_ROWS):
         leaves = _packed(t.SLOT_LEAF, keys)
-        catalog.append(encode(leaves["origin_db_id"], ArtifactKind.LEAF, 0, leaves["leaf"], leaves["generation"]))
         bodies = []
         for raw in values:
             try:
@@ -120,14 +156,25 @@ def _chains(txn: ReadTxn, catalog: list[Codes], findings: list[Finding]) -> Iter
                 bodies.append(b"")
         sizes = np.array([len(body) // ENTRY.size for body in bodies])
         entries = np.frombuffer(b"".join(body[: len(body) // ENTRY.size * ENTRY.size] for body in bodies), ENTRY_FIELDS)
-        number = np.repeat(leaves["leaf"].astype(np.uint64), sizes)
         owner = np.repeat(np.arange(len(keys)), sizes)
         for index in _bad_links(entries, owner):
             findings.append(
-                ("S2", "a chain is not one base and rising deltas", f"leaf {leaves[owner[index]]}", None, False)
+                ("S4", "a chain is not one base and rising deltas", f"leaf {leaves[owner[index]]}", None, False)
             )
-        slot = number * np.uint64(SLOTS_PER_LEAF) + entries["offset"]
-        yield encode(entries["origin_db_id"], entries["kind"], entries["delta_id"], slot, entries["generation"])
+        yield leaves, entries, owner
+
+
+def _chains(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
+    """The leaves themselves, and the artifacts that they name."""
+    for leaves, entries, owner in _leaf_steps(txn, findings):
+        yield "row", encode(leaves["origin_db_id"], ArtifactKind.LEAF, 0, leaves["leaf"], leaves["generation"])
+        yield "held", named_by(leaves["leaf"][owner], entries)
+
+
+def named_by(leaf: Any, entries: Any) -> Codes:
+    """The artifacts that entries of leaves name; `leaf` is the number of each one's leaf."""
+    slot = leaf.astype(np.uint64) * np.uint64(SLOTS_PER_LEAF) + entries["offset"]
+    return encode(entries["origin_db_id"], entries["kind"], entries["delta_id"], slot, entries["generation"])
 
 
 def _bad_links(entries: Any, owner: Any) -> list[int]:
@@ -144,36 +191,43 @@ def _bad_links(entries: Any, owner: Any) -> list[int]:
     return [int(index) for index in np.flatnonzero(~good)]
 
 
-def _wal_holders(txn: ReadTxn) -> Codes:
-    rows = [
+def _wal_holders(txn: ReadTxn) -> Iterator[Codes]:
+    tracked = (
         (row.origin_db_id, segment)
         for (_, segment), row in txn.scan(t.WAL_CATALOG)
         if row.state is not WalState.TRUNCATED
-    ]
-    for _, record in txn.scan(t.SNAPSHOT_INDEX):
-        rows.extend((pin.origin_db_id, pin.segment_id) for pin in record.pins)
-    table = np.array(rows, np.uint64).reshape(-1, 2)
-    return encode(table[:, 0], ArtifactKind.WAL, 0, table[:, 1], 0)
+    )
+    pinned = ((pin.origin_db_id, pin.segment_id) for _, record in txn.scan(t.SNAPSHOT_INDEX) for pin in record.pins)
+    for rows in _tables(chain(tracked, pinned)):
+        yield encode(rows[:, 0], ArtifactKind.WAL, 0, rows[:, 1], 0)
 
 
-def _catalog(txn: ReadTxn, references: list[Codes], findings: list[Finding]) -> Iterator[Codes]:
-    """The artifacts that have rows; adds what they refer to (namespaces) to `references`."""
-    namespaces: list[int] = [record.namespace_id for _, record in txn.databases() if record.namespace_id]
+def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
+    """The artifacts that have rows, and the namespaces that rows refer to."""
+    yield "held", _in_namespaces(record.namespace_id for _, record in txn.databases())
+    for kind, rows, namespaces in _catalog_steps(txn, findings):
+        delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
+        yield "row", encode(rows["origin_db_id"], kind, delta, rows["chunk_id"], rows["generation"])
+        yield "held", _in_namespaces(namespaces)
+    own = ((db_id, segment, row.namespace_id) for (db_id, segment), row in txn.scan(t.WAL_CATALOG)
+           if row.origin_db_id == db_id)  # fmt: skip
+    for segments in _tables(own):
+        yield "row", encode(segments[:, 0], ArtifactKind.WAL, 0, segments[:, 1], 0)
+        yield "held", _in_namespaces(segments[:, 2].tolist())
+    for spaces in _tables(key for key, _ in txn.scan(t.REMOTE_NAMESPACE)):
+        yield "row", encode(0, ArtifactKind.NAMESPACE, 0, spaces[:, 0], 0)
+
+
+def _in_namespaces(namespaces: Iterable[int]) -> Codes:
+    """References to namespaces; 0 is none."""
+    return encode(0, ArtifactKind.NAMESPACE, 0, list(filter(None, namespaces)), 0)
+
+
+def _catalog_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[ArtifactKind, Any, list[int]]]:
+    """(kind, keys of chunks, their namespaces); K1 on the way."""
     for table, kind in ((t.CHUNK_CATALOG, ArtifactKind.BASE), (t.CHUNK_DELTA_INDEX, ArtifactKind.DELTA)):
         for keys, values in txn.steps(table, STEP_ROWS):
-            rows = _packed(table, keys)
-            delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
-            yield encode(rows["origin_db_id"], kind, delta, rows["chunk_id"], rows["generation"])
-            namespaces.extend(filter(None, _namespaces(table, keys, values, findings)))
-    for (db_id, segment), row in txn.scan(t.WAL_CATALOG):
-        if row.origin_db_id == db_id:
-            yield encode(db_id, ArtifactKind.WAL, 0, segment, 0)
-            if row.namespace_id:
-                namespaces.append(row.namespace_id)
-    for (namespace_id,), _ in txn.scan(t.REMOTE_NAMESPACE):
-        yield encode(0, ArtifactKind.NAMESPACE, 0, namespace_id, 0)
-    if namespaces:
-        references.append(encode(0, ArtifactKind.NAMESPACE, 0, namespaces, 0))
+            yield kind, _packed(table, keys), _namespaces(table, keys, values, findings)
 
 
 def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], findings: list[Finding]) -> list[int]:
@@ -202,10 +256,7 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
     zeros = {key for key, _ in txn.raw_scan(t.GC_ZERO)}
     doomed = {artifact_key(decode(code)) for code in stored[(in_use == 0) & (pending == 0)]}
     for key in sorted(zeros ^ doomed):
-        artifact = unpack_artifact(key)
-        row = txn.refcount(artifact)
-        since = None if key in zeros or row is None else row.zero_since_ms
-        yield "R3", "gc_zero is wrong", artifact, CorrectIndex("gc_zero", key, since), False
+        yield _wrong_zero(txn, key, is_listed=key in zeros)
     positive = in_use > 0
     if not (np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts)):
         yield from _differences(stored, in_use, uploads, held, counts)
@@ -215,22 +266,61 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
             artifact = unpack_artifact(key)
             code = encode(artifact.origin_db_id, artifact.kind, artifact.delta_id, artifact.id, artifact.generation)
             holders = int(counts[(held == code).all(axis=1)].sum())
-            fix = CorrectRefcount(key, holders, uploads.get(key, 0))
-            what = f"pending_upload is {waiting.get(key, 0)}, {uploads.get(key, 0)} uploads are outstanding"
-            yield "R2", what, artifact, fix, False
+            yield _wrong_uploads(key, holders, waiting.get(key, 0), uploads.get(key, 0))
+
+
+def _wrong_zero(txn: ReadTxn, key: bytes, *, is_listed: bool) -> Finding:
+    artifact = unpack_artifact(key)
+    row = txn.refcount(artifact)
+    since = None if is_listed or row is None else row.zero_since_ms
+    return "R3", "gc_zero is wrong", artifact, CorrectIndex("gc_zero", key, since), False
+
+
+def _wrong_uploads(key: bytes, holders: int, pending: int, outstanding: int) -> Finding:
+    what = f"pending_upload is {pending}, {outstanding} uploads are outstanding"
+    return "R2", what, unpack_artifact(key), CorrectRefcount(key, holders, outstanding), False
+
+
+def _doomed(txn: ReadTxn, waiting: dict[bytes, tuple[int, int]]) -> Iterator[bytes]:
+    """The keys of artifacts at zero, in order; into `waiting` (`in_use`, `pending_upload`) of those that are being uploaded."""
+    for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
+        rows = np.frombuffer(b"".join(values), dtype=t.GC_REFCOUNTS.codec.numpy_fields())
+        for place in np.flatnonzero(rows["pending_upload"]).tolist():
+            waiting[keys[place]] = int(rows["in_use"][place]), int(rows["pending_upload"][place])
+        for place in np.flatnonzero((rows["in_use"] == 0) & (rows["pending_upload"] == 0)).tolist():
+            yield keys[place]
+
+
+def _in_one_only(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[bytes]:
+    """What only one of two rising sequences has, in order."""
+    one, other = next(first, None), next(second, None)
+    while one is not None or other is not None:
+        if one == other:
+            one, other = next(first, None), next(second, None)
+        elif other is None or (one is not None and one < other):
+            assert one is not None, "they are not both over"
+            yield one
+            one = next(first, None)
+        else:
+            yield other
+            other = next(second, None)
 
 
 def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    codes, in_use, pending = [np.zeros((0, 2), np.uint64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    none = np.zeros(0, np.int64)
+    found = [(np.zeros((0, 2), np.uint64), none, none), *_stored_steps(txn)]
+    stored, in_use, pending = (np.concatenate(column) for column in zip(*found))
+    order = np.lexsort((stored[:, 1], stored[:, 0]))
+    return stored[order], in_use[order], pending[order]
+
+
+def _stored_steps(txn: ReadTxn) -> Iterator[tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(codes, `in_use`, `pending_upload`) as they are stored."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
         row = np.frombuffer(b"".join(values), dtype=t.GC_REFCOUNTS.codec.numpy_fields())
-        codes.append(encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"]))
-        in_use.append(row["in_use"].astype(np.int64))
-        pending.append(row["pending_upload"].astype(np.int64))
-    stored = np.concatenate(codes)
-    order = np.lexsort((stored[:, 1], stored[:, 0]))
-    return stored[order], np.concatenate(in_use)[order], np.concatenate(pending)[order]
+        codes = encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"])
+        yield codes, row["in_use"].astype(np.int64), row["pending_upload"].astype(np.int64)
 
 
 def _differences(

@@ -10,7 +10,7 @@ Rules
      time has come.
   2. Deciding is a pure function of the snapshots, the policy and one clock, the owner's.
   3. A policy never takes the last snapshots by itself: if it would leave none, applying it raises unless forced.
-  4. Applying is one batch of ordinary drops, with the delete job.
+  4. Applying is one batch of ordinary drops, with the delete job. A job adds its own end to that batch (`drops`).
   5. Scheduled snapshots are tagged; the rule "named" keeps only those that a person named.
   6. What a checkpoint keeps for time travel (P14) goes by its own time alone; it counts for no rule.
 
@@ -23,7 +23,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -86,11 +86,24 @@ class RetentionPlan:
         kept = (Decision(each.snapshot, each.why != EXPIRED, each.why) for each in self.decisions)
         return RetentionPlan(self.db_id, self.policy, tuple(kept))
 
+    def only(self, snapshot_ids: Collection[int]) -> RetentionPlan:
+        """The same without what somebody was not asked about: of what would go, only these go."""
+        kept = (
+            Decision(each.snapshot, each.keep or each.snapshot.snapshot_id not in snapshot_ids, each.why)
+            for each in self.decisions
+        )
+        return RetentionPlan(self.db_id, self.policy, tuple(kept))
+
     @property
     def drops_everything(self) -> bool:
         """Whether nothing would be left."""
         counted = [each for each in self.decisions if each.why != WINDOW]
         return bool(counted) and not any(each.keep for each in counted)
+
+    @property
+    def needs_force(self) -> bool:
+        """Whether it is refused unless somebody says that it is meant (rule 3): what has expired goes in any case."""
+        return self.drops_everything and any(each.why not in (EXPIRED, WINDOW) for each in self.decisions)
 
 
 def bucket(schedule: str, at_ms: int) -> str:
@@ -238,21 +251,27 @@ class Retention:
 
     def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
         """Drop what the plan says, in one batch; what was dropped. A snapshot that is gone meanwhile fails the batch."""
+        if batch := self.drops(plan, force=force):
+            self._manifest.submit(batch).result()
+        return plan.dropped
+
+    def drops(self, plan: RetentionPlan, *, force: bool = False) -> list[Op]:
+        """The operations that do what the plan says, none if nothing goes; `WouldDropEverything` as rule 3 has it."""
         dropped = plan.dropped
-        if plan.drops_everything and not force and any(each.why not in (EXPIRED, WINDOW) for each in plan.decisions):
+        if plan.needs_force and not force:
             raise WouldDropEverything(
                 "the retention policy would drop every snapshot of the database",
                 hint="keep more, or say `--force` (force=True)",
                 db_id=plan.db_id,
                 snapshots=len(dropped),
             )
-        if dropped:
-            from quire.manifest.ops.snapshots import DropSnapshot
+        if not dropped:
+            return []
+        from quire.manifest.ops.snapshots import DropSnapshot
 
-            ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
-            origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])
-            self._manifest.submit([*ops, *self._manifest.jobs.deletions(origins)]).result()
-        return dropped
+        ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
+        origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])
+        return [*ops, *self._manifest.jobs.deletions(origins)]
 
     def databases(self) -> list[tuple[int, RetentionRecord]]:
         """(database, policy) of every database that has one."""

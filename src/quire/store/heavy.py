@@ -6,7 +6,7 @@ Terms
 Rules
   1. Each is a job of the manifest, run now, in this thread as far as the driver's side goes: it is seen by `quire jobs`, may be
      cancelled, and goes on after a crash.
-  2. What runs over many databases is one job for each of them and one run of the runner for all (`jobs/checkpoint/many.py`).
+  2. What runs over many databases is one job for each of them and one run for all (`jobs/together.py`).
 
 Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was asked for.
 """
@@ -25,10 +25,13 @@ from quire.jobs.checkpoint.many import run_many
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Handler, Outcome, Progress
 from quire.jobs.restore.export import need_no_file
+from quire.jobs.retention import apply_many
 from quire.jobs.runner import no_tick
 from quire.jobs.stats.compute import Usage
 from quire.jobs.stats.handler import stats_job
+from quire.jobs.waves import Steady, part
 from quire.jobs.worker import Worker
+from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
 from quire.pages.anchors import find_snapshot
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 
     from quire.store.rooms import Rooms
     from quire.store.store import Store
+
+HALF = 1_000
+"""Of what an audit tells of its progress: first the counting, then the listing."""
 
 
 class Heavy:
@@ -80,7 +86,14 @@ class Heavy:
         """Merge the chains of these page databases, or of all, in one run; their jobs, as they ended."""
         return self._run_many(JobKind.MERGE, self._ids_of(names), runner, progress)
 
-    def verify(self, *, max_age_seconds: float = 0, max_duration_seconds: float = 0, runner: str = "") -> Job:
+    def verify(
+        self,
+        *,
+        max_age_seconds: float = 0,
+        max_duration_seconds: float = 0,
+        runner: str = "",
+        progress: Progress = no_tick,
+    ) -> Job:
         """Read every byte of every tier and compare it with the manifest; the job, as it ended.
 
         What was verified within `max_age_seconds` is left out; after `max_duration_seconds` it ends where it is. What was not
@@ -92,12 +105,19 @@ class Heavy:
             "max_age_seconds": float(max_age_seconds),
             "max_duration_seconds": float(max_duration_seconds),
         }
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload))
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload), JobKind.VERIFY, progress)
 
-    def sweep(self, *, delete: bool = False, runner: str = "", grace_seconds: float = 3_600.0) -> Job:
+    def sweep(
+        self,
+        *,
+        delete: bool = False,
+        runner: str = "",
+        grace_seconds: float = 3_600.0,
+        progress: Progress = no_tick,
+    ) -> Job:
         """Compare listings of objects with the manifest, both ways; with `delete`, orphans go. The job, as it ended."""
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload))
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), JobKind.SWEEP, progress)
 
     def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
         """Make bundles of old chunks of a stream's manifest log, or of all streams'; the job, as it ended.
@@ -121,10 +141,13 @@ class Heavy:
 
         Reference counts, heads and floors are computed again from rows, and listings of objects are compared with what rows
         promise, both by the runner; besides, the other rules of the manifest are checked, and what was found damaged is told.
+        What the runner counts is not counted here once more. An object store that cannot be listed is an error: a table without
+        its differences would look as if there were none.
         """
-        counted = self.recount(runner=runner, progress=progress)
-        swept = self.sweep(runner=runner)
-        problems = (each for each in self._manifest.check() if each.rule not in COUNTED_RULES)
+        counted = self.recount(runner=runner, progress=part(progress, 0, HALF, 2 * HALF))
+        swept = self._run_told(JobKind.SWEEP, 0, {"runner": runner}, part(progress, HALF, 2 * HALF, 2 * HALF))
+        with self._manifest.read() as txn:
+            problems = list(check(txn, without=COUNTED_RULES))
         return audit_table(problems, self.damaged(), swept.result or {}, counted)
 
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
@@ -159,17 +182,19 @@ class Heavy:
         self._run_told(JobKind.STATS, 0, {"runner": runner}, progress, handler)
         return found
 
-    def retention_all(self, names: Iterable[str] | None = None, *, force: bool = False) -> list[Job]:
-        """Apply the policies of these databases, or of all that have one, now; their jobs, as they ended.
+    def retention_all(
+        self, names: Iterable[str] | None = None, *, force: bool = False, progress: Progress = no_tick
+    ) -> list[Job]:
+        """Apply the policies of these databases, or of all that have one, in one run; their jobs, as they ended (rule 2).
 
-        With `force` also where a policy takes the last snapshots. What they let go is deleted as always, after its grace.
+        With `force` also where a policy takes the last snapshots. What they let go is deleted as always, after its grace. A
+        database whose job somebody else is at is not among them.
         """
         if names is None:
             db_ids = [db_id for db_id, _ in self._manifest.retention.databases()]
         else:
             db_ids = [self._id_of(name) for name in names]
-        payload = {"force": force} if force else None
-        return [self._run_job(self._outstanding(JobKind.RETENTION, db_id, payload)) for db_id in db_ids]
+        return apply_many(self._manifest, db_ids, force=force, progress=progress)
 
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
@@ -188,34 +213,37 @@ class Heavy:
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
         """Run a job in this thread; its caller hears how far it is, and gets what it raises: then nobody tries it again."""
-        met, work = list[Exception](), handler or self._rooms.handlers[kind]
+        met, work = list[Exception](), _told(handler or self._rooms.handlers[kind], progress)
 
-        def both(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
-            def told(done: int, total: int) -> None:
-                tell(done, total)
-                progress(done, total)
-
+        def caught(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
             try:
-                return work(ctx, job, told)
+                return work(ctx, job, tell)
             except Exception as error:
                 met.append(error)
                 raise
 
         jobs = self._manifest.jobs
         job_id = jobs.enqueue(kind, db_id, payload)
-        Worker(self._rooms.context, {kind: both}).run(job_id)
+        Worker(self._rooms.context, {kind: caught}).run(job_id)
         if met:
             with suppress(IllegalTransition):  # it has failed for good
                 jobs.cancel(job_id)
             raise met[0]
         return jobs.get(job_id)
 
-    def _run_job(self, job_id: int) -> Job:
-        self._rooms.worker.run(job_id)
+    def _run_job(self, job_id: int, kind: JobKind | None = None, progress: Progress = no_tick) -> Job:
+        """Run a job in this thread, by the store's own worker unless somebody wants to hear how far it is."""
+        worker = self._rooms.worker
+        if kind is not None and progress is not no_tick:
+            worker = Worker(self._rooms.context, {kind: _told(self._rooms.handlers[kind], progress)})
+        worker.run(job_id)
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
-        return run_many(self._rooms.context, kind, db_ids, self._rooms.runners, wish=runner, progress=progress)
+        heard = Steady(progress)
+        jobs = run_many(self._rooms.context, kind, db_ids, self._rooms.runners, wish=runner, progress=heard)
+        heard.over()
+        return jobs
 
     def _recover(self, db_id: int, *, leave_open: bool = True) -> None:
         """A crashed owner may have left a segment that must be recovered before anything of it can be absorbed."""
@@ -254,3 +282,20 @@ class Heavy:
             return [self._id_of(name) for name in names]
         with self._manifest.read() as txn:
             return [each.db_id for each in live_databases(txn) if each.kind is DbKind.PAGES]
+
+
+def _told(work: Handler, progress: Progress) -> Handler:
+    """A handler whose progress somebody else hears, too."""
+
+    def both(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
+        heard = Steady(progress)
+
+        def told(done: int, total: int) -> None:
+            tell(done, total)
+            heard(done, total)
+
+        outcome = work(ctx, job, told)
+        heard.over()
+        return outcome
+
+    return both

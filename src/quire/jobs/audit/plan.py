@@ -2,24 +2,31 @@
 
 Rules
   1. All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
-  2. They are made a few thousand rows at a time and say only what is compared: 16 bytes a reference, 32 a version of a page.
-     References are compared all together, of which each database has as many as it has chunks; pages, of which there may be
-     any number, a wave after the other, versions and heads of one piece (`run.PIECE_BITS`) in the same.
+  2. They are made a few thousand rows at a time and say only what is compared: 24 bytes for the references of some rows to one
+     artifact, a count or a catalog row, 32 for a version of a page. They are compared a wave after the other, and what is
+     about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same: in memory are at most `REFERENCE_ROWS` or `WAVE_ROWS`, or
+     one piece if that is more, and 16 bytes for each piece of references. Pages come in order, so they are read once;
+     references do not, so they are read once more for each wave if there are several (`jobs/waves.py`).
   3. A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
      and no reader was promised a version that is not there.
+  4. Where rows cannot be read that is a difference, too (K1), and what else there is to compare is compared.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.errors import Corruption
 from quire.durable.names import object_key
-from quire.jobs.audit.run import PIECE_BITS, Block, Difference
+from quire.jobs.audit.run import PIECE_BITS, Block, Difference, piece_of
+from quire.jobs.waves import cut
 from quire.manifest import tables as t
 from quire.manifest.holders import decode, inventory
 from quire.manifest.reads import ReadTxn
@@ -27,6 +34,9 @@ from quire.manifest.reads import ReadTxn
 STEP_ROWS = 8_192
 WAVE_ROWS = 4_000_000
 """Versions of pages that are compared in one run of the runner: 128 MB of numbers."""
+
+REFERENCE_ROWS = 5_000_000
+"""References, counts and catalog rows that are compared in one run of the runner: 120 MB of numbers."""
 
 END = (1 << 64) - 1
 """A border behind everything: no database has all ids."""
@@ -41,14 +51,59 @@ WHAT = {
 """Rule → what a difference says."""
 
 
-def waves(txn: ReadTxn) -> Iterator[list[Block]]:
+_REFERRING: tuple[t.Table[Any], ...] = (
+    t.LIVE_LEAF, t.SNAPSHOT_INDEX, t.SLOT_LEAF, t.WAL_CATALOG, t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.GC_REFCOUNTS,
+)  # fmt: skip
+_PAGES: tuple[t.Table[Any], ...] = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """What is compared in one run of the runner."""
+
+    blocks: list[Block]
+    done: int
+    """How much of `work` is done when this is."""
+    unread: str = ""
+    """Why there is no more of it (rule 4)."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the manifest this is about, each reference counted."""
+        return sum(int(each.rows[:, 2].sum()) if each.sort == "held" else len(each.rows) for each in self.blocks)
+
+
+def work(txn: ReadTxn) -> int:
+    """How much there is to compare, about: in rows, by the sizes of tables."""
+    return max(1, sum(txn.count(table) for table in (*_REFERRING, *_PAGES)))
+
+
+def waves(txn: ReadTxn) -> Iterator[Wave]:
     """Everything that is compared by the runner, as much at a time as memory should hold (rule 2)."""
-    yield list(_references(txn))
+    referring = sum(txn.count(table) for table in _REFERRING)
+    for compared, done, found in (("references", referring, _reference_waves), ("pages", work(txn), _page_waves)):
+        try:
+            yield from found(txn, referring)
+        except (Corruption, ValueError, struct.error) as error:
+            yield Wave([], done, f"{compared} cannot be compared: {error}")
+
+
+def _reference_waves(txn: ReadTxn, referring: int) -> Iterator[Wave]:
+    found = cut(lambda: _references(txn), piece_of, REFERENCE_ROWS)
+    for number, blocks in enumerate(found, 1):
+        yield Wave(blocks, referring * number // found.count)
+
+
+def _page_waves(txn: ReadTxn, done: int) -> Iterator[Wave]:
     versions = _Sorted(_pages(txn, "version", t.PAGE_VERSION_INDEX))
     heads = _Sorted(_pages(txn, "head", t.PAGE_VERSION_HEAD))
-    while versions.fill(WAVE_ROWS):
-        yield versions.take(versions.border) + heads.take(versions.border)
-    yield versions.take(END) + heads.take(END)
+    more = True
+    while more:
+        more = versions.fill(WAVE_ROWS)
+        border = versions.border if more else END
+        blocks = versions.take(border) + heads.take(border)
+        done += sum(len(each.rows) for each in blocks)
+        yield Wave(blocks, done)
 
 
 class _Sorted:
@@ -95,7 +150,7 @@ def _page_key(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _references(txn: ReadTxn) -> Iterator[Block]:
     for sort, codes, counts in inventory(txn):
-        rows = np.column_stack([codes, counts.astype(np.uint64)]) if sort == "stored" else codes
+        rows = np.column_stack([codes, counts.astype(np.uint64)])
         for start in range(0, len(rows), STEP_ROWS):
             yield Block(sort, np.ascontiguousarray(rows[start : start + STEP_ROWS]))
 
@@ -116,6 +171,11 @@ def floors(txn: ReadTxn) -> Iterator[Difference]:
         low, high = (wal.checkpointed_lsn, wal.last_applied_lsn) if wal is not None else (0, 0)
         if not low <= row.min_snapshot_lsn <= high:
             yield Difference("L1", (db_id, 0), (row.min_snapshot_lsn,), (low, high))
+
+
+def told_unread(wave: Wave) -> dict[str, Any]:
+    """Rule 4, as a row of the audit's table."""
+    return {"state": "K1", "what": wave.unread}
 
 
 def told(each: Difference) -> dict[str, Any]:

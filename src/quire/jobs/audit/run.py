@@ -4,10 +4,12 @@ Terms
   block     rows of one sort, as numbers: what a transaction of the manifest gave, cut into pieces
   code      an artifact as two numbers, as `manifest/holders.py` makes them: (origin << 24 | kind << 16 | delta, id << 32 |
             generation)
-  sort      "held" (a reference), "stored" (a reference count), "row" (a catalog row), "version" and "head" (of a page)
+  sort      "held" (how often some rows refer to an artifact), "stored" (a reference count), "row" (a catalog row), "version"
+            and "head" (of a page)
 
 Rules
-  1. Blocks are split by database and a piece of its ids or pages, so that a large database is compared by many tasks.
+  1. Blocks are split by database and a piece of its ids or pages, so that a large database is compared by many tasks, and none
+     holds more than what is about a piece: 2^14 pages with their versions, 2^10 ids with their generations.
   2. What comes back are differences: equal counts, which is nearly all of them, never leave the executor.
 
 Safe to run on an executor.
@@ -18,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +28,13 @@ from quire.core.ids import ArtifactKind
 from quire.jobs.runner import Key, Tools
 
 PIECE_BITS = 14
-"""Ids, or pages, of one database that are compared together: 2^14."""
+"""Pages of one database that are compared together: 2^14."""
+
+ID_BITS = 10
+"""Ids of artifacts of one database that are compared together: 2^10. Each may have as many generations as it has snapshots."""
 
 Pair = tuple[int, int]
+Numbers = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,8 @@ class Block:
     """Rows of one sort."""
 
     sort: str
-    rows: NDArray[np.uint64]
-    """(code, code) or (code, code, count); of pages (db_id, page, lsn, segment)."""
+    rows: Numbers
+    """(code, code, count); of pages (db_id, page, lsn, segment)."""
     db_id: int = 0
 
 
@@ -53,6 +58,12 @@ class Difference:
     want: tuple[int, ...]
 
 
+def piece_of(rows: Numbers) -> Numbers:
+    """The piece of each reference, as one number: in the order of databases and ids."""
+    pieces: Numbers = rows[:, 0] >> np.uint64(24) << np.uint64(32) | rows[:, 1] >> np.uint64(32 + ID_BITS)
+    return pieces
+
+
 def split_block(block: Block, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
     """Rule 1."""
     rows = block.rows
@@ -61,7 +72,7 @@ def split_block(block: Block, _tools: Tools) -> Iterator[tuple[Key, tuple[str, N
     if block.sort in ("version", "head"):
         owners, pieces, kind = rows[:, 0], rows[:, 1] >> np.uint64(PIECE_BITS), 0
     else:
-        owners, pieces, kind = rows[:, 0] >> np.uint64(24), rows[:, 1] >> np.uint64(32 + PIECE_BITS), 1
+        owners, pieces, kind = rows[:, 0] >> np.uint64(24), rows[:, 1] >> np.uint64(32 + ID_BITS), 1
     keys = np.stack([owners, pieces * np.uint64(2) + np.uint64(kind)], axis=1)
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     keys, rows = keys[order], rows[order]
@@ -84,23 +95,33 @@ def join_blocks(
     return tuple(_counts(joined))
 
 
-def _counts(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
+def _counts(joined: dict[str, Numbers]) -> Iterator[Difference]:
     """R1: a count is the number of holders. S2: what is held has a row. R4: what has a row is, or was, held."""
-    held: dict[Pair, int] = {}
-    for code in map(tuple, joined.get("held", np.zeros((0, 2), np.uint64)).tolist()):
-        held[code] = held.get(code, 0) + 1
-    stored: dict[Pair, int] = {
-        (first, second): count for first, second, count in joined.get("stored", np.zeros((0, 3), np.uint64)).tolist()
-    }
-    rows: set[Any] = set(map(tuple, joined.get("row", np.zeros((0, 2), np.uint64)).tolist()))
+    held, stored, rows = (_by_code(joined.get(sort, np.zeros((0, 3), np.uint64))) for sort in ("held", "stored", "row"))
+    if np.array_equal(held, stored[stored[:, 2] > 0]) and np.array_equal(rows[:, :2], stored[:, :2]):
+        return
+    yield from _looked_at(*({(a, b): count for a, b, count in each.tolist()} for each in (held, stored, rows)))
+
+
+def _looked_at(held: dict[Pair, int], stored: dict[Pair, int], rows: dict[Pair, int]) -> Iterator[Difference]:
+    """The same, one by one: they are not all equal."""
     for code in sorted(held.keys() | {code for code, count in stored.items() if count}):
         if held.get(code, 0) != stored.get(code, 0):
             yield Difference("R1", code, (stored.get(code, 0),), (held.get(code, 0),))
-    for code in sorted(held.keys() - rows):
+    for code in sorted(held.keys() - rows.keys()):
         yield Difference("S2", code, (0,), (1,))
-    for code in sorted(rows - held.keys() - stored.keys()):
+    for code in sorted(rows.keys() - held.keys() - stored.keys()):
         if code[0] >> 16 & 0xFF != ArtifactKind.NAMESPACE:  # a namespace may wait for its first artifact
             yield Difference("R4", code, (1,), (0,))
+
+
+def _by_code(rows: Numbers) -> Numbers:
+    """The sum of each code's counts, by code."""
+    if not len(rows):
+        return rows
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    starts = np.flatnonzero(np.concatenate(([True], (rows[1:, :2] != rows[:-1, :2]).any(axis=1))))
+    return np.column_stack([rows[starts, :2], np.add.reduceat(rows[:, 2], starts)])
 
 
 def _heads(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:

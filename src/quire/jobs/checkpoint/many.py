@@ -1,17 +1,15 @@
 """Checkpoints or merges of many databases in one run: each is its own job, the work of all is two steps of one runner (K1).
 
 Terms
-  held     a job that this run has claimed, with what is known of it so far; the run ends when it holds none
+  held     see `jobs/together.py`, whose rules hold here: a database fails alone, leases are renewed together, a run that is
+           interrupted puts its jobs back
   step     what is done for all that are held before the next begins: draft, count, store the plans, write, publish
 
 Rules
-  1. A database fails alone: its job fails as it would by itself, and is held no more. One that was dropped meanwhile is such.
-  2. Every step is for all databases at once: index rows are counted in one action of the runner, slots written in another;
-     commits are pipelined, so ten thousand databases share the manifest's group commits.
-  3. All leases are renewed together, by one thread, as long as the run lasts. A job that was taken away is noticed when its
-     plan is to be stored or published: that fails, and the job is somebody else's (P10).
-  4. A run that is interrupted puts its jobs back, unfailed; each goes on from its stored plan, in whatever run takes it next.
-  5. What a database's job does step by step is the same as when it runs alone (`handler.py`); a stored plan that comes out
+  1. Every step is for all databases at once: index rows are counted in one action of the runner, slots written in another;
+     commits are pipelined.
+  2. A job that is put back goes on from its stored plan, in whatever run takes it next.
+  3. What a database's job does step by step is the same as when it runs alone (`handler.py`); a stored plan that comes out
      differently is abandoned, and its job put back for the next run.
 
 Threads: one caller; the heart and the drafts have threads of their own. Raises what the runner raises, and what interrupts the
@@ -20,18 +18,13 @@ caller.
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import msgspec
 
-from quire.core.errors import IllegalTransition, QuireError, StoreClosed, StoreUnusable, UnknownJob
-from quire.core.events import emit
+from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
 from quire.jobs.checkpoint import handler as one
 from quire.jobs.checkpoint import plan as limits
@@ -41,30 +34,22 @@ from quire.jobs.checkpoint.run import SlotResult, join_slot
 from quire.jobs.checkpoint.select import engine_of, select_segments
 from quire.jobs.checkpoint.window import keep_versions
 from quire.jobs.context import JobContext
-from quire.jobs.handler import HOPELESS, Done, Progress, options
+from quire.jobs.handler import Done, Progress, options
 from quire.jobs.runner import AUTO_BYTES, Runner, Runners, no_tick
-from quire.manifest.guard import ManifestGuard
-from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
-from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.jobs import CompleteJob, EnsureJob, RenewJobLease, StartJob
+from quire.jobs.together import HeldJob, Together
+from quire.manifest.jobqueue import LEASE_SECONDS, Job
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.jobs import CompleteJob
 from quire.manifest.records import JobKind, JobState, PlanRecord, WalRecord
-
-PIPELINE = 1_024
-"""Batches that are under way at once."""
 
 DRAFTS = 16
 """Databases that are looked at at once: each may commit a floor, and wait for it."""
 
-_runs = itertools.count(1)
-
-T = TypeVar("T")
-
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Held(HeldJob):
     """A job of the run."""
 
-    job: Job
     segments: list[tuple[int, WalRecord]] = field(default_factory=list)
     inputs: list[SegmentInput] = field(default_factory=list)
     more: bool = False
@@ -73,10 +58,6 @@ class Held:
     plan: CheckpointPlan | None = None
     dirty: dict[int, Dirty] = field(default_factory=dict)
     results: dict[int, SlotResult] = field(default_factory=dict)
-
-    @property
-    def db_id(self) -> int:
-        return self.job.db_id
 
 
 def run_many(
@@ -90,9 +71,8 @@ def run_many(
 ) -> list[Job]:
     """Checkpoint or merge these databases now; their jobs, as they ended. Those that somebody else is at are not among them."""
     run = _Run(ctx, kind, runners, wish)
-    run.claim(run.enqueue(db_ids))
-    asked = [held.job.job_id for held in run.held.values()]
     with run.alive():
+        asked = run.claim(run.enqueue(db_ids))
         run.draft()
         run.count(progress)
         run.store_plans()
@@ -101,74 +81,14 @@ def run_many(
     return [ctx.manifest.jobs.get(job_id) for job_id in asked]
 
 
-class _Run:
-    """One run. `held` is changed by the caller's thread, while drafting by a few of its own (each takes out its own entry,
-    which is one step of a dict's); the heart only reads it."""
+class _Run(Together[Held]):
+    """One run. Drafting has a few threads of its own."""
 
     def __init__(self, ctx: JobContext, kind: JobKind, runners: Runners, wish: str) -> None:
+        super().__init__(ctx.manifest, kind, Held, lease_seconds=LEASE_SECONDS)
         self._ctx = ctx
-        self._kind = kind
         self._wish = wish or runners.usual
         self._runner_for = one.chooser(ctx, runners, self._wish)
-        self._holder = f"{worker_name('many')}:{next(_runs)}"
-        self._over = threading.Event()
-        self.held: dict[int, Held] = {}
-
-    # ── holding jobs ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def enqueue(self, db_ids: Iterable[int]) -> list[int]:
-        """The outstanding job of each database, made if there was none."""
-        manifest, found = self._ctx.manifest, []
-
-        def batch(db_id: int) -> list[Op]:
-            return [EnsureJob(manifest.allocate(Counter.JOB), manifest.jobs.record(self._kind, db_id))]
-
-        for db_id, error in self._commit((db_id, batch(db_id)) for db_id in dict.fromkeys(db_ids)):
-            if error is None:
-                found.append(manifest.jobs.outstanding(db_id, self._kind))
-            else:
-                emit("warning", "job.cannot_enqueue", db_id=db_id, kind=self._kind.name, error=str(error))
-        return found
-
-    def claim(self, job_ids: Sequence[int]) -> None:
-        """Take those that nobody works on."""
-        expires = self._expires()
-        batches = ((job_id, [StartJob(job_id, self._holder, expires)]) for job_id in job_ids if job_id)
-        for job_id, error in self._commit(batches):
-            if error is None:
-                job = self._ctx.manifest.jobs.get(job_id)
-                self.held[job.db_id] = Held(job)
-
-    @contextmanager
-    def alive(self) -> Iterator[None]:
-        """Rules 3 and 4."""
-        heart = threading.Thread(target=self._beat, name="quire-many-heart", daemon=True)
-        heart.start()
-        try:
-            yield
-        except (StoreClosed, StoreUnusable):
-            raise
-        except BaseException:
-            for held in list(self.held.values()):
-                self._let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, 0))
-            raise
-        finally:
-            self._over.set()
-            heart.join()
-        assert not self.held, "every job has ended, or was put back"
-
-    def _beat(self) -> None:
-        while not self._over.wait(LEASE_SECONDS / 3):
-            held, expires = list(self.held.values()), self._expires()
-            batches = ((each, [RenewJobLease(each.job.job_id, self._holder, expires, 0, 0)]) for each in held)
-            try:
-                for each, error in self._commit(batches):
-                    if isinstance(error, (IllegalTransition, UnknownJob)) and each.db_id in self.held:
-                        emit("warning", "job.lease_taken", job_id=each.job.job_id, worker=self._holder)
-            except QuireError as error:  # the next beat tries again
-                emit("warning", "worker.cannot_renew", worker=self._holder, error=str(error))
-
-    def _expires(self) -> int:
-        return self._ctx.clock.now_ms() + int(LEASE_SECONDS * 1000)
 
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:
@@ -178,7 +98,7 @@ class _Run:
                 pass
 
     def _draft_alone(self, held: Held) -> None:
-        with self._alone(held):
+        with self.alone(held):
             self._draft(held)
 
     def _draft(self, held: Held) -> None:
@@ -217,7 +137,7 @@ class _Run:
         return limits.SPARK_FRAMES_MAX if is_large else limits.PLAN_FRAMES_MAX
 
     def count(self, progress: Progress) -> None:
-        """Count what changed, in one action (rule 2), and make the plans."""
+        """Count what changed, in one action (rule 1), and make the plans."""
         waiting = [held for held in self.held.values() if held.segments]
         if not waiting:
             return
@@ -234,11 +154,11 @@ class _Run:
             if held_or_none is None:
                 continue
             if answer.error is not None:
-                self._fail(held_or_none, answer.error)
+                self.fail(held_or_none, answer.error)
             else:
                 held_or_none.dirty[answer.key[1]] = answer.result()
         for held in [each for each in waiting if each.db_id in self.held]:
-            with self._alone(held):
+            with self.alone(held):
                 self._plan_checkpoint(held)
 
     def _plan_checkpoint(self, held: Held) -> None:
@@ -272,18 +192,17 @@ class _Run:
 
         def batch(held: Held) -> list[Op]:
             assert held.plan is not None
-            lease = RenewJobLease(held.job.job_id, self._holder, self._expires(), 0, 0)
-            return [lease, one.begin_op(ctx, held.job, held.plan)]
+            return [self.renewal(held), one.begin_op(ctx, held.job, held.plan)]
 
-        for held, error in self._commit((held, batch(held)) for held in new):
+        for held, error in self.commit((held, batch(held)) for held in new):
             if error is not None:
-                self._fail(held, error)
+                self.fail(held, error)
             elif held.plan is not None:
                 one.tell_begun(held.plan)
         hit("jobs.checkpoint.planned")
 
     def write(self, progress: Progress) -> None:
-        """Write the objects of all plans, in one action (rule 2)."""
+        """Write the objects of all plans, in one action (rule 1)."""
         plans = [held.plan for held in self.held.values() if held.plan is not None]
         tasks = {(plan.db_id, task.key.id): task for plan in plans for task in plan.tasks}
         if not tasks:
@@ -295,19 +214,19 @@ class _Run:
             if held is None:
                 continue
             if answer.error is not None:
-                self._fail(held, answer.error)
+                self.fail(held, answer.error)
             else:
                 held.results[answer.key[1]] = answer.result()
         hit("jobs.checkpoint.written")
 
     def publish(self) -> None:
         """One batch for each database, together with the end of its job."""
-        finished = self._commit(
+        finished = self.commit(
             (held, batch) for held in list(self.held.values()) if (batch := self._publication(held)) is not None
         )
         for held, error in finished:
             if error is not None:
-                self._fail(held, error)
+                self.fail(held, error)
             else:
                 self.held.pop(held.db_id, None)
         hit("jobs.checkpoint.published")
@@ -319,65 +238,22 @@ class _Run:
             done = one.publish(self._ctx, held.job, held.plan, results)
             assert isinstance(done, Done)
         except QuireError as error:
-            self._fail(held, error)
+            self.fail(held, error)
             return None
         packed = msgspec.msgpack.encode(done.result)
         end = CompleteJob(held.job.job_id, JobState.SUCCEEDED, held.job.record.attempt, result=packed)
         return [*done.ops, end, *done.after]
 
     # ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────
-    @contextmanager
-    def _alone(self, held: Held) -> Iterator[None]:
-        """Rule 1."""
-        try:
-            yield
-        except (StoreClosed, StoreUnusable):
-            raise
-        except QuireError as error:
-            self._fail(held, error)
-
-    def _fail(self, held: Held, error: QuireError) -> None:
-        emit("warning", "job.attempt_failed", job_id=held.job.job_id, kind=self._kind.name, error=str(error))
-        text, permanent = f"{type(error).__name__}: {error}", isinstance(error, HOPELESS)
-        self._let_go(held, lambda job: self._ctx.manifest.jobs.fail(job, text, permanent=permanent))
-
     def _put_off(self, held: Held, wait_ms: int) -> None:
         until = self._ctx.clock.now_ms() + wait_ms
-        self._let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
+        self.let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
 
     def _start_over(self, held: Held) -> None:
-        """Rule 5."""
+        """Rule 3."""
         assert held.stored is not None
         one.abandon(self._ctx, held.job, held.stored[0])
         self._put_off(held, 0)
 
     def _end(self, held: Held, done: Done) -> None:
-        self._let_go(held, lambda job: self._ctx.manifest.jobs.complete(job, done.result))
-
-    def _let_go(self, held: Held, how: Callable[[Job], object]) -> None:
-        if self.held.pop(held.db_id, None) is not None:
-            try:
-                how(held.job)
-            except (IllegalTransition, UnknownJob):
-                pass  # it was cancelled, or taken from us
-
-    def _commit(self, batches: Iterable[tuple[T, Sequence[Op]]]) -> Iterator[tuple[T, QuireError | None]]:
-        """Submit batches, many under way at once; what became of each."""
-        under_way: list[tuple[T, ManifestGuard]] = []
-        for each, batch in batches:
-            under_way.append((each, self._ctx.manifest.submit(list(batch))))
-            if len(under_way) >= PIPELINE:
-                yield from _outcomes(under_way)
-                under_way = []
-        yield from _outcomes(under_way)
-
-
-def _outcomes(under_way: list[tuple[T, ManifestGuard]]) -> Iterator[tuple[T, QuireError | None]]:
-    for each, guard in under_way:
-        try:
-            guard.result()
-            yield each, None
-        except (StoreClosed, StoreUnusable):
-            raise
-        except QuireError as error:
-            yield each, error
+        self.let_go(held, lambda job: self._ctx.manifest.jobs.complete(job, done.result))

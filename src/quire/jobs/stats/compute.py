@@ -6,36 +6,45 @@ Terms
               would free. Of a snapshot: what nothing else holds, its own database included: what dropping it alone would free
   churn       bytes of artifacts that were made within the last day
 
-Rows are read in one transaction, as numbers; adding them up (`run.py`) is done by a runner, or here where there is none.
+Rules
+  1. Rows are read in one transaction, as numbers: 56 bytes for what is said of an artifact, 32 for each that holds it. Adding
+     them up (`run.py`) is done by a runner, or here where there is none.
+  2. They are never all in memory: at most `WAVE_ROWS` of them (80 MB) with what is about one piece in one wave, and read once
+     more for each wave if there are several (`jobs/waves.py`).
+  3. What comes back, and is held, is a line of sums for each holder (`run.LINE_BYTES`) and each key of a wave: what the result
+     is made of, one `Usage` for each database and snapshot.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.ids import ArtifactKind
 from quire.jobs.runner import Key
-from quire.jobs.stats.run import TIER, Holder, Rows, Shares, join_shares, split_rows
+from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
 from quire.jobs.verify.whole import artifacts
+from quire.jobs.waves import Waves, cut
 from quire.manifest import tables as t
-from quire.manifest.holders import encode
+from quire.manifest.holders import encode, named_by
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, WalState
-from quire.manifest.slots import artifacts as artifacts_of_leaf
-from quire.manifest.slots import unpack_leaf
+from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
 DAY_MS = 86_400_000
 STEP_ROWS = 8_192
+LEAF_ROWS = 64
+"""Held leaves that are read together: each has some hundred chunks."""
 
-SUMS = ("artifacts", "size_bytes", "exclusive_bytes", "shared_bytes", "chunk_bytes", "wal_bytes", "churn_bytes")
-"""Sums that a `Usage` has under the same name."""
+WAVE_ROWS = 1_500_000
+
+Numbers = NDArray[np.uint64]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,83 +75,123 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
     """Every live database, each followed by its snapshots; added up in this process."""
     nothing: Any = None  # what adds up needs no tools
-    parts: dict[Key, list[tuple[str, NDArray[np.uint64]]]] = defaultdict(list)
-    for block in blocks(txn, now_ms):
-        for key, part in split_rows(block, nothing):
+    total = Totals()
+    for wave in waves(txn, now_ms):
+        parts: dict[Key, list[tuple[str, Numbers]]] = defaultdict(list)
+        for key, part in chain.from_iterable(split_rows(block, nothing) for block in wave):
             parts[key].append(part)
-    return described(txn, total(join_shares(key, None, found, nothing) for key, found in parts.items()))
+        for key in list(parts):
+            total.add(join_shares(key, None, parts.pop(key), nothing))
+    return described(txn, total)
 
 
-def total(shares: Iterable[Shares]) -> dict[Holder, Counter[str]]:
-    """The sums of all pieces, by holder."""
-    found: dict[Holder, Counter[str]] = defaultdict(Counter)
-    for each in shares:
-        for holder, sums in each.items():
-            found[holder].update(sums)
-    return found
+class Totals:
+    """The sums of all pieces, by holder; they are added up whenever there are twice as many lines as there were holders."""
+
+    def __init__(self) -> None:
+        self._lines: list[Shares] = [np.zeros((0, 2 + len(SUMS)), np.int64)]
+        self._held, self._limit = 0, STEP_ROWS
+
+    def add(self, shares: Shares) -> None:
+        """What holders have of one more piece."""
+        self._lines.append(shares)
+        self._held += len(shares)
+        if self._held > self._limit:
+            self._held = len(self._added())
+            self._limit = 2 * self._held + STEP_ROWS
+
+    def by_holder(self) -> dict[Holder, list[int]]:
+        """Holder → `SUMS`."""
+        return {(db_id, snapshot): sums for db_id, snapshot, *sums in self._added().tolist()}
+
+    def _added(self) -> Shares:
+        self._lines = [added(np.concatenate(self._lines))]
+        return self._lines[0]
 
 
-def described(txn: ReadTxn, sums: Mapping[Holder, Mapping[str, int]]) -> list[Usage]:
+def described(txn: ReadTxn, total: Totals) -> list[Usage]:
     """The sums, with the names of who holds them."""
-    found = []
+    sums, found = total.by_holder(), []
     for db_id, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
             continue
         who = {"db_id": db_id, "database": record.name}
-        found.append(_usage(sums.get((db_id, -1), {}), record.page_size, **who))
+        found.append(_usage(sums.get((db_id, WHOLE), ()), record.page_size, **who))
         for (_, number), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
             name = row.name or f"#{number}"
-            found.append(_usage(sums.get((db_id, number), {}), record.page_size, snapshot=name, **who))
+            found.append(_usage(sums.get((db_id, number), ()), record.page_size, snapshot=name, **who))
     return found
 
 
-def _usage(sums: Mapping[str, int], page_size: int, **who: Any) -> Usage:
-    tiers = {name.removeprefix(TIER): size for name, size in sums.items() if name.startswith(TIER) and size}
-    named: dict[str, Any] = {name: sums.get(name, 0) for name in SUMS}
-    return Usage(tiers=tiers, plain_bytes=sums.get("plain_pages", 0) * page_size, **named, **who)
+def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:
+    named: dict[str, Any] = dict(zip(SUMS, sums)) or dict.fromkeys(SUMS, 0)
+    tiers = {name.removeprefix(TIER): named.pop(name) for name in SUMS if name.startswith(TIER)}
+    plain_bytes = named.pop("plain_pages") * page_size
+    return Usage(tiers={name: size for name, size in tiers.items() if size}, plain_bytes=plain_bytes, **named, **who)
 
 
 # ── rows as numbers ───────────────────────────────────────────────────────────────────────────────────────────────────
+def waves(txn: ReadTxn, now_ms: int) -> Waves[Rows]:
+    """Every fact and every holding, as many at a time as memory should hold (rule 2)."""
+    return cut(lambda: blocks(txn, now_ms), piece_of, WAVE_ROWS)
+
+
 def blocks(txn: ReadTxn, now_ms: int) -> Iterator[Rows]:
-    """Every fact and every holding, a few thousand at a time."""
-    for sort, rows in (("fact", _facts(txn, now_ms - DAY_MS)), ("holding", _holdings(txn))):
-        while step := list(islice(rows, STEP_ROWS)):
-            yield Rows(sort, np.array(step, np.uint64))
+    """Every fact and every holding, some thousands at a time."""
+    for rows in _facts(txn, now_ms - DAY_MS):
+        yield Rows("fact", rows)
+    for rows in chain(_leaf_holdings(txn), _wal_holdings(txn)):
+        for start in range(0, len(rows), STEP_ROWS):
+            yield Rows("holding", rows[start : start + STEP_ROWS])
 
 
-def _code(key: ArtifactKey) -> tuple[int, int]:
-    first, second = encode(key.origin_db_id, key.kind, key.delta_id, key.id, key.generation)[0].tolist()
-    return first, second
+def _steps(rows: Iterable[tuple[int, ...]], count: int) -> Iterator[Numbers]:
+    rest = iter(rows)
+    while step := list(islice(rest, count)):
+        yield np.array(step, np.uint64)
 
 
-def _facts(txn: ReadTxn, young_ms: int) -> Iterator[tuple[int, ...]]:
-    for key, row in artifacts(txn):
-        is_wal = key.kind is ArtifactKind.WAL
-        size, pages = (row.used_bytes, 0) if is_wal else (row.size_bytes, row.page_count)
-        yield *_code(key), size, pages, row.created_at_ms > young_ms, row.residency, is_wal
+def _facts(txn: ReadTxn, young_ms: int) -> Iterator[Numbers]:
+    def told() -> Iterator[tuple[int, ...]]:
+        for key, row in artifacts(txn):
+            is_wal = key.kind is ArtifactKind.WAL
+            size, pages = (row.used_bytes, 0) if is_wal else (row.size_bytes, row.page_count)
+            yield (
+                key.origin_db_id, key.kind, key.delta_id, key.id, key.generation,
+                size, pages, row.created_at_ms > young_ms, row.residency, is_wal,
+            )  # fmt: skip
+
+    for rows in _steps(told(), STEP_ROWS):
+        yield np.column_stack([encode(*rows[:, :5].T), rows[:, 5:]])
 
 
-def _holdings(txn: ReadTxn) -> Iterator[tuple[int, int, int, int]]:
-    """(code, code, database, snapshot)."""
-    of_leaf: dict[tuple[int, int, int], set[Holder]] = defaultdict(set)
-    for (db_id, leaf), row in txn.scan(t.LIVE_LEAF):
-        of_leaf[row.origin_db_id, leaf, row.generation].add((db_id, 0))
-    for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
-        for leaf, origin, generation in snapshot.leaves:
-            of_leaf[origin, leaf, generation].add((db_id, snapshot_id))
-        for pin in snapshot.pins:
-            key = ArtifactKey(pin.origin_db_id, ArtifactKind.WAL, pin.segment_id, 0)
-            yield *_code(key), db_id, snapshot_id
-    for (origin, leaf, generation), held_by in of_leaf.items():
-        for key in _of_leaf(txn, origin, leaf, generation):
-            for holder in held_by:
-                yield *_code(key), *holder
-    for (db_id, segment_id), segment in txn.scan(t.WAL_CATALOG):
-        if segment.state < WalState.CHECKPOINTED:
-            yield *_code(ArtifactKey(segment.origin_db_id, ArtifactKind.WAL, segment_id, 0)), db_id, 0
+def _leaf_holdings(txn: ReadTxn) -> Iterator[Numbers]:
+    """(code, code, database, snapshot) of the chunks that databases and snapshots hold by their leaves."""
+    live = ((row.origin_db_id, leaf, row.generation, db_id, 0) for (db_id, leaf), row in txn.scan(t.LIVE_LEAF))
+    kept = (
+        (origin, leaf, generation, db_id, snapshot_id)
+        for (db_id, snapshot_id), record in txn.scan(t.SNAPSHOT_INDEX)
+        for leaf, origin, generation in record.leaves
+    )
+    for held in _steps(chain(live, kept), LEAF_ROWS):
+        rows = [txn.get(t.SLOT_LEAF, *key) for key in held[:, :3].tolist()]
+        bodies = [row.entries if row is not None else b"" for row in rows]  # a leaf that is not there is S1
+        entries = np.frombuffer(b"".join(bodies), ENTRY_FIELDS)
+        owner = np.repeat(np.arange(len(held)), [len(body) // ENTRY.size for body in bodies])
+        yield np.column_stack([named_by(held[owner, 1], entries), held[owner, 3:]])
 
 
-def _of_leaf(txn: ReadTxn, origin: int, leaf: int, generation: int) -> Iterator[ArtifactKey]:
-    row = txn.get(t.SLOT_LEAF, origin, leaf, generation)
-    if row is not None:
-        yield from artifacts_of_leaf(unpack_leaf(row.entries), leaf)
+def _wal_holdings(txn: ReadTxn) -> Iterator[Numbers]:
+    """The same of segments: those that a snapshot pins, and those that a database still needs."""
+    pinned = (
+        (pin.origin_db_id, pin.segment_id, db_id, snapshot_id)
+        for (db_id, snapshot_id), record in txn.scan(t.SNAPSHOT_INDEX)
+        for pin in record.pins
+    )
+    needed = (
+        (row.origin_db_id, segment_id, db_id, 0)
+        for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG)
+        if row.state < WalState.CHECKPOINTED
+    )
+    for rows in _steps(chain(pinned, needed), STEP_ROWS):
+        yield np.column_stack([encode(rows[:, 0], ArtifactKind.WAL, 0, rows[:, 1], 0), rows[:, 2:]])

@@ -1,6 +1,8 @@
 """The stats job: what each database and snapshot takes, added up by the runner.
 
-It reads rows of one transaction and changes nothing. The result has the first `LISTED_MAX` of them; `store.heavy.stats()` all.
+Rules
+  1. It reads rows of one transaction, a wave at a time, and changes nothing; what it holds meanwhile is said in `compute.py`.
+  2. The job's result has the first `LISTED_MAX` databases and snapshots; `store.heavy.stats()` all.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from quire.core.plain import plain
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.runner import Runners
-from quire.jobs.stats.compute import Usage, blocks, described, total
+from quire.jobs.stats.compute import Totals, Usage, described, waves
 from quire.jobs.stats.run import join_shares, split_rows
 from quire.jobs.threads import thread_runner
+from quire.jobs.waves import part
 from quire.manifest.jobqueue import Job
 
 LISTED_MAX = 1_000
@@ -35,11 +38,17 @@ def stats_job(
     """Add up where the bytes are; `into` gets all of it."""
     wish = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
-        given = list(blocks(txn, ctx.clock.now_ms()))
-        rows = sum(len(each.rows) for each in given)
-        runner = runners.choose(wish, rows * BYTES_A_ROW, partial(thread_runner, ctx, label="quire-stats"))
-        answers = runner.regroup(split_rows, given, join_shares, tick=progress)
-        found = described(txn, total(answer.result() for answer in answers))
-    into(found)
-    told = [plain(each) for each in found[:LISTED_MAX]]
-    return Done({"rows": rows, "holders": len(found), "usage": told, "runner": runner.name})
+        found = waves(txn, ctx.clock.now_ms())
+        total, done, sums = max(found.rows, 1), 0, Totals()
+        progress(0, total)
+        runner = runners.choose(wish, found.rows * BYTES_A_ROW, partial(thread_runner, ctx, label="quire-stats"))
+        for wave in found:
+            ends = done + sum(len(each.rows) for each in wave)
+            for answer in runner.regroup(split_rows, wave, join_shares, tick=part(progress, done, ends, total)):
+                sums.add(answer.result())
+            done = ends
+        told = described(txn, sums)
+    into(told)
+    progress(total, total)
+    listed = [plain(each) for each in told[:LISTED_MAX]]
+    return Done({"rows": found.rows, "holders": len(told), "usage": listed, "runner": runner.name})

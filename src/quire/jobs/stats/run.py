@@ -3,20 +3,21 @@
 Terms
   fact      what a row says of an artifact: (code, code, bytes, pages, is it of the last day, residency, is it WAL)
   holding   that somebody holds an artifact: (code, code, database, snapshot); snapshot 0 is the database as it is now
-  share     what a holder has of the artifacts of one key: sums by name
+  share     what a holder has of the artifacts of one key: a sum for each of `SUMS`
 
 Rules
   1. A snapshot has alone what nobody else holds; a database, with its snapshots, what no other database holds.
-  2. What comes back is a few sums for each holder.
+  2. Rows of one key are added up in one task: those about 2^10 ids of one database. What comes back is one line of sums
+     (`LINE_BYTES`) for each holder, however much it holds.
 
 Safe to run on an executor.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +25,31 @@ from numpy.typing import NDArray
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Residency
 
-PIECE_BITS = 14
-"""Ids of one database that are added up together: 2^14."""
+PIECE_BITS = 10
+"""Ids of one database that are added up together: 2^10. Each may be held by as many as there are snapshots."""
 
 TIER = "tier:"
 """Before the name of a residency: what lies there."""
 
+SUMS = (
+    "artifacts", "size_bytes", "exclusive_bytes", "shared_bytes", "chunk_bytes", "wal_bytes", "plain_pages", "churn_bytes",
+    *(TIER + each.name.lower() for each in Residency),
+)  # fmt: skip
+"""What is added up."""
+
+LINE_BYTES = 8 * (2 + len(SUMS))
+
+WHOLE = -1
+"""In place of a snapshot: the database with its snapshots."""
+
 Holder = tuple[int, int]
 """(database, snapshot); the whole of a database, with its snapshots, is (database, -1)."""
 
-Shares = dict[Holder, dict[str, int]]
+Numbers = NDArray[np.uint64]
+Sums = NDArray[np.int64]
+
+Shares = Sums
+"""Lines of (database, snapshot, sums)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +57,93 @@ class Rows:
     """Facts, or holdings."""
 
     sort: str
-    rows: NDArray[np.uint64]
+    rows: Numbers
     db_id: int = 0
 
 
-def split_rows(given: Rows, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
+def piece_of(rows: Numbers) -> Numbers:
+    """The key of each row, as one number: the artifact's origin, and a piece of its ids."""
+    pieces: Numbers = rows[:, 0] >> np.uint64(24) << np.uint64(32) | rows[:, 1] >> np.uint64(32 + PIECE_BITS)
+    return pieces
+
+
+def split_rows(given: Rows, _tools: Tools) -> Iterator[tuple[Key, tuple[str, Numbers]]]:
     """By the artifact's origin, and a piece of its ids."""
-    rows = given.rows
-    keys = np.stack([rows[:, 0] >> np.uint64(24), rows[:, 1] >> np.uint64(32 + PIECE_BITS)], axis=1)
-    found, places = np.unique(keys, axis=0, return_inverse=True)
-    for number, (owner, piece) in enumerate(found.tolist()):
-        yield (owner, piece), (given.sort, rows[places.reshape(-1) == number])
+    if not len(given.rows):
+        return
+    pieces = piece_of(given.rows)
+    order = np.argsort(pieces, kind="stable")
+    pieces, rows = pieces[order], given.rows[order]
+    starts = [0, *(np.flatnonzero(pieces[1:] != pieces[:-1]) + 1).tolist(), len(rows)]
+    for start, stop in pairwise(starts):
+        piece = int(pieces[start])
+        yield (piece >> 32, piece & 0xFFFFFFFF), (given.sort, rows[start:stop])
 
 
-def join_shares(_key: Key, _task: None, parts: list[tuple[str, NDArray[np.uint64]]], _tools: Tools) -> Shares:
+def join_shares(_key: Key, _task: None, parts: list[tuple[str, Numbers]], _tools: Tools) -> Shares:
     """What each holder has of these artifacts."""
-    facts: dict[tuple[int, int], list[int]] = {}
-    holders: dict[tuple[int, int], set[Holder]] = defaultdict(set)
-    for sort, rows in parts:
-        for first, second, *rest in rows.tolist():
-            if sort == "fact":
-                facts[first, second] = rest
-            else:
-                holders[first, second].add((rest[0], rest[1]))
-    shares: dict[Holder, Counter[str]] = defaultdict(Counter)
-    for artifact, held_by in holders.items():
-        if artifact not in facts:
-            continue
-        databases = {db_id for db_id, _ in held_by}
-        for holder in held_by:
-            if holder[1]:
-                _add(shares[holder], facts[artifact], alone=len(held_by) == 1)
-        for db_id in databases:
-            _add(shares[db_id, -1], facts[artifact], alone=len(databases) == 1)
-    return {holder: dict(sums) for holder, sums in shares.items()}
+    facts = np.concatenate([np.zeros((0, 7), np.uint64), *(rows for sort, rows in parts if sort == "fact")])
+    held = np.concatenate([np.zeros((0, 4), np.uint64), *(rows for sort, rows in parts if sort == "holding")])
+    held = held[np.lexsort((held[:, 3], held[:, 2], held[:, 1], held[:, 0]))]
+    held = held[_begins(held)]  # who holds an artifact twice holds it
+    place = _places(facts[:, :2], held[:, :2])
+    held, facts = held[place >= 0], facts[place[place >= 0]]  # of what has no row nothing is known
+    by_artifact, by_database = _begins(held[:, :2]), _begins(held[:, :3])
+    holders, databases = (_counted(by_artifact, each) for each in (np.ones(len(held), np.bool_), by_database))
+    snapshots = held[:, 3] > 0
+    lines = [
+        _lines(held[snapshots, 2], held[snapshots, 3].astype(np.int64), facts[snapshots], holders[snapshots] == 1),
+        _lines(held[by_database, 2], WHOLE, facts[by_database], databases[by_database] == 1),
+    ]
+    return added(np.concatenate(lines))
 
 
-def _add(sums: Counter[str], fact: list[int], *, alone: bool) -> None:
-    """Rule 1."""
-    size, pages, is_young, residency, is_wal = fact
-    sums["artifacts"] += 1
-    sums["size_bytes"] += size
-    sums["exclusive_bytes" if alone else "shared_bytes"] += size
-    sums["wal_bytes" if is_wal else "chunk_bytes"] += size
-    sums["plain_pages"] += pages
-    sums["churn_bytes"] += size * is_young
-    sums[TIER + Residency(residency).name.lower()] += size
+def added(lines: Shares) -> Shares:
+    """The sums of each holder, one line for each."""
+    if not len(lines):
+        return lines
+    lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
+    starts = np.flatnonzero(_begins(lines[:, :2]))
+    sums: Sums = np.add.reduceat(lines, starts, axis=0)
+    sums[:, :2] = lines[starts, :2]
+    return sums
+
+
+def _begins(rows: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Which rows are not as the one before."""
+    first = np.ones(len(rows), np.bool_)
+    first[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    return first
+
+
+def _counted(begins: NDArray[np.bool_], counted: NDArray[np.bool_]) -> Sums:
+    """For each row: how many rows of its run are counted."""
+    runs = np.cumsum(begins) - 1
+    counts: Sums = np.bincount(runs[counted], minlength=len(runs))[runs].astype(np.int64)
+    return counts
+
+
+def _places(facts: Numbers, wanted: Numbers) -> NDArray[np.int64]:
+    """For each wanted code the place of its fact, or -1."""
+    codes = np.concatenate([facts, wanted])
+    order = np.lexsort((codes[:, 1], codes[:, 0]))
+    runs = np.empty(len(codes), np.int64)
+    runs[order] = np.cumsum(_begins(codes[order])) - 1
+    places = np.full(len(codes), -1, np.int64)
+    places[runs[: len(facts)]] = np.arange(len(facts))
+    return places[runs[len(facts) :]]
+
+
+def _lines(databases: Numbers, snapshots: NDArray[np.int64] | int, facts: Numbers, alone: NDArray[np.bool_]) -> Shares:
+    """A line for each holding, with the sums of one artifact (rule 1)."""
+    size, pages, young, residency, is_wal = facts[:, 2:].astype(np.int64).T
+    lines = np.zeros((len(facts), 2 + len(SUMS)), np.int64)
+    lines[:, 0], lines[:, 1] = databases, snapshots
+    columns = {
+        "artifacts": 1, "size_bytes": size, "exclusive_bytes": size * alone, "shared_bytes": size * ~alone,
+        "chunk_bytes": size * (1 - is_wal), "wal_bytes": size * is_wal, "plain_pages": pages, "churn_bytes": size * young,
+        **{TIER + each.name.lower(): size * (residency == each) for each in Residency},
+    }  # fmt: skip
+    for name, column in columns.items():
+        lines[:, 2 + SUMS.index(name)] = column
+    return lines

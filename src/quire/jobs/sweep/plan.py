@@ -11,113 +11,155 @@ Rules
      row of that name and no plan that may be writing it; what it calls missing only if the row still promises it.
   2. Spared are also names of generations that are not burned yet, and objects younger than a grace by the store's own clock.
   3. Names that are no artifacts' (manifest logs, tables, other people's files) are never orphans.
-  4. The driver has the hashes of one wave of ranges in memory, and some differences at a time; never a listing.
+  4. The driver has the hashes of one wave of ranges in memory, 8 bytes a name, and some differences; never a listing.
+  5. Ranges of one wave are read in one short transaction; the next wave goes on where that ended, in another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
 from heapq import merge
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
-from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.durable.names import object_key, parse_object_key
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
+from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
-from quire.jobs.sweep.run import ListTask, Stray, name_hash
+from quire.jobs.places import Place
+from quire.jobs.sweep.run import ListTask, Stray, artifact_of, name_hash
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency
-from quire.objects.api import ObjectStore
 
 RANGE_NAMES = 16_384
 RANGE_DATABASES = 256
+LOOKED_UP = 4_096
+"""Names that are looked up together among those that are missing."""
 
 Space = tuple[str, str]
+Hashes = NDArray[np.uint64]
 
 
-def spaces(ctx: JobContext, txn: ReadTxn) -> dict[int, Space]:
-    """Namespace → where its objects are; 0 for the store's own."""
+class Mark(NamedTuple):
+    """Where a range begins."""
+
+    after: str = ""
+    """The key behind which it begins."""
+    database: int = 0
+    """The first of the databases that its group of `RANGE_DATABASES` has."""
+    row: tuple[int, int] = (0, 0)
+    """(origin, id) of the first rows that may promise a name of it."""
+
+
+END = (U32_MAX + 1, 0)
+"""Behind all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A part of a space's keys."""
+
+    task: ListTask
+    known: Hashes
+    """Of the names that should be there."""
+    next: Mark | None
+    """`None`: this is the last one."""
+
+
+def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
+    """Where objects are, the store's own space first → the namespaces that have theirs there; 0 is the store's own."""
     from quire.pages.places import space_of
 
-    numbers = [0, *(key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE))]
-    return {number: space_of(txn, number, ctx.objects_url) for number in numbers}
+    found: dict[Space, set[int]] = {}
+    for number in [0, *(key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE))]:
+        found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
+    return found
 
 
-def ranges(txn: ReadTxn, namespace_id: int, space: Space) -> Iterator[tuple[ListTask, list[int]]]:
-    """The ranges of a space, one after the other, each with the hashes of the names that should be there."""
+def promising(txn: ReadTxn) -> int:
+    """How many rows may promise an object."""
+    tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
+    return sum(txn.count(table) for table in tables)
+
+
+def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iterator[Range]:
+    """The ranges of a space, one after the other, from a mark on."""
     url, prefix = space
-    known: list[int] = []
-    start, first, last = "", 0, (0, 0)
+    known = array("Q")
+    start, first, row = mark
+    last = END
 
-    def cut(border: str) -> tuple[ListTask, list[int]]:
+    def cut(border: str, row: tuple[int, int]) -> Range:
         nonlocal known, start
-        made = ListTask(url=url, prefix=prefix, start_after=start, until=border), known
-        known, start = [], border
+        task = ListTask(url=url, prefix=prefix, start_after=start, until=border)
+        made = Range(task, np.array(known, np.uint64), Mark(border, first, row) if border else None)
+        known, start = array("Q"), border
         return made
 
-    for key, name in _names(txn, namespace_id, prefix):
-        while key[0] >= first + RANGE_DATABASES:
+    for key, name in _names(txn, namespaces, prefix, row):
+        place = key.origin_db_id, key.id
+        while place[0] >= first + RANGE_DATABASES:
             first += RANGE_DATABASES
-            yield cut(_under(prefix, f"{first:08x}"))
-        if len(known) >= RANGE_NAMES and key != last:
-            yield cut(_under(prefix, f"{key[0]:08x}/{key[1]:08x}"))
+            yield cut(_under(prefix, f"{first:08x}"), place)
+        if len(known) >= RANGE_NAMES and place != last:
+            yield cut(_under(prefix, f"{place[0]:08x}/{place[1]:08x}"), place)
         known.append(name_hash(name))
-        last = key
+        last = place
     while first + RANGE_DATABASES < txn.next_id(Counter.DB):
         first += RANGE_DATABASES
-        yield cut(_under(prefix, f"{first:08x}"))
-    yield cut("")
+        yield cut(_under(prefix, f"{first:08x}"), END)
+    yield cut("", END)
 
 
 def _under(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def _names(txn: ReadTxn, namespace_id: int, prefix: str) -> Iterator[tuple[tuple[int, int], str]]:
-    """((origin, id), name) of every object that a row promises in a namespace, in the order of names."""
-    for key, row in merge(
-        _chunks(txn), _deltas(txn), _segments(txn), key=lambda item: (item[0].origin_db_id, item[0].id)
-    ):
-        if row.namespace_id == namespace_id and row.residency is not Residency.LOCAL:
-            yield (key.origin_db_id, key.id), _under(prefix, row.suffix or object_key(key))
+def _names(
+    txn: ReadTxn, namespaces: Set[int], prefix: str, row: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[ArtifactKey, str]]:
+    """(artifact, name) of every object that a row promises in these namespaces, in the order of (origin, id), from one on."""
+    if row >= END:
+        return
+    every = merge(
+        _chunks(txn, row), _deltas(txn, row), _segments(txn, row), key=lambda item: (item[0].origin_db_id, item[0].id)
+    )
+    for key, record in every:
+        if record.namespace_id in namespaces and record.residency is not Residency.LOCAL:
+            yield key, _under(prefix, record.suffix or object_key(key))
 
 
-def _chunks(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
-    for (origin, slot, generation), row in txn.scan(t.CHUNK_CATALOG):
-        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), row
+def _chunks(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (origin, slot, generation), record in txn.scan(t.CHUNK_CATALOG, start=(*row, 0)):
+        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), record
 
 
-def _deltas(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
-    for (origin, slot, generation, number), row in txn.scan(t.CHUNK_DELTA_INDEX):
-        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), row
+def _deltas(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (origin, slot, generation, number), record in txn.scan(t.CHUNK_DELTA_INDEX, start=(*row, 0, 0)):
+        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), record
 
 
-def _segments(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
-    for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
-        if row.origin_db_id == db_id:
-            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), row
+def _segments(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (db_id, segment_id), record in txn.scan(t.WAL_CATALOG, start=row):
+        if record.origin_db_id == db_id:
+            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), record
 
 
 # ── after the listing ─────────────────────────────────────────────────────────────────────────────────────────────────
 def real_orphans(
-    txn: ReadTxn, strays: Iterable[Stray], spaces_by_id: dict[int, Space], before_ms: int
+    txn: ReadTxn, strays: Iterable[Stray], prefix: str, before_ms: int
 ) -> Iterator[tuple[Stray, ArtifactKey]]:
     """Those strays that are orphans by the manifest as it is now (rules 1 to 3)."""
-    prefixes: dict[str, list[str]] = {}
-    for url, prefix in spaces_by_id.values():
-        prefixes.setdefault(url, []).append(prefix)
     for stray in strays:
-        key = _artifact(stray, prefixes.get(stray.url, []))
+        key = artifact_of(stray.key, prefix)
         if key is not None and stray.modified_ms < before_ms and not _is_spoken_of(txn, key):
             yield stray, key
-
-
-def _artifact(stray: Stray, prefixes: list[str]) -> ArtifactKey | None:
-    for prefix in sorted(prefixes, key=len, reverse=True):
-        if not prefix or stray.key.startswith(f"{prefix}/"):
-            return parse_object_key(stray.key[len(prefix) + 1 :] if prefix else stray.key)
-    return None
 
 
 def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
@@ -131,26 +173,23 @@ def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
     return txn.get(t.CHECKPOINT_PLAN, key.origin_db_id, key.generation) is not None
 
 
-def really_missing(
-    ctx: JobContext, txn: ReadTxn, missing: set[int], spaces_by_id: dict[int, Space], open_store: Any
-) -> Iterator[tuple[ArtifactKey, str, int]]:
-    """(artifact, object's name, bytes) of rows that still promise an object that is not there."""
-    if not missing:
-        return
-    from quire.core.errors import ObjectNotFound
+def still_promised(
+    ctx: JobContext, txn: ReadTxn, missing: Hashes, namespaces: Set[int], prefix: str, since: Mark, until: Mark | None
+) -> Iterator[Place]:
+    """Where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
+
+    `missing` are rising. The rows of the wave are read once, however much of it is missing.
+    """
     from quire.jobs.verify.plan import place_to_verify
 
-    for number, (_, prefix) in spaces_by_id.items():
-        for key, row in merge(_chunks(txn), _deltas(txn), _segments(txn), key=lambda item: item[0]):
-            if row.namespace_id != number or row.residency is Residency.LOCAL:
-                continue
-            if name_hash(_under(prefix, row.suffix or object_key(key))) not in missing:
-                continue
-            place = place_to_verify(ctx, txn, key)
-            if place is None:
-                continue  # it is about to be deleted
-            store: ObjectStore = open_store(place.url)
-            try:
-                store.head(place.object_key)
-            except ObjectNotFound:
-                yield key, place.object_key, place.size_bytes
+    if not len(missing):
+        return
+    end = until.row if until is not None else END
+    names = takewhile(lambda item: (item[0].origin_db_id, item[0].id) < end, _names(txn, namespaces, prefix, since.row))
+    while step := list(islice(names, LOOKED_UP)):
+        hashes = np.array([name_hash(name) for _, name in step], np.uint64)
+        places = np.minimum(np.searchsorted(missing, hashes), len(missing) - 1)
+        for place in np.flatnonzero(missing[places] == hashes).tolist():
+            found = place_to_verify(ctx, txn, step[place][0])
+            if found is not None:  # else it is about to be deleted
+                yield found

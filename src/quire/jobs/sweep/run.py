@@ -5,6 +5,7 @@ Rules
      not seen; nothing is ever deleted for it.
   2. What is told stays on the executor: names that the manifest knows are matched there (`Runner.unmatched`), and only
      differences, and one count for each range, come to whoever asked.
+  3. Names that are no artifacts' (manifest logs, tables, other people's files) are counted and not told: they are no orphans.
 
 Safe to run on an executor.
 """
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 
+from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
+from quire.durable.names import parse_object_key
 from quire.jobs.runner import Tools
 
 
@@ -53,12 +56,21 @@ def name_hash(key: str) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
+def artifact_of(key: str, prefix: str) -> ArtifactKey | None:
+    """The artifact that an object below a prefix is named after, if there is one."""
+    if not prefix:
+        return parse_object_key(key)
+    return parse_object_key(key[len(prefix) + 1 :]) if key.startswith(f"{prefix}/") else None
+
+
 def list_range(task: ListTask, tools: Tools) -> Iterator[tuple[int | None, Stray | Listed]]:
     """List a range, then say how much it was."""
     objects = size = 0
     for page in tools.open_store(task.url).list_pages(task.prefix, start_after=task.start_after):
         inside = list(takewhile(lambda info: not task.until or info.key <= task.until, page))
         for info in inside:
+            if artifact_of(info.key, task.prefix) is None:
+                continue
             yield name_hash(info.key), Stray(task.url, info.key, info.size_bytes, info.modified_ms)
         objects += len(inside)
         size += sum(info.size_bytes for info in inside)

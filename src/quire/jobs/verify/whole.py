@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -118,7 +119,7 @@ def verify_store(
         progress(done, aged.left)
         if max_duration and ctx.clock.monotonic() - began >= max_duration:
             break
-        _count(seen, settle(look(ctx, runner, wave, progress)))
+        _count(seen, settle(look(ctx, runner, wave, partial(progress, done, aged.left))))
         done += len(wave)
     else:
         if seen.first is not None:
@@ -147,13 +148,15 @@ def waves(ctx: JobContext, keys: Sequence[ArtifactKey]) -> Iterator[list[tuple[P
             yield wave
 
 
-def look(ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], progress: Progress) -> list[Finding]:
-    """What the artifacts of a wave are."""
+def look(
+    ctx: JobContext, runner: Runner, wave: Sequence[tuple[Place, int]], alive: Callable[[], None]
+) -> list[Finding]:
+    """What the artifacts of a wave are. `alive` is called now and then, and may raise."""
     here = [each for each in wave if each[0].has_local and not runner.shares_disk]
     there = [each for each in wave if not (each[0].has_local and not runner.shares_disk)]
 
     def tick(*_: int) -> None:
-        progress(0, 0)
+        alive()
 
     answers: list[Answer[int, list[Finding]]] = list(runner.map(run_task, tasks(there, runner.width), tick=tick))
     if here:
