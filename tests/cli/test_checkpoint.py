@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.core.errors import DiskFull
+from quire.jobs.checkpoint import many
 from quire.jobs.handlers import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.tables import WAL_CATALOG
@@ -130,3 +132,27 @@ def test_databases_or_all_of_them_and_a_runner_that_is_one(run: Run, shop: Path)
     ended = run("checkpoint", "shop", "--runner", "cluster")
     assert (ended.code, ended.out) == (2, "")
     assert "auto, threads, spark" in ended.err
+
+
+def test_those_that_fail_are_listed_below_the_others(
+    run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with quire.open(shop) as store:
+        store.create("other", "pages")
+        write_pages(store, "other", range(8), b"c")
+    real = many.join_slot
+
+    def join(key: Any, *more: Any) -> Any:
+        if key[0] == 1:
+            raise DiskFull("no space left", hint="make some", path="/x")
+        return real(key, *more)
+
+    monkeypatch.setattr(many, "join_slot", join)
+    ended = run("checkpoint", "--all", "--runner", "threads")
+    assert ended.code == 1
+    lines = [line for line in ended.out.splitlines() if line]
+    assert lines[0].startswith("checkpoint of 2 databases: 1 slot written (")
+    assert lines[1].split() == ["failed", "why"]
+    assert lines[2].split(maxsplit=1)[0] == "shop"
+    assert "DiskFull: no space left" in lines[2]
+    assert "\\n" not in ended.out

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -152,7 +153,7 @@ def test_another_answer_to_anything_is_another_digest(owner: Owner) -> None:
         held = plan._slots(txn, 1)
     assert again.digest == made.digest
     task, other = made.tasks
-    as_base = replace(task, key=replace(task.key, kind=ArtifactKind.BASE, delta_id=0))
+    as_base = replace(task, key=msgspec.structs.replace(task.key, kind=ArtifactKind.BASE, delta_id=0))
     longer = replace(held, chains={**held.chains, 0: held.chains[0] * 2})
     ((segment_id, row),) = chosen
     usual: dict[str, Any] = {

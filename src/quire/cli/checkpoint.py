@@ -18,7 +18,7 @@ from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.jobs import job_json
 from quire.cli.named import names_of, need_pages, settled
-from quire.cli.output import Listing, Note, Row
+from quire.cli.output import Listing, Note, Report, Row
 from quire.cli.plain import count_of, size
 from quire.core.errors import InvalidInput
 
@@ -154,7 +154,7 @@ def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> Verdict:
     return Verdict(_told(kind, jobs, failed, known), PROBLEMS if failed else OK)
 
 
-def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Note:
+def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Report:
     done = [job.result for job in jobs if job.state.name == "SUCCEEDED" and job.result]
     counts: dict[str, Any] = {
         "databases": len(jobs),
@@ -169,8 +169,11 @@ def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) 
     text += f"({count_of(counts['pages'], 'page')}, {size(counts['bytes'])}) in {counts['written']:,} of them"
     if counts["put_off"]:
         text += f", {counts['put_off']:,} put off"
-    lines = [f"failed: {known.get(job.db_id) or job.db_id}: {job.record.error}" for job in failed]
-    return Note(text="\n".join([text, *lines]), data=counts)
+    parts: list[Note | Listing] = [Note(text=text, data=None)]
+    if failed:
+        rows = [Row([known.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
+        parts.append(Listing(columns=["failed", "why"], rows=rows))
+    return Report(parts=parts, data=counts)
 
 
 # ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────

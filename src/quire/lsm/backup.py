@@ -108,7 +108,7 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backu
     """The list of a backup; the newest one unless an lsn is given."""
     there = backups(store, label)
     if not there or (lsn is not None and lsn not in there):
-        raise NotFound("there is no such backup", hint="`quire kv backups` lists them", label=label, lsn=lsn)
+        raise NotFound("there is no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
     key = _list_key(label, there[-1] if lsn is None else lsn)
     try:
         return msgspec.json.decode(store.get(key), type=Backup)
@@ -126,7 +126,7 @@ def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None
         digest = hashlib.sha256(data).hexdigest()
         if len(data) != each.size_bytes or digest != each.sha256:
             text = "a table of the backup is not what was backed up"
-            hint = "restore an earlier backup: `quire kv backups` lists them"
+            hint = "restore an earlier backup: `quire kv backups LABEL` lists them"
             raise ChecksumMismatch(text, hint=hint, key=each.key, expected=each.sha256, actual=digest)
         entry = ManifestSstEntry(each.sst_id, sst_entry_path(each.sst_id))
         write_new(disk, f"{target}/{entry.path}", data)
