@@ -76,7 +76,7 @@ def test_audit_of_what_is_gone_goes_by_its_id(run: Run, eventful: Path) -> None:
         (["--since", "yesterday"], "`--since` takes a moment"),
         (["--until", "5"], "`--until` takes a moment"),
         (["--since", "1h", "--until", "2h"], "`--until` is not after `--since`"),
-        (["--limit", "-1"], "not in the range"),
+        (["--limit", "-1"], "is less than 0"),
     ],
 )
 def test_audit_refuses(run: Run, eventful: Path, arguments: list[str], told: str) -> None:

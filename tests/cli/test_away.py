@@ -133,7 +133,7 @@ def test_files_are_those_of_who_asks(root: Path, tmp_path: Path, monkeypatch: py
     ("arguments", "said"),
     [
         (["jobs", "work", "--once"], "runs its jobs itself"),
-        (["serve"], "being served already"),
+        (["serve"], "has one owner"),
         (["sqlite", "follow", "x.db", "--once"], "stop the owner"),
     ],
 )

@@ -41,10 +41,11 @@ def shell(command: str, *, buffered: bool = True) -> Ended:
         (["feed", "nonsense"], "no such command 'nonsense'", "quire feed"),
         (
             ["feed", "tail", "--limit", "-1"],
-            "invalid value for '--limit': -1 is not in the range x>=0",
+            "invalid value for '--limit': -1 is less than 0",
             "quire feed tail",
         ),
-        (["feed", "tail", "--limit", "x"], "invalid value for '--limit': 'x' is not a valid", "quire feed tail"),
+        (["stream", "tail", "x", "-n", "-1"], "invalid value for '--limit': -1 is less than 0", "quire stream tail"),
+        (["feed", "tail", "--limit", "x"], "invalid value for '--limit'", "quire feed tail"),
         (["ls", "word"], "got unexpected extra argument(s) (word)", "quire ls"),
         (["ls", "--store"], "option '--store' requires an argument", "quire ls"),
     ],
@@ -59,7 +60,7 @@ def test_wrong_usage_is_told_as_any_error(run: Run, arguments: list[str], what: 
     assert (program.code, program.out) == (2, "")
     error = json.loads(program.err)["error"]
     assert (error["kind"], error["where"], error["exit_code"]) == ("InvalidInput", {}, 2)
-    if arguments[0] != "feed" and arguments[0] != "manifest":  # a group has no --json: that is then the complaint
+    if arguments[0] not in ("feed", "manifest", "stream"):  # a group has no --json: that is then the complaint
         assert error["what"].startswith(what)
 
 
@@ -171,3 +172,12 @@ def test_a_shell_gets_its_script() -> None:
     ended = quire_program("--show-completion", "bash", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"})
     assert ended.returncode == 0
     assert "_QUIRE_COMPLETE=complete_bash" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--store", "x", "ls"], ["--json", "ls"], ["feed", "--json", "tail"], ["-s", "x", "ls"]]
+)
+def test_an_option_before_its_command_is_told_where_it_belongs(run: Run, arguments: list[str]) -> None:
+    ended = run(*arguments, at=None)
+    assert ended.code == 2
+    assert "stand behind the command" in ended.err

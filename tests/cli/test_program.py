@@ -215,32 +215,68 @@ def test_changing_a_small_store_loads_no_engine(path: Path, arguments: list[str]
     assert loaded(path, arguments, (*ENGINES, *ROOMS, "awscrt", "quire.manifest.holders")) == []
 
 
-@pytest.mark.parametrize("arguments", [["kv", "get", "cart", "ann"], ["kv", "put", "cart", "bob", "4"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["kv", "get", "cart", "ann"],
+        ["kv", "put", "cart", "bob", "4"],
+        ["kv", "delete", "cart", "ann"],
+        ["kv", "stats", "cart"],
+    ],
+)
 def test_keys_that_are_in_the_log_need_no_arrow(path: Path, arguments: list[str]) -> None:
     with quire.open(path) as store:
         store.kv("cart", create=True).put(b"ann", b"3 apples")
     others = tuple(each for each in ROOMS if each != "quire.lsm")
-    assert loaded(path, arguments, (*ENGINES, *others)) == []
+    assert loaded(path, arguments, (*ENGINES, *others, "awscrt")) == []
 
 
-def test_a_stream_needs_no_other_engine(path: Path) -> None:
-    others = (
-        "quire.jobs",
-        "quire.pages",
-        "quire.lsm",
-        "quire.sqlite",
-        "quire.service",
-        "quire.spark",
-        "apsw",
-        "obstore",
-    )
-    assert loaded(path, ["stream", "append", "clicks", "seen"], others) == []
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stream", "append", "clicks", "seen", "and again"],
+        ["stream", "append", "fresh", "seen", "--create"],
+        ["stream", "read", "clicks", "--from", "40"],
+        ["stream", "tail", "clicks"],
+        ["stream", "ls", "clicks"],
+        ["stream", "info", "clicks"],
+        ["stream", "seal", "clicks"],
+        ["stream", "verify", "clicks"],
+        ["stream", "retention", "clicks", "--days", "3", "--apply"],
+    ],
+)
+def test_a_small_stream_needs_no_arrow_and_no_other_room(path: Path, arguments: list[str]) -> None:
+    """Records are shown without Arrow while they are few, and checked without native code while they are short."""
+    with quire.open(path) as store, store.stream("clicks") as clicks:
+        clicks.append([b"%d" % number for number in range(200)]).result()
+        clicks.seal()
+        for number in range(20):
+            clicks.append([b"%d" % number]).result()
+    others = tuple(each for each in ROOMS if each != "quire.stream")
+    assert loaded(path, arguments, (*ENGINES, *others, "awscrt", "hashlib", "quire.stream.reading")) == []
 
 
-def test_doctor_loads_no_engine(path: Path) -> None:
-    assert (
-        loaded(path, ["doctor", "--no-objects"], ("numpy", "pyarrow", "pyspark", "apsw", "awscrt", "quire.pages")) == []
-    )
+def test_a_manifest_log_is_looked_at_without_an_engine(path: Path) -> None:
+    """Its objects are looked for too."""
+    with quire.open(path) as store, store.stream("clicks") as clicks:
+        clicks.append([b"one"]).result()
+    others = tuple(each for each in ROOMS if each not in ("quire.stream", "quire.objects"))
+    assert loaded(path, ["manifest", "inspect", "clicks"], (*ENGINES, *others, "awscrt", "quire.stream.stream")) == []
+
+
+def test_many_records_are_worth_loading_arrow(path: Path) -> None:
+    """And checksums of many bytes the native code."""
+    with quire.open(path) as store, store.stream("clicks") as clicks:
+        clicks.append([b"a" * 100] * 5_000).result()
+    engines = ("awscrt", "pyarrow")
+    assert loaded(path, ["stream", "tail", "clicks", "-n", "5"], engines) == ["awscrt"]
+    assert loaded(path, ["stream", "tail", "clicks", "-n", "4000"], engines) == ["awscrt", "pyarrow"]
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--no-objects"]])
+def test_doctor_loads_no_engine(path: Path, arguments: list[str]) -> None:
+    engines = ("numpy", "pyarrow", "pyspark", "apsw", "awscrt", "obstore", "zstandard", "email", "importlib.metadata")
+    assert loaded(path, arguments, (*engines, "quire.pages", "quire.stream", "quire.lsm", "quire.jobs")) == []
 
 
 def test_all_tables_are_listed_whatever_is_loaded(path: Path) -> None:

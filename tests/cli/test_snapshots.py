@@ -13,7 +13,9 @@ import pytest
 
 import quire
 from quire.cli.output import width_of
+from quire.cli.show import TIME_TRAVEL
 from quire.manifest.records import JobKind, WalState
+from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.tables import WAL_CATALOG
 from tests.cli.conftest import Run, first_byte, on_a_terminal, write_pages
 from tests.house.tree import SRC
@@ -60,7 +62,7 @@ def test_create_refuses_and_changes_nothing(
 
 def test_ls(run: Run, shop: Path) -> None:
     lines = run("snapshot", "ls", "shop").out.splitlines()
-    assert lines[0].split() == ["id", "name", "created", "size", "tags"]
+    assert lines[0].split() == ["id", "name", "created", "size", "about"]
     assert lines[1].split()[:2] == ["1", "monday"]
     assert lines[1].split()[4:] == ["64.0", "KiB", "by=ann"]
     assert "`quire snapshot create clicks NAME` makes one" in run("snapshot", "ls", "clicks").out
@@ -92,8 +94,26 @@ def test_show_names_the_forks(run: Run, shop: Path) -> None:
     assert run("snapshot", "show", "shop", "monday", "--json").data["forks"] == ["then"]
 
 
+@pytest.mark.parametrize("name", ["1", "12", "0", "007", "#3", "٣"])
+def test_a_name_that_reads_as_an_id_is_refused(run: Run, shop: Path, name: str) -> None:
+    ended = run("snapshot", "create", "shop", name)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines()[0].startswith("error: a snapshot may not be called by a number")
+    assert len(run("snapshot", "ls", "shop", "--json").data) == 1
+
+
+def test_a_program_may_call_a_snapshot_by_a_number_and_people_drop_it(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.snapshot("shop", "1")
+        store.snapshot("shop", "#1")
+    assert run("snapshot", "drop", "shop", "1", "--yes").out.startswith("dropped snapshot 1 (id 2) of shop")
+    assert run("snapshot", "drop", "shop", "#1", "--yes").out.startswith("dropped snapshot monday (id 1) of shop")
+    assert run("snapshot", "drop", "shop", "#1", "--yes").out.startswith("dropped snapshot #1 (id 3) of shop")
+
+
 def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> None:
-    run("snapshot", "create", "shop", "1")
+    with quire.open(shop) as store:
+        store.snapshot("shop", "1")
     assert run("snapshot", "show", "shop", "1", "--json").data["snapshot_id"] == 2, "it is called so"
     assert run("snapshot", "show", "shop", "#1", "--json").data["snapshot_id"] == 1
     assert run("snapshot", "show", "shop", "2", "--json").data["snapshot_id"] == 2
@@ -296,3 +316,27 @@ def test_a_key_value_database_is_forked_at_snapshots_only(run: Run, path: Path) 
         store.create("sessions", "lsm")
     ended = run("fork", "sessions", "copy", "--at", "1h")
     assert (ended.code, "only page databases can be forked between snapshots" in ended.err) == (2, True), ended
+
+
+def test_a_snapshot_that_was_lent_says_for_whom_and_until_when(run: Run, shop: Path) -> None:
+    """As after a query on Spark."""
+    until = 1_900_000_000_000
+    with quire.open(shop) as store:
+        lent = store.pages.snapshot("shop", tags={"by": "lend"}, expires_at_ms=until)
+    *_, line = run("snapshot", "ls", "shop").out.splitlines()
+    assert line.endswith("lent to a query (Spark, or another reader), goes by itself 2030-03-17 17:46:40Z")
+    shown = run("snapshot", "show", "shop", str(lent.snapshot_id)).out
+    assert "is         lent to a query" in shown
+    assert "expires    2030-03-17 17:46:40Z" in shown
+    holder = next(
+        each for each in run("why", "shop", "--json").data["holders"] if each["name"] == f"#{lent.snapshot_id}"
+    )
+    assert holder["what"] == "is lent to a query (Spark, or another reader), and keeps it as it was"
+    assert holder["release"] == f"by itself 2030-03-17 17:46:40Z, or quire snapshot drop shop {lent.snapshot_id}"
+
+
+def test_what_time_travel_keeps_says_so(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.pages.snapshot("shop", tags={WINDOW_TAG: "window"}, expires_at_ms=1_900_000_000_000)
+    assert "for time travel, goes by itself 2030-03-17 17:46:40Z" in run("snapshot", "ls", "shop").out
+    assert TIME_TRAVEL == WINDOW_TAG

@@ -111,3 +111,99 @@ def test_it_fits_a_terminal(run: Run, shop: Path) -> None:
     lines = on_a_terminal("why", "shop", "--store", str(shop))
     assert max(map(width_of, lines)) <= 80
     assert lines[0].split() == ["what", "database", "shop"]
+
+
+# ── files and objects as they lie there ───────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def everything(run: Run, shop: Path) -> Path:
+    """The store with a stream that has moved on, and a key-value database with a backup."""
+    with quire.open(shop) as store:
+        clicks = store.stream("clicks")
+        for word in (b"a", b"b"):
+            clicks.append(word).result()
+            clicks.seal()
+        clicks.upload()
+        clicks.ledger.log.rotate()
+    assert run("kv", "put", "cart", "ann", "apples", "--create").code == 0
+    assert run("kv", "backup", "cart").code == 0
+    with quire.open(shop) as store:  # an open segment, as a crash leaves one
+        store.stream("clicks").append(b"c").result()
+    return shop
+
+
+def test_every_file_of_a_store_is_explained(run: Run, everything: Path) -> None:
+    """Whatever a person finds in the directory: by its path there, and as the shell completes it."""
+    files = [each for each in sorted(everything.rglob("*")) if each.is_file()]
+    paths = [str(each.relative_to(everything)) for each in files]
+    kinds = {}
+    for path, file in zip(paths, files):
+        if path.endswith((".lease", "/state.json")) or "/spare" in path:
+            continue
+        ended = run("why", path, "--json")
+        assert ended.code == 0, (path, ended.err)
+        kinds[path] = ended.data["kind"]
+        assert ended.data["holders"], path
+        assert run("why", str(file), "--json").out == ended.out
+        assert run("why", f"./{path}", "--json").out == ended.out
+    assert set(kinds.values()) >= {"base", "segment", "log", "backup", "file", "table"}
+    assert [path for path in paths if path.startswith("objects/manifest/")]
+
+
+def test_an_object_is_found_with_and_without_the_directory_before_it(run: Run, everything: Path) -> None:
+    (first,) = objects(everything)
+    assert answer(run, f"objects/{first}") == answer(run, first)
+    assert run("why", f"{everything}/objects/{first}", "--json").data == answer(run, first)
+
+
+def test_a_manifest_log_is_kept_by_its_stream(run: Run, everything: Path) -> None:
+    with quire.open(everything, "r") as store:
+        number = store.database("clicks").db_id
+    for path in (f"manifest/{number}/0.mlog", f"objects/manifest/{number}/0.mlog", f"streams/{number}/manifest/0.mlog"):
+        found = answer(run, path)
+        assert (found["kind"], found["size_bytes"] > 0) == ("log", True)
+        (holder,) = found["holders"]
+        assert (holder["kind"], holder["name"]) == ("database", "clicks")
+        assert holder["what"].startswith("has chunk 0 of its manifest log in it")
+    assert "quire manifest bundle clicks" in answer(run, f"manifest/{number}/0.mlog")["holders"][0]["release"]
+    assert run("drop", "clicks", "--yes").code == 0
+    left = everything / f"streams/{number}/manifest/0.mlog"  # as an owner leaves it that was killed before it swept
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"left")
+    (holder,) = answer(run, f"streams/{number}/manifest/0.mlog")["holders"]
+    assert (holder["kind"], holder["what"]) == ("time", "clicks was dropped")
+
+
+def test_a_segment_of_a_stream_is_kept_by_its_retention(run: Run, everything: Path) -> None:
+    with quire.open(everything, "r") as store:
+        number = store.database("clicks").db_id
+    (holder,) = answer(run, f"streams/{number}/hot/{1:016x}.seg")["holders"]
+    assert holder["what"] == "has its records 1 to 1 in it, until its retention lets them go"
+    assert holder["release"] == "quire stream retention clicks --days N --apply"
+    assert answer(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"] == [holder]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "manifest/2/77.mlog",
+        "manifest/99/0.mlog",
+        "streams/2/manifest/77.mlog",
+        "streams/99/manifest/0.mlog",
+        "manifest/18446744073709551615/0.mlog",
+        "kv/cart/backups/0000000000000077.json",
+        "streams/2/hot/00000000000000ff.seg",
+        "lsm/00000009/sst/000001.sst",
+    ],
+)
+def test_what_could_be_a_file_and_is_none(run: Run, everything: Path, subject: str) -> None:
+    for asked in (subject, f"objects/{subject}"):
+        ended = run("why", asked)
+        assert ended.code in ((3,) if asked == subject else (2, 3)), asked
+        assert ended.err.count("\n") == 2
+
+
+def test_commands_that_release_quote_what_the_shell_would_split(run: Run, path: Path) -> None:
+    run("create", "my shop")
+    run("snapshot", "create", "my shop", "last monday")
+    (holder,) = answer(run, "my shop")["holders"]
+    assert holder["release"] == "quire snapshot drop 'my shop' 'last monday'"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+from awscrt.checksums import crc64nvme
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +41,46 @@ def test_another_seed_always_gives_another_value(crc: Checksum, data: bytes, one
 def test_any_buffer_will_do(crc: Checksum) -> None:
     data = b"some bytes"
     assert crc(data) == crc(bytearray(data)) == crc(memoryview(data)) == crc(memoryview(b"x" + data)[1:])
+
+
+@given(data=st.binary(max_size=300), seed=st.integers(0, 2**64 - 1), skip=st.integers(0, 9))
+def test_the_table_gives_what_the_native_code_gives(data: bytes, seed: int, skip: int) -> None:
+    """For every buffer, and whatever is before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksums, "_early_bytes", 0)
+        view = memoryview(data)[skip:]
+        assert checksums._early(view, seed) == crc64nvme(view, seed) == checksums._native()(view, seed)
+        assert checksums._early_bytes == len(view), "it was the table"
+        words = memoryview(data[: len(data) // 4 * 4]).cast("I")
+        assert checksums._early(words, seed) == crc64nvme(words, seed)
+
+
+def test_the_native_code_is_loaded_with_the_byte_that_is_one_too_many() -> None:
+    program = """
+import sys
+from quire.durable import checksums as c
+first = bytes(range(256)) * (c.EARLY_BYTES // 256)
+one = c.crc64(first)
+assert "awscrt" not in sys.modules
+both = c.crc64(b"x", one)
+assert "awscrt" in sys.modules
+from awscrt.checksums import crc64nvme
+assert (one, both) == (crc64nvme(first), crc64nvme(first + b"x"))
+assert c.crc64(b"y", 7) == crc64nvme(b"y", 7)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(("data", "value"), [(b"bytes", "1"), (memoryview(b"bytes")[::2], 0)])
+def test_what_is_no_buffer_or_no_number_is_refused_by_both(data: Any, value: Any) -> None:
+    for crc in (checksums._early, checksums._native()):
+        with pytest.raises((TypeError, BufferError, ValueError)):
+            crc(data, value)
+
+
+@given(a=st.binary(), b=st.binary())
+def test_checksums_are_joined(a: bytes, b: bytes) -> None:
+    assert checksums.crc64_joined(crc64(a), crc64(b), len(b)) == crc64(a + b)
 
 
 # Around each border: one row at a time or all at once, one block or two, whole words or a rest.

@@ -12,7 +12,7 @@ from quire.core.errors import QuireError
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.records import WalState
-from quire.stream.reading import is_going
+from quire.stream.reader import is_going
 from quire.stream.state import Retention
 from tests.jobs.stream_world import SETTINGS, check, fill
 

@@ -11,6 +11,7 @@ from quire.core.errors import ManifestIntegrityError
 from quire.core.settings import ManifestLogSettings
 from quire.stream import mlog_records as r
 from quire.stream.mlog_bundle import plan, publish, run
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, SEALED, UPLOADED
 from quire.stream.mlog_verify import inspect, verify
 from quire.stream.mlog_writer import ManifestLogWriter
 from tests.stream.logs import SMALL, opened
@@ -167,3 +168,82 @@ def test_segments_without_a_copy_are_seen(world: World) -> None:
     assert list(verify(world.files, object_exists=lambda _key: True)) == []
     (problem,) = verify(world.files, object_exists=lambda _key: False)
     assert (problem.rule, problem.where) == ("L7", {"segment": 1, "key": "k"})
+
+
+# ── what readers make do without is told all the same ─────────────────────────────────────────────────────────────────
+FIRST_BYTES = 128
+"""The header, and what comes behind it."""
+
+
+def with_each_byte_changed(path: Path, last: int, change: int = 0xFF) -> Iterator[int]:
+    """The file with one byte changed, for each of the first ones and the last ones; whole again at the end."""
+    whole = path.read_bytes()
+    for place in (*range(FIRST_BYTES), *range(len(whole) - last, len(whole))):
+        changed = bytearray(whole)
+        changed[place] ^= change
+        path.write_bytes(changed)
+        yield place
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("change", [0xFF, 0x01])
+def test_a_changed_byte_of_an_object_is_told_wherever_it_is(world: World, change: int) -> None:
+    """Of a header that the commit copy stands for too: readers do not notice."""
+    world.chunks(2)
+    world.log.upload()
+    path = world.root / "objects" / world.objects.chunk_key(0)
+    for place in with_each_byte_changed(path, COPY_BYTES, change):
+        assert set(rules(world)) == {"L5"}, place
+    assert rules(world) == []
+
+
+def test_a_changed_byte_of_a_bundle_is_told_wherever_it_is(world: World) -> None:
+    world.chunks(10)
+    world.log.tick()
+    (task,) = plan(world.objects, now_ms=4_000_000_000_000, period_seconds=7 * 86_400.0)
+    publish(world.log, run(task, world.store))
+    (span,) = world.objects.listing().bundles
+    path = world.root / "objects" / world.objects.bundle_key(*span)
+    for place in with_each_byte_changed(path, COPY_BYTES):
+        assert "L5" in rules(world), place
+    assert rules(world) == []
+
+
+@pytest.mark.parametrize("change", [0xFF, 0x01])
+def test_a_changed_byte_of_a_sealed_chunk_is_told_wherever_it_is(world: World, change: int) -> None:
+    world.chunks(2)
+    world.log.upload()
+    world.tell(3)
+    for place in with_each_byte_changed(Path(world.files.chunk(0)), COPY_BYTES, change):
+        assert set(rules(world, tier2=False)) == {"L1"}, place
+    assert rules(world) == []
+
+
+def test_what_a_crash_leaves_of_a_header_is_no_damage(world: World) -> None:
+    """At each of its steps: the copy is newer than the header, or one of them is torn."""
+    world.chunks(1)
+    world.tell(2)
+    path = Path(world.files.chunk(1))
+    before = path.read_bytes()
+    world.tell(2)
+    after = path.read_bytes()
+    world.log.upload()
+    for left, told in (
+        (before[:CHUNK_BYTES] + after[CHUNK_BYTES:], []),
+        (after[: CHUNK_BYTES // 2] + before[CHUNK_BYTES // 2 : CHUNK_BYTES] + after[CHUNK_BYTES:], []),
+        (bytes([before[0] ^ 255]) + after[1:], []),
+        (before[:-COPY_BYTES] + after[-COPY_BYTES : -COPY_BYTES // 2] + before[-COPY_BYTES // 2 :], []),
+        (
+            after[:-COPY_BYTES] + before[-COPY_BYTES:],
+            ["L1"],
+        ),  # no crash: the copy is synced before the header is written
+    ):
+        path.write_bytes(left)
+        assert rules(world, tier2=False) == told
+    path.write_bytes(after)
+    marked = Path(world.files.chunk(0))
+    data = bytearray(marked.read_bytes())
+    assert data[56] == SEALED | UPLOADED
+    data[56] = SEALED
+    marked.write_bytes(data)
+    assert rules(world) == [], "its copy says that it is uploaded"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -88,7 +91,9 @@ def test_arrow_columns_are_written_as_they_are(records: list[bytes], data: st.Da
 
 @given(st.lists(st.integers(0, 500), max_size=50), st.integers(1, 1000))
 def test_records_are_divided_into_blocks(sizes: list[int], most: int) -> None:
-    divided = list(parts(sizes, most))
+    divided = list(parts(list(accumulate(sizes)), most))
+    ends: Any = np.cumsum(sizes, dtype=np.int64)
+    assert divided == list(parts(ends, most)), "as they come from a column"
     assert [number for start, stop in divided for number in range(start, stop)] == list(range(len(sizes)))
     for start, stop in divided:
         assert sum(sizes[start:stop]) + 4 * (stop - start) <= most or stop == start + 1

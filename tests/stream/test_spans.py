@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import Corruption
 from quire.stream import spans as spans_module
+from quire.stream.reading import SCHEMA, Batches
 from quire.stream.segment import ALIGN, HEADER_BYTES, Place, SegmentHeader, body_of, encode_block
 from quire.stream.sources import HotSource, Lost
-from quire.stream.spans import Span, spans_of
+from quire.stream.spans import Plain, Span, spans_of
 
 HEADER = SegmentHeader.decode(SegmentHeader(3, 9, 100, 1_000, 77).encode())
 
@@ -83,12 +85,18 @@ BLOCKS = st.lists(st.tuples(st.integers(0, 3), RECORDS), min_size=1, max_size=30
 )
 
 
+def of_arrow(patch: pytest.MonkeyPatch) -> None:
+    """As it is once Arrow is loaded."""
+    patch.setattr(spans_module, "_early_records", spans_module.EARLY_RECORDS + 1)
+
+
 @given(blocks=BLOCKS, small=st.booleans(), first=st.integers(0, 40), count=st.integers(1, 60))
 def test_spans_are_the_blocks(blocks: list[tuple[int, list[bytes]]], small: bool, first: int, count: int) -> None:
     raw, rows = written(blocks), expected(blocks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans_module, "SMALL_BYTES", 1 << 30 if small else 0)
         patch.setattr(spans_module, "FEW_BLOCKS", 0)
+        of_arrow(patch)
         found = spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES)
         assert (found.used_bytes, found.bad_at) == (len(raw), None)
         assert flat(found.spans) == rows
@@ -114,6 +122,7 @@ def test_a_flip_in_every_byte_ends_a_read_behind_the_block_before_it(
     """Heads that lie about lengths included: a read ends, with nothing that was not written."""
     monkeypatch.setattr(spans_module, "SMALL_BYTES", 1 << 30 if small else 0)
     monkeypatch.setattr(spans_module, "FEW_BLOCKS", 0)
+    of_arrow(monkeypatch)
     blocks = [(5, [b"one"]), (6, [b"two", b"", b"three"]), (6, [b"four" * 12]), (9, [b"five"])]
     raw, rows = written(blocks), expected(blocks)
     harmless = 0
@@ -155,3 +164,35 @@ def test_blocks_that_do_not_follow_each_other_are_damage() -> None:
             found = spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES)
         assert [each[0] for each in flat(found.spans)] == [100]
         assert found.bad_at == HEADER_BYTES + 128
+
+
+@given(blocks=BLOCKS, first=st.integers(0, 40), count=st.integers(1, 60), early=st.integers(0, 200))
+def test_plain_columns_have_the_same_records(
+    blocks: list[tuple[int, list[bytes]]], first: int, count: int, early: int
+) -> None:
+    """However many are taken out before Arrow is asked: none is missed, and none comes twice."""
+    raw, rows = written(blocks), expected(blocks)
+    start, stop = 100 + first, 100 + first + count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans_module, "EARLY_RECORDS", early)
+        patch.setattr(spans_module, "_early_records", 0)
+        found = spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES).spans
+        inside = [span.within(start, stop) for span in found if span.first_record < stop and span.end_record > start]
+        assert flat(inside) == [row for row in rows if start <= row[0] < stop]
+        assert flat(found) == rows
+        for span in found:
+            if isinstance(span.column, Plain):
+                assert span.column.arrow().equals(pa.array(span.column.to_pylist(), pa.binary()))
+                assert spans_module._early_records > early, "Arrow is there now"
+
+
+def test_a_batch_is_made_of_plain_columns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [(5, [b"one"]), (6, [b"two", b"", b"three"]), (9, [b"four"])]
+    raw = written(blocks)
+    monkeypatch.setattr(spans_module, "_early_records", 0)
+    found = spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES).spans
+    assert [type(span.column) for span in found] == [Plain] * 3
+    [batch] = Batches().of(found)
+    assert batch.schema == SCHEMA
+    assert batch.column("payload").to_pylist() == [row[2] for row in expected(blocks)]
+    assert type(spans_of(memoryview(raw), 0, HEADER.crc64, at=HEADER_BYTES).spans[0].column) is pa.BinaryArray

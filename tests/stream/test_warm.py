@@ -41,7 +41,7 @@ def test_the_pages_tables_are_the_structs() -> None:
     agree(PAGE, "row field", warm.ROW, "raw_offset offset bytes raw_bytes first_record timestamp_ms crc64")
     footer = "magic table_offset dictionary_offset dictionary_bytes frames end_record table_crc64 raw_crc64 crc64"
     agree(PAGE, "footer field", warm.FOOTER, footer)
-    assert warm.ROW_FIELDS.itemsize == warm.ROW_BYTES
+    assert warm.row_fields().itemsize == warm.ROW_BYTES
 
 
 @given(appends)

@@ -14,7 +14,7 @@ import pytest
 
 from quire.core.errors import DiskFull, StorageFault, StoreUnusable
 from quire.core.settings import StreamSettings
-from quire.durable.checksums import crc64
+from quire.durable.checksums import crc64, crc64_joined
 from quire.durable.files import OsDisk, OsFile, preallocate, write_synced
 from quire.durable.names import Tier
 from quire.stream import hot, segment
@@ -169,12 +169,18 @@ def test_memory_that_is_used_again_keeps_nothing_of_its_past(world: StreamWorld)
         assert not any(raw[end : block.end]), "padding is zeros"
 
 
-@pytest.mark.parametrize("combine", [segment.combine, None])
-def test_the_checksum_of_the_segment_goes_on_over_a_block(combine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a library that can join checksums, and with one that cannot."""
-    assert segment.combine is not None
-    monkeypatch.setattr(segment, "combine", combine)
-    for body in (body_of([b"one", b"", b"three"]), body_of_arrow(pa.array([b"skipped", b"a", b"bc" * 99])[1:])):
+@pytest.mark.parametrize("join_bytes", [0, segment.JOIN_BYTES])
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_checksum_of_the_segment_goes_on_over_a_block(
+    joins: bool, join_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a library that can join checksums, and with one that cannot; of short blocks and of long ones."""
+    assert crc64_joined(crc64(b"a"), crc64(b"bc"), 2) == crc64(b"abc")
+    monkeypatch.setattr(segment, "JOIN_BYTES", join_bytes)
+    if not joins:
+        monkeypatch.setattr(segment, "crc64_joined", lambda *_: None)
+    column = pa.array([b"skipped", b"a", b"bc" * 99, b"d" * 5000])[1:]
+    for body in (body_of([b"one", b"", b"three"]), body_of([b"long" * 2000]), body_of_arrow(column)):
         place = Place(128, 7, 1_700_000_000_000, 7)
         out = memoryview(bytearray(b"\xff" * (body.block_bytes + 64)))
         found = encode_into(out, 99, place, body, is_commit=True, running=crc64(b"before"))

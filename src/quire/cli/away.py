@@ -45,7 +45,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "jobs": ("retry", "cancel"),
     "feed": ("drop",),
     "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
-    "stream": ("append", "read", "tail", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
+    "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
     "sqlite": ("import_", "export"),
     "mlog": ("bundle",),
     "stats": ("stats",),
@@ -58,7 +58,7 @@ PATHS = {"sqlite.import_": "file", "sqlite.export": "out", "restore.restore": "f
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
     "sqlite.follow": "stop the owner, or follow into a store of its own",
-    "serve.serve": "it is being served already: `quire doctor` says by whom",
+    "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
     "check.check": "a store is repaired by its only process: stop the owner first",
 }
 """What to do where a command is not done there."""

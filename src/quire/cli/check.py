@@ -74,12 +74,17 @@ def unreadable(root: str) -> str | None:
     """What keeps the pages of a store's manifest from being read; `None` if nothing does (rule 4)."""
     from quire.durable import names
     from quire.durable.files import OsDisk
+    from quire.manifest.access import denied
     from quire.manifest.probe import probe
     from quire.store.layout import Found, look, not_found
 
     if look(OsDisk(), root) is not Found.STORE:
         raise not_found(root)
-    return probe(os.path.join(root, names.MANIFEST))
+    path = os.path.join(root, names.MANIFEST)
+    why = probe(path)
+    if why is not None and (refused := denied(path, write=False)) is not None:
+        raise refused  # who may not look has found no damage
+    return why
 
 
 def _problems_now(cli: Cli) -> list[Problem]:

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.exits import OK, PIPE_CLOSED, exit_of
-from quire.cli.output import JsonOutput, Output, Shown, TextOutput
+from quire.cli.output import JsonOutput, Look, Output, Shown, TextOutput, wrapped
 from quire.cli.plain import visible
 from quire.cli.values import Value
 from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault, StoreLocked
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 ELSEWHERE: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
 """Set while a command is run for somebody at the other end of a socket: what that person answered, or "" before it."""
+
+NAMES = {"database": "the database's name", "stream": "the stream's name", "subject": "what is asked about"}
+"""Arguments that are never empty, if a command needs them."""
 
 HERE = "."
 STORE_VARIABLE = "QUIRE_STORE"
@@ -107,6 +110,7 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
             from quire.core.logs import configure
 
             configure(style)
+        _need_names(body, arguments)
         try:
             verdict = verdict_of(body(cli, **arguments))
             if verdict.shown is not None:
@@ -130,6 +134,14 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
         if debug:
             raise
         return tell(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
+
+
+def _need_names(body: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """A shell makes an empty word of a variable that is not set: that is no name, and not "all of them" either."""
+    needed = body.__code__.co_varnames[1 : body.__code__.co_argcount - len(body.__defaults__ or ())]
+    for name, what in NAMES.items():
+        if name in needed and arguments.get(name) == "":
+            raise InvalidInput(f"{what} is empty", hint="`quire ls` lists the databases")
 
 
 def verdict_of(outcome: Shown | Verdict) -> Verdict:
@@ -195,7 +207,7 @@ def agreed(question: str, otherwise: str) -> bool:
         if not answer:
             raise Question(question, otherwise)
         return answer == "yes"
-    sys.stderr.write(f"{visible(question)} [y/N] ")
+    sys.stderr.write("\n".join(wrapped(f"{visible(question)} [y/N]", Look.of(sys.stderr).width)) + " ")
     sys.stderr.flush()
     line = sys.stdin.readline()
     if not line:

@@ -27,6 +27,8 @@ P = ParamSpec("P")
 Body = Callable[Concatenate[Cli, P], Shown | Verdict]
 
 KINDS = (str, int, float, bool)
+HELP = ("-h", "--help")
+"""How help is asked for, of every command and every group."""
 REQUIRED = ...
 """The default of a parameter that has none."""
 

@@ -4,7 +4,8 @@ Rules
   1. Every probe gives a row: `ok`, `warn` (worth knowing) or `fail` (needs doing something, and what); exit code 1 if one
      fails.
   2. A probe that raises, whatever it raises, is a failed row: the others still run.
-  3. Those that wait for another process (Java says its version, a child reads the manifest's pages) are begun first.
+  3. Those that wait for another process (Java says its version, a child reads the manifest's pages) are begun first and
+     asked last: everything else is done meanwhile. Rows are told in the order in which people read them.
   4. Nothing is made, and nothing is written but one small object into an object store that is there: put, read back,
      deleted. `--no-objects` leaves it out.
 """
@@ -84,11 +85,18 @@ def doctor(
 
 def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[Finding]:
     java, pages = _begun(lambda: _probed("java", _java)), _begun(lambda: unreadable(root))
+    found = list(_store_findings(root, pages, named=named, with_objects=with_objects))  # rule 3: Java takes longest
+    yield from _machine(java)
+    yield from found
+
+
+def _store_findings(
+    root: str, pages: Callable[[], str | None], *, named: bool, with_objects: bool
+) -> Iterator[Finding]:
     from quire.durable import names
     from quire.durable.files import OsDisk
     from quire.store.layout import Found, look
 
-    yield from _machine(java)
     yield _probed("disk", lambda: _disk(root))
     store = _probed("store", lambda: _store(root) if named or look(OsDisk(), root) is Found.STORE else NO_STORE)
     yield store
@@ -99,9 +107,9 @@ def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[Finding
     if not is_store:
         return
     yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
-    yield from _manifest(os.path.join(root, names.MANIFEST), pages)
-    if with_objects and store.state == "ok":
-        yield _probed("objects", lambda: _objects(root))
+    objects = [_probed("objects", lambda: _objects(root))] if with_objects and store.state == "ok" else []
+    yield from _manifest(os.path.join(root, names.MANIFEST), pages)  # waits for the child: rule 3
+    yield from objects
 
 
 def _begun(call: Callable[[], T]) -> Callable[[], T]:
@@ -152,9 +160,9 @@ def _machine(java: Callable[[], Finding]) -> Iterator[Finding]:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
+    if (found := _installed(package)) is None:
+        raise ModuleNotFoundError(f"{package} is not installed")
+    return found
 
 
 def _java() -> Finding:
@@ -179,6 +187,14 @@ def _spark() -> Finding:
 
 
 def _installed(package: str) -> str | None:
+    """A package's version, from the name of the directory that was made when it was installed.
+
+    Who finds none asks importlib: that reads all that is said of a package, and loads a reader of e-mail for it.
+    """
+    for place in filter(os.path.isdir, sys.path):
+        for name in os.listdir(place):
+            if name.startswith(f"{package}-") and name.endswith(".dist-info"):
+                return name[len(package) + 1 :].removesuffix(".dist-info")
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -226,6 +242,7 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None]) -> Iterator
 
     Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
     """
+    import quire.manifest.check  # noqa: F401 - it is loaded while the child reads
     from quire.manifest.store import ManifestStore
 
     opened: list[ManifestStore] = []

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import PROBLEMS
+from quire.cli.named import Follow
 from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, moment, pairs, plain, span, telling
 from quire.core.clock import SystemClock
-from quire.core.errors import UnknownCursor
+from quire.core.errors import CursorLost, UnknownCursor
 
 if TYPE_CHECKING:
     from quire.manifest.change import ChangeRecord, CursorInfo
     from quire.manifest.feed import ChangeFeed
+    from quire.manifest.store import ManifestStore
 
 STEP_RECORDS = 64
 """Change records read together: one may hold thousands of operations."""
@@ -43,19 +45,55 @@ def tail(
     start: Annotated[
         int, Option("--from", min=0, metavar="N", help="First sequence; 0: so that the newest are shown.")
     ] = 0,
-    limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 10,
-) -> Listing:
-    """Show change records: their sequence, time and operations."""
-    from quire.manifest.change import change_json
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="Records at most; 0: no limit.")] = 10,
+    follow: Follow = False,
+) -> Listing | Verdict:
+    """Show change records: their sequence, time and operations.
 
+    With --follow from --from on, or the newest, and then all that are committed.
+    """
+    columns = [">sequence", "committed", "operations"]
+    if follow:
+        from quire.cli.following import follow as go_on
+
+        with cli.reader() as manifest:
+            tail = _Tail(manifest, start, limit)
+            return go_on(cli, columns, lambda: map(_row, tail.new()))
     return Listing(
-        columns=[">sequence", "committed", "operations"],
-        rows=(
-            Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], change_json(each))
-            for each in _records(cli, start, limit)
-        ),
+        columns=columns,
+        rows=map(_row, _records(cli, start, limit)),
         empty=f"the feed has nothing from sequence {start:,} on" if start else "the feed is empty",
     )
+
+
+def _row(each: ChangeRecord) -> Row:
+    from quire.manifest.change import change_json
+
+    return Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], change_json(each))
+
+
+class _Tail:
+    """The end of the feed, as it goes on (rule 2)."""
+
+    def __init__(self, manifest: ManifestStore, start: int, limit: int) -> None:
+        self._manifest = manifest
+        with manifest.read() as txn:
+            oldest, head = txn.feed_bounds()
+        self._next = start or (max(oldest, head - limit + 1) if limit else oldest)
+
+    def new(self) -> Iterator[ChangeRecord]:
+        """What was committed since the last time. What was trimmed before it was seen is an error."""
+        while True:
+            with self._manifest.read() as txn:
+                oldest, _ = txn.feed_bounds()
+                step = list(islice(txn.changes(self._next), STEP_RECORDS))
+            if self._next < oldest:
+                kept = f"the changes {self._next:,} to {oldest - 1:,} are no longer kept"
+                raise CursorLost(kept, hint=f"`quire feed tail --from {oldest} --follow` goes on behind them")
+            yield from step
+            if not step:
+                return
+            self._next = step[-1].sequence + 1
 
 
 def _records(cli: Cli, start: int, limit: int) -> Iterator[ChangeRecord]:

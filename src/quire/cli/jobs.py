@@ -129,14 +129,23 @@ def summary(job: Job, now: int) -> str:
 
 
 def result_text(result: Any) -> str:
-    """What a job answered, what is zero left out: `slots 3, bytes 12.0 KiB`."""
+    """What a job answered, what is zero left out.
+
+    >>> result_text({"slots": 3, "left": 0, "bytes": 12_288, "complete": True}), result_text({"complete": False})
+    ('slots 3, bytes 12.0 KiB, complete', 'not complete')
+    """
     if not isinstance(result, dict):
-        return str(plain(result))
-    telling = {key: value for key, value in result.items() if value not in (0, "", [], {})} or result
-    return ", ".join(
-        f"{key.replace('_', ' ')} {size(value) if key.endswith('bytes') and isinstance(value, int) else in_words(value)}"
-        for key, value in telling.items()
-    )
+        return in_words(result)
+    telling = {key: value for key, value in result.items() if value is False or value not in (0, "", [], {})} or result
+    return ", ".join(_answered(key.replace("_", " "), value) for key, value in telling.items())
+
+
+def _answered(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    if isinstance(value, int):
+        return f"{name} {size(value) if name.endswith('bytes') else f'{value:,}'}"
+    return f"{name} {in_words(value)}"
 
 
 def _times(number: int) -> str:

@@ -72,7 +72,7 @@ def put(
     name, content = _given(key, hex_), _given(value, hex_)
     with cli.owner() as store:
         lsn = store.kv(database, create=create).write({name: content})
-    return Note(text=f"put {key} in {database}", data={"key": name, "lsn": lsn})
+    return Note(text=f"put {key or 'the empty key'} in {database}", data={"key": name, "lsn": lsn})
 
 
 def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:

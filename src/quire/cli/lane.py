@@ -2,8 +2,8 @@
 
 Rules
   1. The lane understands a command with its words and options in any order, each option whole (`--limit 5`, `--limit=5`,
-     `-n 5`), and `--help` and `--version` alone. It declines everything else, mistakes included: typer is the only one that
-     explains.
+     `-n 5`), and `--help`, `-h` and `--version` alone. It declines everything else, mistakes included: typer is the only one
+     that explains.
   2. What it does not decline it understands as typer does, by the same declarations (a test compares the two on every command).
   3. Commands that have a quick way too (`quire.cli.quick`) take it if nothing unusual is asked; if that meets anything unusual
      it declines, and the usual command tells what is wrong.
@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from quire.cli.command import STORE_VARIABLE, Cli, perform
-from quire.cli.declared import REQUIRED, Command, Option, Parameter
+from quire.cli.declared import HELP, REQUIRED, Command, Option, Parameter
 from quire.cli.exits import OK
 from quire.cli.values import Value
 
@@ -66,7 +66,7 @@ def understand(arguments: Sequence[str]) -> Understood | None:
 
 def run(arguments: Sequence[str]) -> int | None:
     """Run a command of the lane; its exit code, or `None` if the command line is not for the lane (rule 1)."""
-    if list(arguments) in (["--help"], ["--version"]) and "_QUIRE_COMPLETE" not in os.environ:
+    if list(arguments) in ([HELP[0]], [HELP[1]], ["--version"]) and "_QUIRE_COMPLETE" not in os.environ:
         return _about(arguments[0])
     understood = understand(arguments)
     if understood is None:
@@ -173,7 +173,7 @@ def _quickly(understood: Understood) -> Any:
 def _about(option: str) -> int | None:
     """The list of commands, or the version."""
     try:
-        if option == "--help":
+        if option in HELP:
             from quire.cli.quick import help_text
 
             text = help_text()

@@ -16,7 +16,7 @@ from quire.cli.command import Cli
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.output import STEP_ROWS, Listing, Row
 from quire.cli.plain import pairs, plain, telling
-from quire.core.errors import ManifestDamaged
+from quire.core.errors import InvalidInput, ManifestDamaged
 
 if TYPE_CHECKING:
     from quire.manifest.slots import Chain, Leaf
@@ -71,7 +71,12 @@ def dump(
     """
     from quire.manifest.reads import table_named
 
-    chosen = table_named(table)
+    try:
+        chosen = table_named(table)
+    except InvalidInput as error:
+        raise InvalidInput(
+            error.what, hint=f"`quire manifest tables` explains them; {error.hint}", **error.where
+        ) from error
     return Listing(columns=["key", "record"], rows=_rows(cli, chosen, limit), empty=f"{table} is empty")
 
 

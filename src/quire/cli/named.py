@@ -1,11 +1,12 @@
 """What people type for a database, a snapshot or a tag, found.
 
 Rules
-  1. A name comes first: a snapshot may be called 7 and not have that id. What no snapshot is called is tried as an id, `7`
-     or `#7` (which a shell wants quoted).
-  2. What is not there is told with the command that lists what is.
+  1. `#7` (which a shell wants quoted) is the snapshot with that id. Of anything else a name comes first: programs, to whom ids
+     are numbers and names are texts, may call a snapshot 7. What no snapshot is called is tried as an id.
+  2. Nobody makes such a name here: it would be taken for an id (`need_no_number`).
+  3. What is not there is told with the command that lists what is.
 
-Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `WrongKind`.
+Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `WrongKind`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declared import Argument, Option
-from quire.core.errors import InvalidInput, UnknownDatabase, UnknownSnapshot, WrongKind
+from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+Follow = Annotated[
+    bool, Option("--follow", "-f", help="Go on with what is new, until Ctrl-C; JSON has a line per record.")
+]
 
 
 def number_of(text: str) -> int:
@@ -44,7 +48,8 @@ def number_of(text: str) -> int:
 
 def snapshot_named(where: ManifestStore | Store | Client, database: str, text: str) -> SnapshotInfo:
     """A snapshot by name, else by id (rule 1)."""
-    for asked in (text, number_of(text)):
+    both = (text, number_of(text))
+    for asked in reversed(both) if text.startswith("#") else both:
         if asked:
             try:
                 return _get_snapshot(where, database, asked)
@@ -52,6 +57,16 @@ def snapshot_named(where: ManifestStore | Store | Client, database: str, text: s
                 pass
     hint = f"`quire snapshot ls {shlex.quote(database)}` lists them"
     raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=text)
+
+
+def need_no_number(name: str) -> None:
+    """Refuse a snapshot's name that reads as an id (rule 2)."""
+    digits = name.removeprefix("#")
+    if digits.isdecimal():
+        hint = f"call it v{digits}, say; without a name it gets an id by itself"
+        raise InvalidName(
+            "a snapshot may not be called by a number: that would be taken for an id", hint=hint, name=name
+        )
 
 
 def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:

@@ -8,9 +8,10 @@ Terms
   Tree      nodes below nodes            JSON: an array of the roots
 
 Rules
-  1. A command shows exactly one value; so stdout holds one JSON document, or nothing when an error is told on stderr.
-  2. Text fits the terminal: the last column of a listing wraps, others are as wide as they must be. Where there is no
-     terminal nothing is wrapped or cut, so that `grep` and `awk` see whole lines.
+  1. A command shows exactly one value; so stdout holds one JSON document, or nothing when an error is told on stderr. Only what
+     has no end (`quire.cli.following`) is written row by row.
+  2. Text fits the terminal (`quire.cli.tables`). Where there is no terminal nothing is wrapped or cut, so that `grep` and `awk`
+     see whole lines.
   3. Colours only on a terminal, and not if NO_COLOR is set or TERM is dumb.
   4. Rows may be an iterator: they are written as they come, JSON in bounded memory, text in steps of `STEP_ROWS`.
   5. Text shows what would move the cursor or turn the line around instead of doing it (`plain.visible`), wherever it
@@ -28,13 +29,14 @@ from itertools import islice
 from typing import Any, Protocol, TextIO
 
 from quire.cli.plain import plain, visible
+from quire.cli.tables import lines_of, plan
+from quire.cli.tables import width_of as width_of
+from quire.cli.tables import wrapped as wrapped
 from quire.cli.values import Value
 from quire.core.errors import QuireError
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
-COLUMN_WIDTH_MIN = 16
-"""A last column narrower than this is not worth wrapping into."""
 
 
 class Row(Value):
@@ -179,19 +181,6 @@ def text_parts(value: Shown, look: Look) -> Iterator[str]:
         yield line + "\n"
 
 
-def width_of(text: str) -> int:
-    """Columns that a text takes on a terminal: East Asian wide characters two, combining ones none.
-
-    >>> width_of("größe"), width_of("数据")
-    (5, 4)
-    """
-    if text.isascii():
-        return len(text)
-    from unicodedata import combining, east_asian_width
-
-    return sum(0 if combining(each) else 1 + (east_asian_width(each) in "WF") for each in text)
-
-
 def _lines(value: Shown, look: Look) -> Iterator[str]:
     if isinstance(value, Listing):
         return _listing(value, look)
@@ -219,17 +208,15 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
     if not step and listing.empty:
         yield visible(listing.empty)
         return
-    titles = [title.removeprefix(">") for title in listing.columns]
-    right = [title.startswith(">") for title in listing.columns]
-    header: list[Sequence[str]] = [titles]
+    titled = True
     while step:
         cells = [[visible(cell) for cell in row.cells] for row in step]
-        widths = [max(map(width_of, column)) for column in zip(*header, *cells)]
-        if header:
-            yield look.styled(_line(titles, widths, right), "1")
-            header = []
+        layout = plan(listing.columns, cells, look.width, titled)
+        if titled:
+            yield look.styled(layout.header, "1")
+            titled = False
         for each in cells:
-            yield from _row(each, widths, right, look)
+            yield from lines_of(each, layout)
         step = list(islice(rows, STEP_ROWS))
     if listing.closing:
         yield ""
@@ -237,28 +224,9 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
             yield from wrapped(visible(line), look.width)
 
 
-def _row(cells: list[str], widths: list[int], right: list[bool], look: Look) -> Iterator[str]:
-    indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = look.width - indent
-    if not look.width or width_of(cells[-1]) <= room:
-        yield _line(cells, widths, right)
-        return
-    if room < COLUMN_WIDTH_MIN:  # no room beside the other columns: continue below them
-        indent, room = 4, look.width - 4
-        yield _line(cells[:-1], widths, right)
-        yield from (" " * indent + part for part in wrapped(cells[-1], room))
-        return
-    first, *others = wrapped(cells[-1], room)
-    yield _line([*cells[:-1], first], widths, right)
-    yield from (" " * indent + part for part in others)
-
-
-def _line(cells: Sequence[str], widths: list[int], right: list[bool]) -> str:
-    parts = []
-    for cell, width, to_the_right in zip(cells, widths, right):
-        space = " " * (width - width_of(cell))
-        parts.append(space + cell if to_the_right else cell + space)
-    return "  ".join(parts).rstrip()
+def json_line(data: Any) -> str:
+    """A value as one line of JSON."""
+    return _json(_ready(data)) + "\n"
 
 
 def _facts(facts: Facts, look: Look) -> Iterator[str]:
@@ -267,15 +235,6 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
         first, *others = wrapped(visible(text), look.width - indent if look.width else 0)
         yield look.styled(name + " " * (indent - width_of(name)), "1") + first
         yield from (" " * indent + each for each in others)
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width` columns; paths and other long words stay whole."""
-    if width <= 0:
-        return [text]
-    from textwrap import wrap
-
-    return wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _ready(data: Any) -> Any:

@@ -78,9 +78,13 @@ def in_words(value: Any) -> str:
     >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
     ('base 5 of database 1, generation 3', 'ghost', '1/2', 'nothing')
+    >>> in_words(True), in_words([False])
+    ('yes', 'no')
     """
     if value is None:
         return "nothing"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if type(value) in (str, int):
         return short(str(value))
     from quire.core.ids import ArtifactKey

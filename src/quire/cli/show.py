@@ -6,7 +6,7 @@ What they show is made of values with the fields of `DatabaseInfo` and `StoreInf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import Cli
@@ -16,6 +16,11 @@ from quire.cli.plain import count_of, moment, size, tags_text
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.store.info import DatabaseInfo, StoreInfo
+
+LENT = ("by", "lend")
+"""The tag of a snapshot that the service has lent to somebody who reads."""
+TIME_TRAVEL = "time-travel"
+"""The tag of what checkpoints keep so that earlier moments can be read; `quire.manifest.retention.WINDOW_TAG`, slow to load."""
 
 
 def ls(cli: Cli) -> Listing:
@@ -85,7 +90,7 @@ def facts(found: StoreInfo, data: Any) -> Facts:
 def snapshot_listing(database: str, found: Sequence[SnapshotInfo], data: Sequence[Any]) -> Listing:
     """Snapshots as rows; `data` is what each is for programs."""
     return Listing(
-        columns=[">id", "name", "created", ">size", "tags"],
+        columns=[">id", "name", "created", ">size", "about"],
         rows=[Row(_snapshot_cells(each), told) for each, told in zip(found, data)],
         empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
     )
@@ -97,5 +102,19 @@ def _snapshot_cells(each: SnapshotInfo) -> list[str]:
         each.name or "-",
         moment(each.created_at_ms),
         size(each.size_pages * each.page_size),
-        tags_text(each.tags) or "-",
+        about(each) or "-",
     ]
+
+
+def about(each: SnapshotInfo) -> str:
+    """For whom a snapshot is there that nobody has named, until when, and its tags."""
+    others = {key: value for key, value in each.tags.items() if (key, value) != LENT and key != TIME_TRAVEL}
+    until = f"goes by itself {moment(each.expires_at_ms)}" if each.expires_at_ms else ""
+    return ", ".join(filter(None, (purpose(each.tags), until, tags_text(others))))
+
+
+def purpose(tags: Mapping[str, str]) -> str:
+    """What a snapshot is there for that no person has made."""
+    if tags.get(LENT[0]) == LENT[1]:
+        return "lent to a query (Spark, or another reader)"
+    return "for time travel" if TIME_TRAVEL in tags else ""

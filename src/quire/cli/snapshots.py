@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import PROBLEMS
-from quire.cli.named import Database, Snapshot, Yes, need_pages, settled, snapshot_named, tags_of, title_of
+from quire.cli.named import (
+    Database,
+    Snapshot,
+    Yes,
+    need_no_number,
+    need_pages,
+    settled,
+    snapshot_named,
+    tags_of,
+    title_of,
+)
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, plain, size, span, tags_text
-from quire.cli.show import snapshot_listing
+from quire.cli.show import purpose, snapshot_listing
 from quire.cli.values import Value
 from quire.cli.versions import At, version_of
 from quire.core.errors import UnknownSnapshot
@@ -58,6 +68,7 @@ def create(
     tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
 ) -> Note:
     """Keep a database as it is now. Nothing is copied, however large it is."""
+    need_no_number(name)
     tags: dict[str, str] = {}
     if tag:
         from quire.manifest.retention import SCHEDULE_TAG
@@ -160,6 +171,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
         ("WAL", f"{count_of(found.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
         ("only here", share_words(share) if share.artifacts else "nothing: all of it is held elsewhere too"),
         ("forks", ", ".join(children) or "none"),
+        *([("is", whom)] if (whom := purpose(found.tags)) else []),
         ("tags", tags_text(found.tags) or "none"),
     ]  # fmt: skip
     data = {

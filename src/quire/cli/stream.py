@@ -4,28 +4,35 @@ Rules
   1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
      it is not. JSON has payloads in hexadecimal.
   2. What was appended is durable before the command says so.
+  3. `tail` reads files beside another owner (`quire.stream.beside`), and with `--follow` in any case: whoever writes can. The
+     other commands own the store.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
-from quire.cli.named import Database
+from quire.cli.named import Database, Follow
 from quire.cli.output import Facts, Listing, Note, Row
 from quire.cli.plain import count_of, moment, pairs, size, span
-from quire.core.errors import InvalidInput
+from quire.core.clock import SystemClock
+from quire.core.errors import InvalidInput, StoreLocked
 
 if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
     from quire.store.store import Store
+    from quire.stream.beside import Beside
     from quire.stream.catalogue import Segment
-    from quire.stream.reading import Record
+    from quire.stream.reader import Record
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000
@@ -95,20 +102,58 @@ def read(
 
     def rows() -> Iterator[Row]:
         with _open(cli, database) as stream:
-            yield from map(_record, islice(stream.read(start, stop), limit or None))
+            begin = stream.first_record if start is None else start
+            ends = [each for each in (stop, begin + limit if limit else None) if each is not None]
+            yield from map(_record, stream.read(begin, min(ends, default=None)))  # no more is read than is shown
 
     return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no such records")
 
 
-def tail(cli: Cli, database: Database, limit: Limit = 10) -> Listing:
-    """Show the last records."""
+def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | Verdict:
+    """Show the last records; with --follow also those to come."""
+    columns = [">id", "appended", "record"]
+    if follow:
+        from quire.cli.following import follow as go_on
+
+        with _beside(cli, database, limit) as beside:
+            return go_on(cli, columns, lambda: map(_record, beside.new()))
 
     def rows() -> Iterator[Row]:
-        with _open(cli, database) as stream:
+        with ExitStack() as closing:
+            try:
+                stream = closing.enter_context(_open(cli, database))
+            except StoreLocked:
+                beside = closing.enter_context(_beside(cli, database, limit))
+                yield from map(_record, beside.new())
+                return
             start = stream.first_record if not limit else max(stream.first_record, stream.end_record - limit)
             yield from map(_record, stream.read(start))
 
-    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no records")
+    return Listing(columns=columns, rows=rows(), empty="no records")
+
+
+@contextmanager
+def _beside(cli: Cli, database: str, limit: int) -> Iterator[Beside]:
+    """The end of a stream, beside whoever owns the store (rule 3)."""
+    from quire.durable.files import OsDisk
+    from quire.objects.open import open_store
+    from quire.store.layout import objects_url
+    from quire.stream.beside import Beside
+    from quire.stream.files import StreamFiles
+
+    root = os.path.abspath(cli.path)
+    with cli.reader() as manifest, ExitStack() as closing:
+
+        @cache
+        def objects() -> ObjectStore:
+            store = open_store(objects_url(root, cli.settings()))
+            closing.callback(store.close)
+            return store
+
+        beside = Beside(manifest, database, lambda stream_id: StreamFiles(OsDisk(), root, stream_id), objects)
+        first, end = beside.bounds()
+        beside.position = max(first, end - limit) if limit else first
+        yield beside
 
 
 def _record(record: Record) -> Row:
@@ -124,12 +169,12 @@ def _record(record: Record) -> Row:
 def segments(cli: Cli, database: Database) -> Listing:
     """List the segments of a stream, and where their copies are."""
     with _open(cli, database) as stream:
-        found = [_segment(each) for each in stream.ledger.view]
-    columns = [">segment", ">first", ">records", ">size", ">compressed", "sealed", "tiers"]
+        found = [_segment(each, SystemClock().now_ms()) for each in stream.ledger.view]
+    columns = [">id", ">first", ">records", ">size", ">compressed", "sealed", "tiers"]
     return Listing(columns=columns, rows=found, empty=f"{database} has no segments")
 
 
-def _segment(segment: Segment) -> Row:
+def _segment(segment: Segment, now_ms: int) -> Row:
     names = ("hot", "warm", "remote")
     tiers = [name for name, there in zip(names, (segment.is_hot, segment.is_warm, segment.is_remote)) if there]
     data = {
@@ -145,11 +190,11 @@ def _segment(segment: Segment) -> Row:
     }
     cells = [
         str(segment.segment_id),
-        str(segment.base_record),
-        str(segment.records) if segment.is_sealed else "-",
+        f"{segment.base_record:,}",
+        f"{segment.records:,}" if segment.is_sealed else "-",
         size(segment.durable_bytes),
         size(segment.warm_bytes) if segment.warm_bytes else "-",
-        moment(segment.sealed_ms) if segment.is_sealed else "open",
+        f"{span(now_ms - segment.sealed_ms)} ago" if segment.is_sealed else "open",
         " ".join(tiers),
     ]
     return Row(cells, data)
@@ -161,7 +206,7 @@ def info(cli: Cli, database: Database) -> Facts:
         found = stream.info()
     held = ", ".join(f"{name} at {each.position}" for name, each in sorted(found.consumers.items()))
     lines = [
-        ("records", f"{found.records:,}, from {found.first_record} to before {found.end_record}"),
+        ("records", f"{found.records:,}, from {found.first_record:,} to before {found.end_record:,}"),
         ("hot", f"{count_of(found.hot_segments, 'segment')}, {size(found.hot_bytes)}"),
         ("warm", f"{count_of(found.warm_segments, 'segment')}, {size(found.warm_bytes)}"),
         ("remote", f"{count_of(found.remote_segments, 'segment')}, {size(found.remote_bytes)}"),

@@ -11,6 +11,7 @@ Importing this module loads typer, and nothing of the store.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -19,12 +20,15 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.command import Cli, output_for, perform, tell
-from quire.cli.declared import REQUIRED, Command, Group, Option, Parameter
+from quire.cli.declared import HELP, REQUIRED, Command, Group, Option, Parameter
 from quire.cli.exits import OK
 from quire.core.errors import InvalidInput
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for a wrong command line; it has no public name of its own."""
+
+COMPLETING = "_QUIRE_COMPLETE"
+"""In the environment while a shell asks what could come next."""
 
 EXAMPLE = "quire tour --store ./quire-data"
 
@@ -45,7 +49,13 @@ def program(group: Group) -> Any:
 
 def _typed(group: Group) -> typer.Typer:
     """A group, plain: typer's rich help costs more than all the rest of a light command."""
-    app = typer.Typer(help=group.text, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        help=group.text,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": list(HELP)},
+    )
     for each in group.commands.values():
         made = app.command(each.name, cls=_Command, help=each.body.__doc__, epilog=f"Example: {each.example}")
         made(_runner(each))
@@ -57,23 +67,41 @@ def _typed(group: Group) -> typer.Typer:
 def _runner(command: Command) -> Callable[..., None]:
     """A function with the signature that typer looks at."""
 
-    def run(*, store: str, as_json: bool, debug: bool, **arguments: Any) -> None:
+    def run(*, ctx: typer.Context, store: str, as_json: bool, debug: bool, **arguments: Any) -> None:
+        for each in parameters:
+            _need_enough(each, arguments.get(each.name), ctx)
         if code := perform(command.body, Cli(store, as_json), arguments, debug=debug):
             raise typer.Exit(code)
 
     parameters = [*command.parameters(), *command.shared()]
-    run.__signature__ = inspect.Signature([_for_typer(each) for each in parameters])  # type: ignore[attr-defined]
+    asked = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    run.__signature__ = inspect.Signature([asked, *map(_for_typer, parameters)])  # type: ignore[attr-defined]
     run.__annotations__ = {}
     run.__name__ = command.body.__name__
     return run
+
+
+def _need_enough(each: Parameter, value: Any, ctx: typer.Context) -> None:
+    """Typer would do this, and show `x>=0` to people for it."""
+    least = each.declared.said.get("min")
+    if least is not None and value is not None and value < least:
+        name = each.names[0] if each.names else each.declared.said["metavar"]
+        raise typer.BadParameter(f"{value} is less than {least}", ctx=ctx, param_hint=f"'{name}'")
 
 
 def _for_typer(each: Parameter) -> inspect.Parameter:
     kind: Any = list[each.kind] if each.many else each.kind  # type: ignore[name-defined]
     if each.default is None:
         kind = kind | None
-    said = each.declared
-    declared = typer.Option(*said.names, **said.said) if isinstance(said, Option) else typer.Argument(**said.said)
+    is_option = isinstance(each.declared, Option)
+    said = {name: value for name, value in each.declared.said.items() if name != "min"}
+    if is_option and each.kind in (int, float):
+        said.setdefault("metavar", "N")  # typer's own word is "<int>"
+    if COMPLETING in os.environ and "metavar" in said:
+        from quire.cli.completing import completer
+
+        said["autocompletion"] = completer(said["metavar"])
+    declared = typer.Option(*each.declared.names, **said) if is_option else typer.Argument(**said)
     default = inspect.Parameter.empty if each.default is REQUIRED else each.default
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
@@ -108,7 +136,7 @@ def run_app(app: Group, arguments: Sequence[str]) -> int:
 
 
 def _number(found: re.Match[str]) -> str:
-    """Typer says "a valid int range", which is no word of people's."""
+    """Typer says "a valid int", which is no word of people's."""
     return "is not a valid whole number" if found[1] == "int" else "is not a valid number"
 
 
@@ -121,6 +149,9 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
     words = takewhile(lambda each: not each.startswith("-"), arguments)  # some errors do not say whose they are
     asked = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
     what = text[:1].lower() + text[1:].rstrip(".")
-    what = re.sub(r"is not a valid (int|float)\w*( range)?$", _number, what)
-    wrong = InvalidInput(what, hint=f"`{asked} --help` shows how it is called")
+    what = re.sub(r"is not a valid (int|float)\w*$", _number, what)
+    hint = f"`{asked} --help` shows how it is called"
+    if text.startswith("No such option") and hasattr(getattr(error.ctx, "command", None), "commands"):
+        hint = f"options stand behind the command, as in `quire ls --store DIR --json`; {hint}"
+    wrong = InvalidInput(what, hint=hint)
     return tell(output_for("--json" in arguments), wrong)

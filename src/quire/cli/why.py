@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declared import Argument, Group, command
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.cli.plain import size
+from quire.core.errors import InvalidInput, ObjectNotFound
 
 
 def add_to(app: Group) -> None:
@@ -17,17 +19,15 @@ def add_to(app: Group) -> None:
 
 def why(
     cli: Cli,
-    subject: Annotated[
-        str, Argument(metavar="WHAT", help="A database's name, a file's path in the store, or an object's key.")
-    ],
+    subject: Annotated[str, Argument(metavar="WHAT", help="A database's name, a file's path, or an object's key.")],
 ) -> Report:
     """Say what keeps something, and what would release it."""
     from quire.store.why import why as ask
 
     with cli.reader() as manifest, manifest.read() as txn:
-        answer = ask(txn, subject)
+        answer = ask(txn, _within(cli, subject), lambda path: _size(cli, path))
     facts = [("what", f"{answer.kind} {answer.subject}"), ("state", answer.state), ("bytes", size(answer.size_bytes))]
-    if answer.kind != "database":
+    if answer.kind in ("segment", "base", "delta"):
         facts.append(("references", str(answer.references)))
     rows = [Row([each.kind, each.name, each.what, each.release], each) for each in answer.holders]
     columns = ["held by", "name", "because", "released by"]
@@ -35,3 +35,36 @@ def why(
         parts=(Facts(lines=facts, data=None), Listing(columns=columns, rows=rows, empty="nothing holds it")),
         data=answer,
     )
+
+
+def _within(cli: Cli, subject: str) -> str:
+    """A path as the shell completes it, from the store on; an object's address from its key on."""
+    if "/" not in subject:
+        return subject
+    root = os.path.abspath(cli.path)
+    if os.path.exists(subject) and os.path.abspath(subject).startswith(f"{root}/"):
+        subject = os.path.relpath(os.path.abspath(subject), root)
+    if "://" in subject:
+        from quire.store.layout import objects_url
+
+        subject = subject.removeprefix(objects_url(root, cli.settings()).rstrip("/") + "/")
+    return subject
+
+
+def _size(cli: Cli, path: str) -> int | None:
+    """The bytes of a file in the store, or of an object; `None` if there is neither."""
+    root = os.path.abspath(cli.path)
+    try:
+        return os.stat(os.path.join(root, path)).st_size
+    except OSError:
+        pass  # then it is an object
+    from quire.objects.open import open_store
+    from quire.store.layout import objects_url
+
+    store = open_store(objects_url(root, cli.settings()))
+    try:
+        return store.head(path).size_bytes
+    except (ObjectNotFound, InvalidInput):
+        return None
+    finally:
+        store.close()

@@ -14,9 +14,10 @@ stops a chunk id from being passed where a database id belongs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType
+
+import msgspec
 
 from quire.core.errors import OutOfRange
 
@@ -77,8 +78,7 @@ class ArtifactKind(IntEnum):
     NAMESPACE = 4
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ArtifactKey:
+class ArtifactKey(msgspec.Struct, frozen=True, order=True):
     """Names one immutable artifact for ever (M6): who made it, what it is, which slot or segment, which generation.
 
     `delta_id` is 0 except for deltas; WAL segments have generation 0: a segment is written once.
@@ -91,8 +91,7 @@ class ArtifactKey:
     delta_id: int = 0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Epoch:
+class Epoch(msgspec.Struct, frozen=True, order=True):
     """A version of a page database: the lsn orders (P5), the segment says where to look.
 
     >>> str(Epoch(lsn=4711, segment_id=3))

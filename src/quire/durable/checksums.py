@@ -10,6 +10,8 @@ Rules
   2. A changed seed always changes the result: for equal bytes the map from seed to crc is one to one.
   3. Any C-contiguous buffer will do: `bytes`, `bytearray`, `memoryview`, `mmap`, an array. Nothing is copied.
   4. `crc64_rows` is `crc64` of each row, for many short rows at once; it alone loads numpy, when it is called.
+  5. The native crc64 takes 60 ms to load, more than most commands may take altogether. So the first bytes of a process are
+     done by a table, a byte at a time; with the byte that is one too many (`EARLY_BYTES`), the native one is loaded for good.
 
 Pure functions, any thread; importable on executors (no lmdb). The formats that use them are in `docs/formats/`.
 Raises only what Python raises for a wrong argument (`TypeError`, `BufferError`).
@@ -22,14 +24,15 @@ Raises only what Python raises for a wrong argument (`TypeError`, `BufferError`)
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from awscrt.checksums import crc64nvme
+from quire.core.limits import KIB
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -37,6 +40,9 @@ Bytes = bytes | bytearray | memoryview
 
 CRC64_POLYNOMIAL = 0x9A6C9329AC4BC9B5
 """CRC-64/NVME, reflected: the lowest bit is the highest power."""
+CRC64_MAX = 2**64 - 1
+EARLY_BYTES = 64 * KIB
+"""What is checked by the table (rule 5): about 6 ms of it. Opening a small database and a record or two are well below."""
 ROWS_PER_BLOCK = 8192
 """`crc64_rows` takes this many rows at a time: its scratch space then stays in the processor's cache."""
 ROWS_BY_ONE = 256
@@ -51,12 +57,75 @@ class Checksum(Protocol):
 
 # Bound, not wrapped: one Python frame less on paths that run half a million times a second.
 crc32: Checksum = zlib.crc32
-crc64: Checksum = crc64nvme
+
+
+def crc64(data: Bytes, value: int = 0, /) -> int:
+    """The crc64 of `data`, behind what `value` is the crc64 of."""
+    return _crc64(data, value)
+
+
+def crc64_joined(first: int, second: int, second_bytes: int) -> int | None:
+    """The crc64 of what follows each other, from those of both and the second's length; `None` where awscrt is too old."""
+    combine = _combine()
+    return None if combine is None else combine(first, second, second_bytes)
 
 
 def sha256(data: Bytes) -> bytes:
     """The 32-byte SHA-256 digest of `data`."""
+    import hashlib  # OpenSSL with it: 8 ms
+
     return hashlib.sha256(data).digest()
+
+
+# ── one crc64, from two makers ────────────────────────────────────────────────────────────────────────────────────────
+def _early(data: Bytes, value: int) -> int:
+    """Rule 5: by the table while that is little, and then never again. Threads may count a little wrong together."""
+    global _crc64, _early_bytes
+    view = memoryview(data)
+    _early_bytes += view.nbytes
+    if _early_bytes <= EARLY_BYTES and view.c_contiguous and 0 <= value <= CRC64_MAX:
+        return _by_table(view, value)
+    _crc64 = _native()
+    return _crc64(data, value)
+
+
+_crc64: Callable[[Bytes, int], int] = _early
+_early_bytes = 0
+
+
+def _by_table(view: memoryview, value: int) -> int:
+    table, state = _crc64_table(), value ^ CRC64_MAX
+    for byte in view.tobytes():
+        state = table[(state ^ byte) & 0xFF] ^ (state >> 8)
+    return state ^ CRC64_MAX
+
+
+@cache
+def _crc64_table() -> list[int]:
+    """What each byte contributes to the state."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [(each >> 1) ^ (CRC64_POLYNOMIAL * (each & 1)) for each in table]
+    return table
+
+
+def _native() -> Callable[[Bytes, int], int]:
+    from awscrt import checksums  # rule 5
+
+    # awscrt's function is a Python function around this one: ours stands in its place, at the same price.
+    inner = getattr(checksums, "_awscrt", None)
+    found: Callable[[Bytes, int], int] = getattr(inner, "checksums_crc64nvme", checksums.crc64nvme)
+    return found
+
+
+@cache
+def _combine() -> Callable[[int, int, int], int] | None:
+    from awscrt import checksums  # rule 5
+
+    return getattr(checksums, "combine_crc64nvme", None)
+
+
+# ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:

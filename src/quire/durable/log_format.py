@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange, WrongKind
 from quire.durable.checksums import Bytes, crc64
@@ -55,8 +56,7 @@ if OVERHEAD_BYTES != HEAD_BYTES + LINK_BYTES or PAYLOAD_BYTES_MAX >= 1 << 32:
     raise AssertionError("the framed log's limits contradict each other")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogHeader:
+class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What the first bytes of a log say."""
 
     kind: bytes

@@ -27,7 +27,8 @@ Raises `Corruption` (path, offset, bytes_lost), `FormatTooNew`, `WrongKind`, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.errors import Corruption, OutOfRange
 from quire.durable.checksums import Bytes, crc64
@@ -46,8 +47,7 @@ from quire.durable.log_format import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogContents:
+class LogContents(msgspec.Struct, frozen=True, kw_only=True):
     """What a log holds: the records up to the cut, in order, and how it ended."""
 
     path: str
@@ -67,8 +67,7 @@ class LogContents:
     """Whether the last frame is a mark that covers everything before it: the writer was closed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """One valid frame, found by itself."""
 
     offset: int

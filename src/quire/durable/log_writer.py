@@ -28,7 +28,6 @@ Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -65,7 +64,8 @@ class LogWriter:
         if not replace and disk.exists(path):
             raise AlreadyExists("there is a log already", hint="open it instead", path=path)
         # Never an all-zero tag: a scan over the zeros that power loss leaves would stop at every byte.
-        write_atomic(disk, path, encode_header(kind, secrets.randbits(64) | 1))
+        tag = int.from_bytes(os.urandom(8), "little") | 1  # `secrets` would do the same, and load OpenSSL
+        write_atomic(disk, path, encode_header(kind, tag))
         return cls.open(disk, path, kind=kind)[0]
 
     @classmethod

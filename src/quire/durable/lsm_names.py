@@ -12,7 +12,8 @@ Pure functions and values, any thread; importable on executors. Raises `OutOfRan
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.ids import U64_MAX, some_u32, u64
 from quire.durable.names import LSM
@@ -26,8 +27,7 @@ def lsm_home(db_id: int) -> str:
     return f"{LSM}/{some_u32('db_id', db_id):08x}"
 
 
-@dataclass(frozen=True, slots=True)
-class LsmHome:
+class LsmHome(msgspec.Struct, frozen=True):
     """The files of a key-value database, or of a snapshot of one, below the directory `path`: seed 002's layout."""
 
     path: str

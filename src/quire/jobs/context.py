@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.clock import Clock
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -20,7 +20,9 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
-from quire.pages.sources import Sources
+
+if TYPE_CHECKING:
+    from quire.pages.sources import Sources
 
 
 class PagesOfStore(Protocol):

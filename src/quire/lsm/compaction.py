@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.errors import StorageFault
 from quire.core.settings import LsmSettings
@@ -43,8 +44,7 @@ LEVELS_MAX = 7
 """The deepest level that a load may begin: every level is a place where a read must look."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """Tables to merge, and where to."""
 
     inputs: tuple[Table, ...]

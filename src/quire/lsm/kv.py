@@ -40,8 +40,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, OutOfRange, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
@@ -70,8 +71,7 @@ VALUE_BYTES_MAX = 32 * MIB
 """A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """A database in numbers."""
 
     last_lsn: int

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
+
+import msgspec
 
 from quire.core.errors import Corruption, FormatTooNew, OutOfRange, SnapshotChecksumMismatch
 from quire.core.ids import U64_MAX
@@ -252,8 +253,7 @@ def _u64(number: int) -> int:
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestSnapshot:
+class ManifestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a MANIFEST file. Its checksum is a matter of its bytes."""
 
     version: int

@@ -21,8 +21,9 @@ Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.errors import Corruption
 from quire.core.events import emit
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block, Table
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(msgspec.Struct):
     """A database as it was found."""
 
     manifest: Manifest

@@ -11,8 +11,9 @@ Threads: any.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.lsm.levels import Levels
 from quire.lsm.memtable import Memtable
@@ -26,16 +27,14 @@ if TYPE_CHECKING:
 LSN_MAX = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
+class Frozen(msgspec.Struct, frozen=True):
     """A memtable that waits for its flush, and the WAL that it came from."""
 
     memtable: Memtable
     wal: int
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """See the rules above."""
 
     memtable: Memtable

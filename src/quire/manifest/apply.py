@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from quire.core.errors import InternalError, InvalidInput, ManifestDamaged, OutOfRange, QuireError
 from quire.manifest import tables as t
@@ -37,15 +38,14 @@ SLICE = 64
 """Batches between two looks at the clock."""
 
 
-@dataclass(slots=True)
-class Applied:
+class Applied(msgspec.Struct):
     """What has become of a group."""
 
     head: int
     """The last sequence given."""
     generations: dict[int, int]
     at_ms: int
-    changes: list[tuple[bytes, bytes]] = field(default_factory=list)
+    changes: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
     """Rows of the change log."""
     operations: int = 0
     batches: int = 0

@@ -15,7 +15,6 @@ Pure functions, any thread. `change_from_json` raises `InvalidInput` that says w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -60,8 +59,7 @@ class Start(Enum):
     LATEST = "latest"
 
 
-@dataclass(frozen=True, slots=True)
-class CursorInfo:
+class CursorInfo(msgspec.Struct, frozen=True):
     """A cursor and the bounds of the feed, in one snapshot (the seed's `ChangeCursorSnapshot`)."""
 
     cursor_id: int
@@ -114,8 +112,7 @@ class CursorInfo:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class ChangePage:
+class ChangePage(msgspec.Struct, frozen=True):
     """Changes in order, and where the feed stood when they were read."""
 
     changes: tuple[ChangeRecord, ...]

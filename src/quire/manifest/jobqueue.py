@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +67,7 @@ DUE_JOBS = 16
 """Jobs a worker looks at before it tries to take one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """A job, and its lease if somebody works on it."""
 
     job_id: int

@@ -1,7 +1,5 @@
 """The row of a table of a key-value database: apart from `records.py`, which is long enough. The same rules hold (M1)."""
 
-from __future__ import annotations
-
 from quire.manifest.records import Record, UInt
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lmdb
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import FormatTooNew, ManifestDamaged
@@ -37,8 +37,7 @@ STORE_ID = t.META.key.pack("store_id")
 BASE_SCHEMA = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One migration: what its last transaction does and, if that is not all, what is done in others before it (rule 1)."""
 
     name: str

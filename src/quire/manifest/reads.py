@@ -210,7 +210,11 @@ class ReadTxn:
             raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
         if record.kind is not kind:
             raise WrongKind(
-                f"not a {what}", hint="`quire ls` shows the kinds", db_id=db_id, kind=record.kind.name.lower()
+                f"not a {what}",
+                hint="`quire ls` shows the kinds",
+                name=record.name,
+                db_id=db_id,
+                kind=record.kind.name.lower(),
             )
         if record.status is DbStatus.TOMBSTONED:
             raise DatabaseTombstoned(

@@ -7,8 +7,9 @@ passed; a store that breaks a rule is refused with the rows named, or repaired i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
@@ -23,15 +24,14 @@ SHOWN = 5
 """Problems named in an error; the rest are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rehydrated:
+class Rehydrated(msgspec.Struct, frozen=True):
     """The state that lives on in memory."""
 
-    databases: dict[int, DbRecord] = field(default_factory=dict)
-    wal_states: dict[int, WalStateRecord] = field(default_factory=dict)
-    pending_jobs: dict[int, JobRecord] = field(default_factory=dict)
-    in_flight_jobs: dict[int, JobRecord] = field(default_factory=dict)
-    next_ids: dict[Counter, int] = field(default_factory=dict)
+    databases: dict[int, DbRecord] = msgspec.field(default_factory=dict)
+    wal_states: dict[int, WalStateRecord] = msgspec.field(default_factory=dict)
+    pending_jobs: dict[int, JobRecord] = msgspec.field(default_factory=dict)
+    in_flight_jobs: dict[int, JobRecord] = msgspec.field(default_factory=dict)
+    next_ids: dict[Counter, int] = msgspec.field(default_factory=dict)
 
 
 def rehydrate(txn: ReadTxn) -> Rehydrated:

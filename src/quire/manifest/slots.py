@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain as chained
 from itertools import pairwise
+
+import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged, OutOfRange
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -40,8 +41,7 @@ ENTRY_FIELDS = [
 assert ENTRY.size == 20
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """One artifact of a chain."""
 
     kind: ArtifactKind

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quire.core.errors import (
     ArtifactGone,
@@ -56,8 +57,7 @@ _OVERTAKEN = (StalePlan, ArtifactGone, UnknownArtifact)
 """What a taken anchor meets if a checkpoint came in between: it went beyond it, or its segments were truncated after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
+class Anchor(msgspec.Struct, frozen=True):
     """The version to keep."""
 
     lsn: int
@@ -67,8 +67,7 @@ class Anchor:
     time_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotInfo:
+class SnapshotInfo(msgspec.Struct, frozen=True):
     """A snapshot, without its leaves."""
 
     db_id: int
@@ -87,8 +86,7 @@ class SnapshotInfo:
     tags: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotDetail:
+class SnapshotDetail(msgspec.Struct, frozen=True):
     """A snapshot and what it holds."""
 
     info: SnapshotInfo
@@ -100,8 +98,7 @@ class SnapshotDetail:
     """Of the WAL it pins."""
 
 
-@dataclass(frozen=True, slots=True)
-class LineageNode:
+class LineageNode(msgspec.Struct, frozen=True):
     """A database and the forks made of it."""
 
     db_id: int

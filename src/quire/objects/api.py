@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from quire.core.errors import ChecksumMismatch, InvalidName, OutOfRange
 
@@ -48,8 +49,7 @@ PAGE_OBJECTS = 1000
 Buffer = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectInfo:
+class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a store knows about an object without reading it."""
 
     key: str
@@ -60,8 +60,7 @@ class ObjectInfo:
     """By the *store's* clock: for people and for generous grace periods, never for ordering (M8)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutResult:
+class PutResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a put did."""
 
     key: str
@@ -72,16 +71,14 @@ class PutResult:
     """True if the object was there already and the caller's `identity` accepted it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class Range(msgspec.Struct, frozen=True, kw_only=True):
     """`length` bytes from `offset`."""
 
     offset: int
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExistingObject:
+class ExistingObject(msgspec.Struct, frozen=True):
     """The object a create-only put found under its key, for the caller's `identity` to look at."""
 
     store: ObjectStore

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -29,8 +28,7 @@ from quire.manifest.slots import artifacts, unpack_leaf
 from quire.store import layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatabaseInfo:
+class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One live database."""
 
     db_id: int
@@ -48,8 +46,7 @@ class DatabaseInfo:
     tags: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreInfo:
+class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A store as a whole."""
 
     path: str

@@ -5,7 +5,8 @@ Terms
   holder    what keeps it: a database that uses it, a snapshot, a fork, a reader, a job, a plan that runs, or time
 
 Rules
-  1. What is asked about may be given as people meet it: a database's name, a file's path in the store, an object's key.
+  1. What is asked about may be given as people meet it: a database's name, a file's path in the store, an object's key, also
+     with `objects/` before it, as a store without a bucket has it on disk. What is no artifact is in `why_files.py`.
   2. Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
      deleted, and that is said.
   3. Readers inside the owner's process are in its memory only (M10): a segment that nothing else explains is told as held by
@@ -16,10 +17,10 @@ Reads the manifest, one transaction. Raises `NotFound` errors for what is not th
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Iterator
 from typing import Any
-
-import msgspec
 
 from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
@@ -33,40 +34,25 @@ from quire.manifest.records import (
     JobRecord,
     SnapshotKind,
     SnapshotRecord,
+    WalFormat,
     WalRecord,
     WalState,
 )
+from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
+from quire.store.why_files import Look, of_file, of_object
+from quire.store.why_values import Answer as Answer
+from quire.store.why_values import Holder as Holder
 
 
-class Holder(msgspec.Struct, frozen=True):
-    """One thing that keeps the subject."""
-
-    kind: str
-    """"database", "snapshot", "fork", "reader", "job", "plan" or "time"."""
-    name: str
-    what: str
-    """How it holds on, in words."""
-    release: str
-    """What would end that: a command, or what to wait for."""
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """Everything that keeps a subject."""
-
-    subject: str
-    kind: str
-    """"database", "segment", "base" or "delta"."""
-    state: str
-    size_bytes: int
-    references: int
-    """As they are counted; of a database 0."""
-    holders: tuple[Holder, ...]
-
-
-def why(txn: ReadTxn, subject: str) -> Answer:
-    """What keeps a subject, given as in rule 1."""
-    key = names.parse_object_key(subject) or _of_path(subject)
+def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
+    """What keeps a subject, given as in rule 1. `look` says of files and objects without a row whether they are there."""
+    asked = subject.removeprefix("./")
+    within = asked.removeprefix(f"{names.OBJECTS}/")
+    found = of_file(txn, asked, look) or of_object(txn, within, look)
+    if found is not None:
+        return found
+    key = names.parse_object_key(within) or _of_path(asked)
     if key is not None:
         return _artifact(txn, key)
     try:
@@ -75,7 +61,7 @@ def why(txn: ReadTxn, subject: str) -> Answer:
         if "/" in subject:
             raise InvalidInput(
                 "this is neither a file of a store nor the key of an object",
-                hint="paths are relative to the store, like pages/00000001/wal/00000001.seg",
+                hint="paths are relative to the store, like pages/00000001/wal/00000001.seg or objects/KEY",
                 subject=subject,
             ) from error
         raise
@@ -85,6 +71,8 @@ def _of_path(path: str) -> ArtifactKey | None:
     found = names.parse_path(path)
     if isinstance(found, names.WalSegmentFile):
         return ArtifactKey(found.db_id, ArtifactKind.WAL, found.segment_id, 0)
+    if isinstance(found, names.StreamSegmentFile):
+        return ArtifactKey(found.stream_id, ArtifactKind.WAL, found.segment_id, 0)
     return found.key if isinstance(found, names.CachedChunkFile) else None
 
 
@@ -103,13 +91,14 @@ def _database(txn: ReadTxn, db_id: int) -> Answer:
 def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     name = _name(txn, db_id)
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
-        yield Holder("snapshot", _title(row, snapshot_id), "keeps it as it was", _drop(name, row, snapshot_id))
+        what = _lent(row, "keeps it as it was")
+        yield Holder("snapshot", _title(row, snapshot_id), what, _drop(name, row, snapshot_id))
 
 
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     for _, row in txn.databases():
         if row.parent_db_id == db_id and row.status is not DbStatus.TOMBSTONED:
-            yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {row.name}")
+            yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {_quoted(row.name)}")
 
 
 def _readers_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
@@ -187,11 +176,14 @@ def _of_segment(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
 
 def _tracked(txn: ReadTxn, db_id: int, row: WalRecord) -> Iterator[Holder]:
     name = _name(txn, db_id)
-    if row.state is WalState.OPEN:
+    if row.format is WalFormat.APPEND_ONLY:
+        kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention lets them go"
+        yield Holder("database", name, kept, f"quire stream retention {_quoted(name)} --days N --apply")
+    elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: full, after its time, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
         yield from (each for each in _readers_of(txn, db_id) if row.state is WalState.INDEXED)
-        yield Holder("database", name, "has not brought it into chunks", f"quire checkpoint {name}")
+        yield Holder("database", name, "has not brought it into chunks", f"quire checkpoint {_quoted(name)}")
     else:
         floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
         held = floor is not None and floor.min_snapshot_lsn <= row.last_lsn
@@ -218,7 +210,8 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
         if leaf == number and (live.origin_db_id, live.generation) in naming:
             unheld.discard((live.origin_db_id, live.generation))
             name = _name(txn, db_id)
-            yield Holder("database", name, f"has slot {key.id} in it", f"quire merge {name}, or quire drop {name}")
+            release = f"quire merge {_quoted(name)}, or quire drop {_quoted(name)}"
+            yield Holder("database", name, f"has slot {key.id} in it", release)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         used = {(origin, made) for leaf, origin, made in snapshot.leaves if leaf == number} & naming
         if used:
@@ -239,7 +232,8 @@ def _jobs_about(txn: ReadTxn, key: ArtifactKey) -> Iterator[tuple[int, JobRecord
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord, what: str) -> Holder:
     name = _name(txn, db_id)
-    return Holder("snapshot", f"{name}@{_title(row, snapshot_id)}", what, _drop(name, row, snapshot_id))
+    title = f"{name}@{_title(row, snapshot_id)}"
+    return Holder("snapshot", title, _lent(row, what), _drop(name, row, snapshot_id))
 
 
 def _title(row: SnapshotRecord, snapshot_id: int) -> str:
@@ -247,9 +241,28 @@ def _title(row: SnapshotRecord, snapshot_id: int) -> str:
 
 
 def _drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
-    if row.kind is SnapshotKind.LEASED or row.expires_at_ms:
-        return "when it expires"
-    return f"quire snapshot drop {name} {row.name or snapshot_id}"
+    command = f"quire snapshot drop {_quoted(name)} {_quoted(row.name or str(snapshot_id))}"
+    if row.expires_at_ms:
+        return f"by itself {_moment(row.expires_at_ms)}, or {command}"
+    return "when it expires" if row.kind is SnapshotKind.LEASED else command
+
+
+def _lent(row: SnapshotRecord, what: str) -> str:
+    """How a snapshot holds on that nobody has named: for whom it is there."""
+    if row.tags.get("by") == "lend":
+        return f"is lent to a query (Spark, or another reader), and {what}"
+    if WINDOW_TAG in row.tags:
+        return f"is there for time travel, and {what}"
+    return what
+
+
+def _moment(at_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000))
+
+
+def _quoted(name: str) -> str:
+    """A name as a command takes it: most are as they are."""
+    return shlex.quote(name)
 
 
 def _name(txn: ReadTxn, db_id: int) -> str:

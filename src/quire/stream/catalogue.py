@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
+
+import msgspec
 
 from quire.stream.mlog_format import RECORD
 from quire.stream.mlog_index import Entry, ManifestIndex, SegmentInfo
@@ -29,8 +30,7 @@ _LOGICAL_OFFSET, _TIMESTAMP = 4, 5
 """Fields of a record's header."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """One segment."""
 
     segment_id: int
@@ -73,8 +73,7 @@ class Segment:
         return max(self.end_record - self.base_record, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """All segments at one moment."""
 
     segments: tuple[Segment, ...]
@@ -119,7 +118,7 @@ def view_of(index: ManifestIndex, before: View = EMPTY, changed: frozenset[int] 
     ]
     for place, (each, following) in enumerate(pairwise(found)):
         if each.is_sealed and each.end_record != following.base_record:
-            found[place] = replace(
+            found[place] = msgspec.structs.replace(
                 each, end_record=following.base_record
             )  # rule 3: a record of `catch_up` cannot say it
     return View(tuple(found), tuple(each.base_record for each in found))

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import zstandard
-
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes
 from quire.stream.segment import BLOCK_HEAD_BYTES, records_of
@@ -58,6 +56,8 @@ class Dictionaries:
         return NO_DICTIONARY
 
     def _train(self, raw: Bytes, found: Scan) -> Dictionary:
+        import zstandard  # loaded with the first segment that is compressed
+
         samples = _records(raw, found)
         if len(samples) < 16:
             return NO_DICTIONARY
@@ -70,6 +70,8 @@ class Dictionaries:
 
 def pays(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) -> bool:
     """Whether a segment of which these are samples gets smaller by enough."""
+    import zstandard
+
     total = sum(map(len, frames))
     if not total:
         return False

@@ -21,10 +21,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
+    DatabaseTombstoned,
     QuireError,
     ReadOnly,
     StorageFault,
@@ -43,13 +45,15 @@ from quire.durable.trees import remove_tree
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbKind, DbStatus
-from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
-from quire.objects.api import ObjectStore, list_objects
 from quire.stream.cache import ByteCache
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.stream import Stream
 from quire.stream.upkeep import Moved
+
+if TYPE_CHECKING:
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.objects.api import ObjectStore
 
 
 class StreamEngine:
@@ -184,6 +188,8 @@ class StreamEngine:
                 continue
             try:
                 done[stream.stream_id] = stream.tick()
+            except DatabaseTombstoned:  # dropped meanwhile: whoever drops it sweeps
+                pass
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
             except QuireError as error:
@@ -214,6 +220,8 @@ class StreamEngine:
         return removed
 
     def _forget(self, stream_id: int) -> bool:
+        from quire.objects.api import list_objects  # most openings have nothing to do with objects
+
         stream = self._open.pop(stream_id, None)
         if stream is not None:
             stream.abandon()

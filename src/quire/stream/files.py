@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.durable.files import Disk
@@ -23,8 +24,7 @@ from quire.durable.names import TEMPORARY, StreamSegmentFile, Tier, stream_dir
 from quire.durable.stream_names import parse_segment_name, spare_path, state_path, stream_home
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFiles:
+class StreamFiles(msgspec.Struct, frozen=True):
     """The files of one stream."""
 
     disk: Disk

@@ -26,7 +26,7 @@ Raises `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `InvalidInput`.
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -333,9 +333,8 @@ class HotLog:
         size = max(self._next_bytes(), aligned(HEADER_BYTES + need, ALIGN))
         file, size = self.spares.take(size)  # may raise `DiskFull`: nothing has happened yet
         segment_id = self._next_segment
-        header = SegmentHeader(
-            self._files.stream_id, segment_id, first, self._clock.now_ms(), secrets.randbits(63) or 1
-        )
+        salt = int.from_bytes(os.urandom(8), "little") or 1  # `secrets` would do the same, and load OpenSSL
+        header = SegmentHeader(self._files.stream_id, segment_id, first, self._clock.now_ms(), salt)
         header = SegmentHeader.decode(header.encode())
         try:
             file.write_at(header.encode(), 0)

@@ -21,20 +21,23 @@ Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from quire.core.errors import StalePlan
 from quire.durable.checksums import crc64
-from quire.objects.api import ObjectStore
 from quire.stream.mlog_format import CHUNK_BYTES, NO_SEGMENT, SEALED, ChunkFacts, damaged, encode_record, new_header
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_reader import Chunk, check_sequence
 from quire.stream.mlog_records import SnapshotMarker
 from quire.stream.mlog_tier2 import Listing, LogObjects
 
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundleTask:
+
+class BundleTask(msgspec.Struct, frozen=True, kw_only=True):
     """What `run` is to do: small, and picklable."""
 
     stream_id: int
@@ -43,8 +46,7 @@ class BundleTask:
     prefix: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundleResult:
+class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
     """What `run` did."""
 
     task: BundleTask

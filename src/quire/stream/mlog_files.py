@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.durable.files import Disk
 from quire.durable.names import (
@@ -26,8 +27,7 @@ from quire.durable.names import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LogFiles:
+class LogFiles(msgspec.Struct, frozen=True):
     """The files of one stream's manifest log."""
 
     disk: Disk

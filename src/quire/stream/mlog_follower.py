@@ -20,7 +20,8 @@ Threads: one polls. Raises `ManifestIntegrityError`, and what disk and object st
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import ManifestIntegrityError
@@ -39,16 +40,14 @@ MIRROR_CHUNKS = 64
 """Chunks of a mirror before they become a snapshot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToHydrate:
+class ToHydrate(msgspec.Struct, frozen=True, kw_only=True):
     """A segment to fetch."""
 
     segment_id: int
     key: str
 
 
-@dataclass(slots=True)
-class Polled:
+class Polled(msgspec.Struct):
     """What a poll found."""
 
     chunks: int = 0
@@ -57,7 +56,7 @@ class Polled:
     """The snapshot that a gap was crossed with."""
     waiting_for: int | None = None
     """The chunk that is missing although later ones are there."""
-    hydrations: list[ToHydrate] = field(default_factory=list)
+    hydrations: list[ToHydrate] = msgspec.field(default_factory=list)
 
 
 class Follower:

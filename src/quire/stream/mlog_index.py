@@ -26,8 +26,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from quire.core.errors import IllegalTransition
 from quire.stream.mlog_format import NO_SEGMENT, RECORD, RECORD_BYTES, damaged
@@ -67,8 +68,7 @@ Entry = list[Any]
 """[code, record of type 0, …, record of type 13]: a list, because folding makes and changes millions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentInfo:
+class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the log knows about one segment."""
 
     segment_id: int
@@ -94,8 +94,7 @@ class SegmentInfo:
         return key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outstanding:
+class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     """Work that was begun and not ended: what a coordinator goes on with after a restart, without issuing it again."""
 
     compressions: dict[int, int]
@@ -108,8 +107,7 @@ class Outstanding:
     """segment → source tier, failed ones included"""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(msgspec.Struct, frozen=True):
     """A record that was not allowed: its ordinal, what it was about, and the state it met."""
 
     ordinal: int
@@ -118,16 +116,15 @@ class Rejection:
     state: State
 
 
-@dataclass(slots=True, eq=False)
-class ManifestIndex:
+class ManifestIndex(msgspec.Struct, eq=False):
     """The fold. Fields are the whole of its state; see `mlog_snapshot` for their bytes."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)
-    waiting: dict[int, list[bytes]] = field(default_factory=dict)
+    entries: dict[int, Entry] = msgspec.field(default_factory=dict)
+    waiting: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
     """Forward records by segment."""
-    own_deletes: dict[str, bytes] = field(default_factory=dict)
-    unknown: Counter[int] = field(default_factory=Counter)
-    customs: Counter[int] = field(default_factory=Counter)
+    own_deletes: dict[str, bytes] = msgspec.field(default_factory=dict)
+    unknown: Counter[int] = msgspec.field(default_factory=Counter)
+    customs: Counter[int] = msgspec.field(default_factory=Counter)
     """Users' custom events by schema."""
     records: int = 0
     """How many were folded: the ordinal of the next one."""
@@ -135,7 +132,7 @@ class ManifestIndex:
     last_ms: int = 0
     snapshot_id: int = 0
     rejected: int = 0
-    rejections: list[Rejection] = field(default_factory=list)
+    rejections: list[Rejection] = msgspec.field(default_factory=list)
     """The first ones since this index was made; not part of the state."""
 
     # ── folding ───────────────────────────────────────────────────────────────────────────────────────────────────────

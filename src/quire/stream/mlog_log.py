@@ -22,8 +22,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Self
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import ManifestIntegrityError, StorageFault, Unavailable
@@ -46,15 +47,14 @@ RETRY_SECONDS = 0.25
 RETRY_SECONDS_MAX = 30.0
 
 
-@dataclass(slots=True)
-class Ticked:
+class Ticked(msgspec.Struct):
     """What a round of upkeep did."""
 
     rotated: int | None = None
-    uploaded: list[int] = field(default_factory=list)
+    uploaded: list[int] = msgspec.field(default_factory=list)
     snapshot_id: int | None = None
-    removed: list[int] = field(default_factory=list)
-    deleted: list[str] = field(default_factory=list)
+    removed: list[int] = msgspec.field(default_factory=list)
+    deleted: list[str] = msgspec.field(default_factory=list)
     failed: str = ""
     """Why the object store could not be used, if it could not."""
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -38,8 +39,7 @@ def crc_errors(stream_id: int) -> int:
     return _crc_errors[stream_id]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogFigures:
+class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one log."""
 
     stream_id: int

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 
+import msgspec
+
 from quire.core.events import emit
 from quire.stream.mlog_format import NO_SEGMENT
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo
@@ -87,8 +89,7 @@ class SegmentFacts:
     """(size, dictionary) of the tier 2 copy, for whoever knows it: LMDB does not, so it is no part of a comparison."""
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
+class Divergence(msgspec.Struct, frozen=True):
     """One segment of which the two say different things; `None` where one does not know it."""
 
     segment_id: int
@@ -205,7 +206,7 @@ class GatedLog:
 
     def figures(self) -> LogFigures:
         """The log's figures with the divergence."""
-        return replace(self.log.figures(), manifest_shadow_divergence=len(self._apart))
+        return msgspec.structs.replace(self.log.figures(), manifest_shadow_divergence=len(self._apart))
 
 
 def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:

@@ -24,8 +24,9 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.files import read_all
@@ -101,8 +102,7 @@ class RecordView:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, eq=False):
     """A chunk whose every byte in use has been checked."""
 
     data: bytes

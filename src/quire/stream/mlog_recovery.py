@@ -18,7 +18,8 @@ Threads: functions without state. Raises `ManifestIntegrityError`, and what disk
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, ManifestIntegrityError, ObjectNotFound
@@ -35,8 +36,7 @@ from quire.stream.mlog_tier2 import LogObjects, is_same, object_bytes
 from quire.stream.mlog_writer import write_header
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recovered:
+class Recovered(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a log holds."""
 
     index: ManifestIndex
@@ -142,19 +142,18 @@ def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:
     mark_uploaded(files, index)
 
 
-@dataclass(slots=True)
-class Reconciled:
+class Reconciled(msgspec.Struct):
     """What a comparison with tier 2 found."""
 
-    present: list[int] = field(default_factory=list)
+    present: list[int] = msgspec.field(default_factory=list)
     """Sealed chunks on disk whose objects are there and the same."""
-    rebuilt: list[int] = field(default_factory=list)
+    rebuilt: list[int] = msgspec.field(default_factory=list)
     """Chunks whose objects were missing and have been uploaded again."""
-    chunks_needing_repair: dict[int, str] = field(default_factory=dict)
+    chunks_needing_repair: dict[int, str] = msgspec.field(default_factory=dict)
     """Chunks that are in neither place, or whose object is another one."""
-    segments_to_upload: list[int] = field(default_factory=list)
+    segments_to_upload: list[int] = msgspec.field(default_factory=list)
     """Segments whose object is gone but which have a copy here."""
-    segments_needing_repair: list[int] = field(default_factory=list)
+    segments_needing_repair: list[int] = msgspec.field(default_factory=list)
     """Segments whose only copy was an object that is gone."""
 
 

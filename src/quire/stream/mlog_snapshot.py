@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.errors import ManifestIntegrityError
 from quire.durable.checksums import crc64
@@ -51,8 +52,7 @@ if HEADER.size != HEADER_BYTES or ENTRY.size != ENTRY_BYTES:
     raise AssertionError("the snapshot's structs disagree with their literal sizes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A decoded snapshot."""
 
     snapshot_id: int

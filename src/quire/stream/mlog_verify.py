@@ -21,7 +21,6 @@ Raises what disk and object store raise; damage is a problem, not an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,9 @@ import msgspec
 from quire.core.clock import SystemClock
 from quire.core.errors import ManifestIntegrityError, ObjectNotFound, QuireError
 from quire.core.settings import ManifestLogSettings
+from quire.durable.files import read_all
 from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES, UPLOADED, decode_chunk_header, decode_copy, unsound
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, ManifestLogReader, RecordView, check_sequence
 from quire.stream.mlog_records import RecordType, UnknownRecord
@@ -39,19 +40,17 @@ from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """A broken rule."""
 
     rule: str
     what: str
-    where: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, Any] = msgspec.field(default_factory=dict)
     leak: bool = False
     """Only space is wasted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRow:
+class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     """One record, decoded."""
 
     chunk_index: int
@@ -91,7 +90,7 @@ def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: 
             if objects is not None and view.record_type == RecordType.UPLOAD_DONE:
                 key = row.fields["key"]
                 if uploaded.get(view.segment_id) == key and not _is_there(objects, key):
-                    row = replace(row, tier2="the segment's object is missing")
+                    row = msgspec.structs.replace(row, tier2="the segment's object is missing")
             yield row
 
 
@@ -132,6 +131,7 @@ def verify(
     """Every rule that is broken."""
     broken = list(_chunks(files))
     yield from broken
+    yield from _headers(files)
     yield from _snapshots(files)
     recovered: Recovered | None = None
     if not broken:
@@ -196,6 +196,40 @@ def _chunks(files: LogFiles) -> Iterator[Problem]:
         before = chunk
 
 
+def _headers(files: LogFiles) -> Iterator[Problem]:
+    """L1: of the two that say what is committed, readers need one. That the other is damaged is told all the same."""
+    here = files.chunks()
+    for index in here:
+        try:
+            what = _header(read_all(files.disk, files.chunk(index)), index, is_last=index == here[-1])
+        except FileNotFoundError:
+            continue  # it is in tier 2 by now
+        if what is not None:
+            yield Problem(rule="L1", what=what, where={"chunk": index, "path": files.chunk(index)})
+
+
+def _header(data: bytes, index: int, *, is_last: bool) -> str | None:
+    """What is wrong with a chunk's header or its commit copy, if one of them is sound.
+
+    A commit writes the copy before the header, so of the last chunk a crash leaves a header that is older, or torn. A crash
+    while a chunk was marked as uploaded leaves one without that mark.
+    """
+    header, copy = decode_chunk_header(data) if len(data) >= CHUNK_BYTES else None, decode_copy(data)
+    if header is None:
+        return None  # told as a chunk that is too short
+    sound = data[:CHUNK_BYTES] == header.encode() and unsound(header, data, index) is None
+    if copy is None or unsound(copy.header, data, index) is not None:
+        return "the chunk's commit copy is damaged, its header is not" if sound and not is_last else None
+    newer = copy.header
+    if header in (newer, newer._replace(flags=newer.flags & ~UPLOADED)) and sound:
+        return None
+    older = header.committed_len <= newer.committed_len == newer.tail_offset and header.flags in (0, newer.flags)
+    begun = (header.base_record, header.tail_offset) == (newer.base_record, header.committed_len)
+    if is_last and (not sound or (older and begun)):
+        return None
+    return "the chunk's header is damaged, its commit copy is not"
+
+
 def _snapshots(files: LogFiles) -> Iterator[Problem]:
     for found in newest_snapshots(files):
         if isinstance(found, ManifestIntegrityError):
@@ -247,9 +281,9 @@ def _retention(files: LogFiles, recovered: Recovered, settings: ManifestLogSetti
 def _bodies(objects: LogObjects) -> Iterator[Problem]:
     listing = objects.listing()
     for index in sorted(listing.chunks):
-        yield from _body(partial(objects.get_chunk, index), index)
+        yield from _body(partial(objects.check, index), index)
     for first, last in sorted(listing.bundles):
-        yield from _body(partial(objects.get_bundle, first, last), first)
+        yield from _body(partial(objects.check, first, last), first)
     for snapshot_id in sorted(listing.snapshots):
         try:
             objects.get_snapshot(snapshot_id)
@@ -257,7 +291,7 @@ def _bodies(objects: LogObjects) -> Iterator[Problem]:
             yield Problem(rule="L5", what=error.what, where=error.where)
 
 
-def _body(read: Callable[[], Chunk | None], index: int) -> Iterator[Problem]:
+def _body(read: Callable[[], None], index: int) -> Iterator[Problem]:
     try:
         read()
     except QuireError as error:

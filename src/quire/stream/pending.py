@@ -4,31 +4,30 @@ Terms
   run   records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own
 
 Pure functions and values, any thread. Raises `InvalidInput` for what is not records.
+Arrow and numpy are loaded when a column comes; who gives bytes does without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
-import pyarrow as pa
+import msgspec
 
 from quire.core.errors import InvalidInput
 from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Column: TypeAlias = Any
 """A `pyarrow.Array`."""
 Records: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | pa.Array | pa.ChunkedArray"
 """What `append` takes: one record, or many."""
 
-_BINARY = pa.binary()
-_COLUMNS = (pa.Array, pa.ChunkedArray)
 
-
-@dataclass(slots=True)
-class Run:
+class Run(msgspec.Struct):
     """Pending records with consecutive ids."""
 
     first: int
@@ -48,8 +47,8 @@ class Run:
         encode = body_of if is_list else body_of_arrow
         if self.size <= BLOCK_BYTES and len(payloads) <= BLOCK_RECORDS_MAX:
             return [encode(payloads)]
-        sizes = list(map(len, payloads)) if is_list else _sizes(payloads)
-        return [encode(payloads[start:stop]) for start, stop in parts(sizes)]
+        ends = list(accumulate(map(len, payloads))) if is_list else _sizes(payloads).cumsum()
+        return [encode(payloads[start:stop]) for start, stop in parts(ends)]
 
 
 FULL = Run(0, [], 0, -1)
@@ -79,10 +78,8 @@ class Many(NamedTuple):
 
 def many(records: Records) -> Many:
     """The records of an append."""
-    if isinstance(records, _COLUMNS):
-        return _column(_binary(records))
     if type(records) is not list and (isinstance(records, str) or not isinstance(records, Sequence)):
-        raise InvalidInput("records are bytes", hint="encode them first", type=type(records).__name__)
+        return _column(_binary(records))
     payloads = list(records)
     if any(type(each) is not bytes for each in payloads):
         raise InvalidInput("records are bytes", hint="encode them first")
@@ -100,23 +97,29 @@ def _column(column: Column) -> Many:
 
 
 def _sizes(column: Column) -> Any:
+    import numpy as np
+
     return np.diff(np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4))
 
 
 def _binary(records: Column) -> Column:
     """One binary column without nulls."""
+    import pyarrow as pa
+
+    if not isinstance(records, pa.Array | pa.ChunkedArray):
+        raise InvalidInput("records are bytes", hint="encode them first", type=type(records).__name__)
     column = records
     if isinstance(records, pa.ChunkedArray):
         column = pa.concat_arrays(records.chunks) if records.num_chunks else pa.array([], pa.binary())
     if column.null_count:
         raise InvalidInput("a record cannot be null", hint="drop the nulls, or fill them", nulls=column.null_count)
-    if column.type == _BINARY:
+    if column.type == pa.binary():
         return column
     if pa.types.is_string(column.type):
-        return column.view(_BINARY)
+        return column.view(pa.binary())
     if not pa.types.is_large_binary(column.type):
         raise InvalidInput("records are a binary or string column", hint="cast it first", type=str(column.type))
-    return column.cast(_BINARY)
+    return column.cast(pa.binary())
 
 
 assert BLOCK_BYTES // 4 <= BLOCK_RECORDS_MAX

@@ -16,7 +16,9 @@ Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, a
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from quire.core.errors import Corruption
 from quire.core.events import emit
@@ -49,8 +51,7 @@ from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """A stream's state, ready to go on."""
 
     ledger: Ledger

@@ -16,6 +16,8 @@ Rules
   3. `durable_upto` is the id behind the last record that had been synced when the block was written (S4): it never exceeds the
      block's own first record.
   4. Timestamps never fall from block to block, whatever the clock does.
+  5. Arrow and numpy are loaded by the functions that are about columns, and by nothing else: a command that appends a record
+     is over before they would be there.
 
 Pure functions and values, any thread, no input or output. Format page: `docs/formats/stream-segment.md`.
 Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
@@ -24,22 +26,19 @@ Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInpu
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
-
-import numpy as np
-import pyarrow as pa
-from awscrt import checksums
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
 from quire.core.ids import U64_MAX, u64
 from quire.core.limits import KIB, MIB
-from quire.durable.checksums import Bytes, crc64
+from quire.durable.checksums import Bytes, crc64, crc64_joined
 
-combine: Callable[[int, int, int], int] | None = getattr(checksums, "combine_crc64nvme", None)
-"""The crc64 of what follows each other, from those of both and the second's length; older versions of it have none."""
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MAGIC = b"QSTREAM1"
 VERSION = 1
@@ -75,6 +74,8 @@ BLOCK_BYTES = 256 * KIB
 """How large a block of many small records becomes: what one read of a slice fetches and checks."""
 BLOCK_RECORDS_MAX = 65_536
 """Records in a block: bounds what one read brings into memory as objects."""
+JOIN_BYTES = 4 * KIB
+"""Of blocks from this size on the body's checksum goes into the segment's; of shorter ones all bytes are quicker."""
 RECORD_BYTES_MAX = 64 * MIB
 """A record is one piece in memory several times, and one object-store range."""
 
@@ -187,6 +188,8 @@ def body_of_arrow(column: pa.Array) -> Body:
     table = memoryview(offsets).cast("B")[start : start + 4 * count + 4]
     first, last = LAST.unpack_from(table)[0], LAST.unpack_from(table, 4 * count)[0]
     if first:
+        import numpy as np
+
         table = (np.frombuffer(table, np.int32) - np.int32(first)).view(np.uint8).data
     padding = PADDING[-len(table) % BODY_ALIGN]
     payload = memoryview(data).cast("B")[first:last] if data is not None else b""
@@ -215,9 +218,8 @@ def encode_into(out: memoryview, seed: int, place: Place, body: Body, *, is_comm
         MARK, flags, size, count, place.first_record, place.timestamp_ms, place.durable_upto, body_crc, 0
     )
     out[:BLOCK_HEAD_BYTES] = head = checked + crc64(checked, seed ^ place.offset).to_bytes(8, "little")
-    if combine is None:
-        return crc64(out[:whole], running)
-    return crc64(padding, combine(crc64(head, running), body_crc, size))
+    joined = crc64_joined(crc64(head, running), body_crc, size) if whole >= JOIN_BYTES else None
+    return crc64(out[:whole], running) if joined is None else crc64(padding, joined)
 
 
 def encode_block(seed: int, place: Place, body: Body, *, is_commit: bool) -> bytes:
@@ -227,13 +229,20 @@ def encode_block(seed: int, place: Place, body: Body, *, is_commit: bool) -> byt
     return bytes(out)
 
 
-def parts(sizes: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """How records of these sizes are divided into blocks: (start, stop) of each. A block holds at least one record."""
-    ends = np.cumsum(np.asarray(sizes, np.int64) + 4)
+def parts(ends: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """How records are divided into blocks: (start, stop) of each. A block holds at least one record.
+
+    `ends` are where the payloads end, one behind the other from 0: a list, or an array of numpy.
+    """
+
+    def taken(number: int) -> int:
+        """By the records up to this one, each with its offset."""
+        return int(ends[number]) + 4 * (number + 1)
+
     start, count = 0, len(ends)
     while start < count:
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + bytes_max, "right"))
+        before = taken(start - 1) if start else 0
+        stop = bisect_right(range(count), before + bytes_max, start, key=taken)
         stop = min(max(stop, start + 1), start + BLOCK_RECORDS_MAX, count)
         yield start, stop
         start = stop
@@ -275,6 +284,8 @@ def table_bytes(count: int) -> int:
 
 def records_of(block: Block, body: Bytes) -> pa.Array:
     """The records of a checked block as a binary column over the same bytes."""
+    import pyarrow as pa  # rule 5
+
     whole = pa.py_buffer(body)
     start = table_bytes(block.records)
     return pa.Array.from_buffers(pa.binary(), block.records, [None, whole, whole.slice(start)])

@@ -17,11 +17,11 @@ Raises `Corruption`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import numpy as np
+import msgspec
 
 from quire.core.errors import Corruption
+from quire.core.limits import MIB
 from quire.durable.checksums import Bytes
 from quire.stream.segment import (
     ALIGN,
@@ -34,9 +34,16 @@ from quire.stream.segment import (
     is_body_good,
 )
 
+WINDOW_BYTES = MIB
+"""What is looked through at once."""
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+_MARK = MARK.to_bytes(4, "little")
+_ZEROS = bytes(WINDOW_BYTES)
+
+assert WINDOW_BYTES % ALIGN == 0
+
+
+class Scan(msgspec.Struct, frozen=True):
     """The verdict on one segment."""
 
     header: SegmentHeader
@@ -111,16 +118,27 @@ def _next(raw: Bytes, header: SegmentHeader, offset: int, expected: int, stamp: 
 
 def _behind(raw: Bytes, header: SegmentHeader, offset: int) -> Iterator[Block]:
     """Valid heads behind a bad block: they know what had been synced."""
-    words = np.frombuffer(raw, np.uint32, len(raw) // ALIGN * (ALIGN // 4)).reshape(-1, ALIGN // 4)
-    first = offset // ALIGN
-    for place in np.flatnonzero(words[first:, 0] == MARK).tolist():
-        block = decode_head(raw, (first + place) * ALIGN, header.crc64)
-        if block is not None:
-            yield block
+    view = memoryview(raw)
+    for start in range(offset, len(raw), WINDOW_BYTES):
+        window = view[start : start + WINDOW_BYTES].tobytes()
+        place = -1 if _is_blank(window) else window.find(_MARK)
+        while place >= 0:
+            if place % ALIGN == 0 and (block := decode_head(raw, start + place, header.crc64)) is not None:
+                yield block
+            place = window.find(_MARK, (place // ALIGN + 1) * ALIGN)
 
 
 def _written(raw: Bytes, cut: int) -> int:
     """How many bytes from the cut on are not zero-fill."""
-    rest = np.frombuffer(raw, np.uint8)[cut:]
-    found = np.flatnonzero(rest)
-    return int(found[-1]) + 1 if len(found) else 0
+    view = memoryview(raw)[cut:]
+    for end in range(len(view), 0, -WINDOW_BYTES):
+        start = max(end - WINDOW_BYTES, 0)
+        window = view[start:end].tobytes()
+        if not _is_blank(window):
+            return start + len(window.rstrip(b"\0"))
+    return 0
+
+
+def _is_blank(window: bytes) -> bool:
+    """Most of what is behind a cut is zeros, and this is the quickest way to see it."""
+    return window == _ZEROS[: len(window)]

@@ -23,23 +23,22 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import pyarrow as pa
 
 from quire.core.errors import Corruption, CursorLost, InvalidInput, QuireError, Unavailable
 from quire.core.events import emit
 from quire.core.limits import MIB
-from quire.objects.api import ObjectStore
 from quire.stream.cache import ByteCache
 from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
-from quire.stream.reading import BATCH_ROWS, SCHEMA
 from quire.stream.segment import HEADER_BYTES, Block, records_of
 from quire.stream.sources import VERIFY, Lost, Piece, hot_source, remote_source, warm_source
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
 
 BATCH_BYTES = 4 * MIB
 """Blocks are put together until a batch has so much."""
@@ -111,10 +110,12 @@ class SharedReader:
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
         """Record batches (`reading.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""
+        from quire.stream.reading import BATCH_ROWS  # loads Arrow; who wants pieces does without
+
         columns: list[Any] = []
         begins: list[tuple[int, int]] = []
         rows = size = 0
-        for block, body in self._pieces(segments, start, stop):
+        for block, body in self.pieces(segments, start, stop):
             column, begin = _column(block, body, start, stop)
             columns.append(column)
             begins.append((begin, block.timestamp_ms))
@@ -126,8 +127,8 @@ class SharedReader:
         if columns:
             yield _batch(columns, begins)
 
-    # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _pieces(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[Piece]:
+        """The blocks that have these records."""
         bad: set[tuple[SharedSegment, int]] = set()
         error: QuireError = CursorLost("these records are no longer retained", start=position)
         asked = 0
@@ -233,6 +234,11 @@ def _column(block: Block, body: Any, start: int, stop: int) -> tuple[Any, int]:
 
 
 def _batch(columns: list[Any], begins: list[tuple[int, int]]) -> Any:
+    import numpy as np
+    import pyarrow as pa
+
+    from quire.stream.reading import SCHEMA
+
     payload = columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
     counts = [len(column) for column in columns]
     ids = np.arange(begins[0][0], begins[0][0] + len(payload), dtype=np.uint64)

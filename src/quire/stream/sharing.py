@@ -14,7 +14,7 @@ from bisect import bisect_left
 
 from quire.core.errors import CursorLost, OutOfRange
 from quire.stream.catalogue import Segment
-from quire.stream.reading import is_going
+from quire.stream.reader import is_going
 from quire.stream.shared import Share, SharedSegment
 from quire.stream.stream import Stream
 

@@ -21,20 +21,22 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
-from quire.objects.api import ObjectStore
 from quire.stream.cache import ByteCache
 from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
 from quire.stream.spans import Span, spans_of
 from quire.stream.warm import WarmReader
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
 
 WINDOW_BYTES = 512 * KIB
 """What one read of a file fetches at most, unless a block is larger: small enough for a processor's cache."""

@@ -24,8 +24,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
@@ -33,7 +34,6 @@ from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
-from quire.objects.api import ObjectStore
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import Appended, HotLog
@@ -47,18 +47,20 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.open_segment import Opened, Sealed
 from quire.stream.pending import Records
 from quire.stream.projection import Projection
-from quire.stream.reading import Record, StreamReader, is_going
+from quire.stream.reader import Record, StreamReader, is_going
 from quire.stream.recovery import Recovered, recover_stream
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
 from quire.stream.upkeep import Moved, Upkeep
 
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
+
 IDLE_SECONDS = 0.5
 """How long the keeper sleeps if nobody calls it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamInfo:
+class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A stream in numbers."""
 
     stream_id: int

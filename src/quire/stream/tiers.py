@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from quire.core.errors import (
     AlreadyExists,
@@ -50,7 +51,6 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
 from quire.durable.names import TEMPORARY, Tier, object_key
-from quire.objects.api import ExistingObject, ObjectStore
 from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
@@ -77,6 +77,9 @@ from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.sources import VERIFY
 from quire.stream.warm import FOOTER_BYTES, WarmReader, compress
+
+if TYPE_CHECKING:
+    from quire.objects.api import ExistingObject, ObjectStore
 
 
 class Reason(IntEnum):

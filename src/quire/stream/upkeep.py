@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, NotFound, QuireError, StorageFault, StoreClosed, StoreUnusable, Unavailable
@@ -24,7 +25,7 @@ from quire.core.settings import StreamSettings
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_states import Hydration, Remote, Warm
-from quire.stream.reading import is_going
+from quire.stream.reader import is_going
 from quire.stream.state import Retention, StreamState, due
 from quire.stream.tiers import Tiers
 
@@ -32,8 +33,7 @@ RETRY_SECONDS = 0.25
 RETRY_SECONDS_MAX = 60.0
 
 
-@dataclass(slots=True)
-class Moved:
+class Moved(msgspec.Struct):
     """What a round did."""
 
     compressed: int = 0

@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
 from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
-from quire.objects.api import ObjectStore
 from quire.stream.catalogue import Segment
 from quire.stream.mlog_verify import Problem
-from quire.stream.reading import is_going
+from quire.stream.reader import is_going
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.stream import Stream
 from quire.stream.warm import WarmReader
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
 
 
 def problems(stream: Stream, *, deep: bool = True) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ Rules
      dictionary's stands behind it; the blocks inside have their own.
 
 Pure functions over a buffer or a `read(offset, size)`, any thread; importable on executors. Memory: one frame, and the table.
+numpy and zstd are loaded with the first compressed segment that is read or written: few commands meet one.
 Format page: `docs/formats/stream-warm.md`. Raises `Corruption`, `FormatTooNew`, `InvalidInput`.
 """
 
@@ -21,16 +22,18 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import zstandard
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes, crc64
 from quire.stream.segment import HEADER_BYTES, Block, SegmentHeader, decode_head
 from quire.stream.segment_scan import Scan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import zstandard
 
 MAGIC = b"QSTRWRM1"
 END_MAGIC = b"QSTREND1"
@@ -59,18 +62,6 @@ assert HEADER.size == WARM_HEADER_BYTES
 assert ROW.size == ROW_BYTES
 assert FOOTER.size == FOOTER_BYTES
 
-ROW_FIELDS = np.dtype(
-    [
-        ("raw_offset", "<u8"),
-        ("offset", "<u8"),
-        ("bytes", "<u4"),
-        ("raw_bytes", "<u4"),
-        ("first_record", "<u8"),
-        ("timestamp_ms", "<u8"),
-        ("crc64", "<u8"),
-    ]
-)
-
 Read = Callable[[int, int], bytes]
 """`read(offset, size)` of a file or object."""
 
@@ -87,6 +78,15 @@ class Frame(NamedTuple):
     crc64: int
 
 
+@cache
+def row_fields() -> np.dtype[np.void]:
+    """The same as `ROW` and `Frame`, for numpy."""
+    import numpy as np
+
+    kinds = ("<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u8")
+    return np.dtype(list(zip(Frame._fields, kinds, strict=True)))
+
+
 class Dictionary(NamedTuple):
     """What a stream's records have in common, learned by zstd."""
 
@@ -101,6 +101,8 @@ NO_DICTIONARY = Dictionary(0, b"")
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL) -> Iterator[bytes]:
     """The parts of the compressed form of a sealed segment, in order; `found` is what the scan says of `raw`."""
+    import zstandard
+
     header, view = found.header, memoryview(raw)[: found.cut]
     runs = _runs(found)
     checked = HEADER.pack(
@@ -163,6 +165,8 @@ class WarmReader:
 
     def __init__(self, read: Read, size: int, *, path: str = "") -> None:
         """Fetches the footer and the table: one read if the table is short."""
+        import numpy as np
+
         self._read = read
         self.path = path
         self.size_bytes = size
@@ -187,7 +191,7 @@ class WarmReader:
         table = tail[inside : inside + table_bytes] if inside >= 0 else read(self._table_at, table_bytes)
         if len(table) != table_bytes or crc64(table) != crc:
             raise self._damaged("its table is not what was written")
-        self._rows = np.frombuffer(table, ROW_FIELDS)
+        self._rows = np.frombuffer(table, row_fields())
         self._firsts: list[int] = self._rows["first_record"].tolist()
         self._stamps: list[int] = self._rows["timestamp_ms"].tolist()
         self._decompressor: zstandard.ZstdDecompressor | None = None
@@ -237,6 +241,8 @@ class WarmReader:
 
     def raw(self, number: int) -> bytes:
         """One frame, decompressed and checked."""
+        import zstandard
+
         row = self.frame(number)
         body = self._read(row.offset, row.bytes)
         if len(body) != row.bytes or crc64(body) != row.crc64:
@@ -274,6 +280,8 @@ class WarmReader:
 
     def _zstd(self) -> zstandard.ZstdDecompressor:
         if self._decompressor is None:
+            import zstandard
+
             known = None
             if self._dictionary_bytes:
                 known = zstandard.ZstdCompressionDict(self.dictionary().body)

@@ -146,9 +146,9 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
         objects = LogObjects(store, stream_id)
         try:
             if what == "chunk":
-                objects.get_chunk(first)
+                objects.check(first)
             elif what == "bundle":
-                objects.get_bundle(first, last)
+                objects.check(first, last)
             else:
                 objects.get_snapshot(first)
         except ObjectNotFound:

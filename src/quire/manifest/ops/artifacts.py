@@ -7,8 +7,6 @@ Rules
      one row every fork and snapshot shares (M6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Self
 

@@ -5,8 +5,6 @@ Rules
   2. Rows go only by age, database by database, a bounded number at a time.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 from quire.manifest import tables as t

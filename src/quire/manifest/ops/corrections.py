@@ -5,8 +5,6 @@ Rules
   2. Only `check` proposes corrections, each for a row it has recomputed from the rows that own the truth.
 """
 
-from __future__ import annotations
-
 from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op

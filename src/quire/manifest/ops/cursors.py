@@ -13,8 +13,6 @@ Rules
   4. A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `CursorLost`. Never a silent gap.
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, CursorLost, NameTaken, OutOfRange, UnknownCursor

@@ -1,7 +1,5 @@
 """Operations on databases: register, rename, open and close for writing, drop, forget."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced

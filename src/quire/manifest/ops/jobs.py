@@ -12,8 +12,6 @@ Rules
      outstanding is this job's work, whatever reaches zero later finds the gate open for a new one.
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, JobAlreadyPending, StillReferenced, UnknownJob

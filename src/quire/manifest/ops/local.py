@@ -4,8 +4,6 @@ Rules
   1. Metrics merge: sums and counts add, extremes widen, buckets add.
 """
 
-from __future__ import annotations
-
 import math
 
 from quire.core.errors import InvalidInput

@@ -5,8 +5,6 @@ Rules
   2. A table that comes and is there already gets the row it is given; one that goes and is not there is fine.
 """
 
-from __future__ import annotations
-
 from quire.core.errors import WrongKind
 from quire.manifest import tables as t
 from quire.manifest.lsm_records import LsmTableRecord

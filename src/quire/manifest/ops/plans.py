@@ -15,8 +15,6 @@ Rules
      abandoned (P6).
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import IllegalTransition, StalePlan

@@ -8,8 +8,6 @@ Rules
      what releases them; artifacts with bytes hold a reference on their namespace likewise.
 """
 
-from __future__ import annotations
-
 from quire.core.errors import ArtifactGone, RefcountUnderflow, StillReferenced, UnknownArtifact, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key

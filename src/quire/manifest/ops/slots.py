@@ -8,8 +8,6 @@ Rules
      collection is done in commits as small as the collector likes.
 """
 
-from __future__ import annotations
-
 from quire.core.errors import AlreadyExists, InternalError, StalePlan, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind, u32
 from quire.core.limits import SLOTS_PER_LEAF

@@ -6,8 +6,6 @@ Rules
   3. A fork continues its parent's numbering (lsn, segment, generation), so one name never means two things along a line.
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import (

@@ -8,8 +8,6 @@ Rules
   3. Marks in `wal_state` only rise (P5).
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, InvalidInput, UnknownArtifact, UnknownDatabase

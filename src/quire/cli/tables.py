@@ -1,0 +1,183 @@
+"""How rows become lines: columns as wide as they must be, on a terminal no wider than that is.
+
+Terms
+  natural   how wide a column is if nothing in it is wrapped
+  below     what stands under its row, indented and with its column's title, because the terminal has no room for it
+
+Rules
+  1. Where there is no terminal every row is one line: `grep` and `awk` see whole lines.
+  2. On a terminal a table that is too wide is fitted, by the first of these that does it: its last column is wrapped; its long
+     texts are; its last columns go below.
+  3. Words stay whole, and so do a number with its unit and a date with its time. Only a word that is wider than the terminal
+     makes a line that is, too.
+
+Pure functions; a `RunningTable` belongs to one command. On a pipe nothing is loaded for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from quire.cli.plain import visible
+from quire.cli.values import Value
+
+if TYPE_CHECKING:
+    from quire.cli.output import Look
+
+COLUMN_WIDTH_MIN = 16
+"""A last column narrower than this is not worth wrapping into."""
+LONG_TEXT = 24
+"""Columns wider than this may be wrapped; a moment is narrower."""
+BETWEEN = 2
+INDENT = 4
+"""Of what is below."""
+GLUED = r"(?<=\d) (?=(?:[KMGT]i)?B\b|s\b|min\b|h\b|days?\b)|(?<=\d{4}-\d\d-\d\d) (?=\d\d:)"
+"""Spaces at which no line ends (rule 3)."""
+GLUE = "\0"
+
+
+class Plan(Value):
+    """How a table is laid out: how wide its columns are, and how many of them stand beside each other."""
+
+    titles: Sequence[str]
+    right: Sequence[bool]
+    widths: list[int]
+    beside: int
+    width: int
+
+    @property
+    def header(self) -> str:
+        """The line of titles."""
+        return _line(self.titles[: self.beside], self.widths, self.right)
+
+
+def plan(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, titled: bool = True) -> Plan:
+    """The layout of rows (rule 2); `width` 0 is no terminal. A title that begins with `>` is of numbers."""
+    titles = [title.removeprefix(">") for title in columns]
+    right = [title.startswith(">") for title in columns]
+    cells = [*([titles] if titled else []), *rows]
+    natural = [max(map(width_of, column)) for column in zip(*cells)]
+    if not width or _total(natural) <= width:
+        return Plan(titles, right, natural, len(titles), width)
+    room = width - _total(natural[:-1]) - BETWEEN
+    if room >= max(COLUMN_WIDTH_MIN, width_of(titles[-1])):
+        return Plan(titles, right, [*natural[:-1], room], len(titles), width)
+    narrowed = _narrowed(cells, natural, right, width)
+    if narrowed is not None:
+        return Plan(titles, right, narrowed, len(titles), width)
+    beside = len(titles) - 1
+    while beside > 1 and _total(natural[:beside]) > width:
+        beside -= 1
+    return Plan(titles, right, [min(natural[0], width), *natural[1:]], beside, width)
+
+
+def _narrowed(cells: Sequence[Sequence[str]], natural: list[int], right: list[bool], width: int) -> list[int] | None:
+    """Widths at which long texts are wrapped, the widest most; nothing if that is not enough."""
+    low = [
+        most if to_the_right or most <= LONG_TEXT else max(COLUMN_WIDTH_MIN, *map(_longest_word, column))
+        for most, to_the_right, column in zip(natural, right, zip(*cells))
+    ]
+    if _total(low) > width:
+        return None
+    widths = list(natural)
+    while (excess := _total(widths) - width) > 0:
+        most = max(range(len(widths)), key=lambda place: widths[place] - low[place])
+        widths[most] -= min(excess, max((widths[most] - low[most] + 1) // 2, 1))
+    return widths
+
+
+def lines_of(cells: Sequence[str], plan: Plan) -> Iterator[str]:
+    """The lines of one row."""
+    if plan.width:
+        yield from _fitted(cells, plan)
+    else:
+        yield _line(cells, plan.widths, plan.right)
+
+
+def _fitted(cells: Sequence[str], plan: Plan) -> Iterator[str]:
+    columns = [wrapped(cell, width) for cell, width in zip(cells[: plan.beside], plan.widths)]
+    below = list(zip(plan.titles, cells))[plan.beside :]
+    if plan.beside == len(cells) and max(map(width_of, columns[-1])) > max(plan.widths[-1], 1):
+        below = [(plan.titles[-1], cells[-1])]  # a word that the last column has no room for
+        columns[-1] = [""]
+    for number in range(max(map(len, columns))):
+        yield _line([each[number] if number < len(each) else "" for each in columns], plan.widths, plan.right)
+    told = [f"{title}: {cell}" for title, cell in below if cell not in ("", "-")]
+    together = "; ".join(told)
+    for part in [together] if told and width_of(together) <= plan.width - INDENT else told:
+        first, *others = wrapped(part, plan.width - INDENT - BETWEEN)
+        yield " " * INDENT + first
+        yield from (" " * (INDENT + BETWEEN) + line for line in others)
+
+
+class RunningTable:
+    """Rows under columns that come one by one: the first makes the layout, later ones may widen it."""
+
+    def __init__(self, columns: Sequence[str], look: Look) -> None:
+        self._columns = columns
+        self._look = look
+        self._plan: Plan | None = None
+
+    def lines(self, cells: Sequence[str]) -> str:
+        """The lines of one more row; the titles stand above the first."""
+        shown = [visible(cell) for cell in cells]
+        rows, lines = [shown], []
+        if self._plan is None:
+            lines.append(self._look.styled(plan(self._columns, rows, self._look.width).header, "1"))
+        else:
+            rows.append([" " * width for width in self._plan.widths])  # no narrower than before
+        self._plan = plan(self._columns, rows, self._look.width)
+        return "".join(f"{line}\n" for line in (*lines, *lines_of(shown, self._plan)))
+
+
+# ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def width_of(text: str) -> int:
+    """Columns that a text takes on a terminal: East Asian wide characters two, combining ones none.
+
+    >>> width_of("größe"), width_of("数据")
+    (5, 4)
+    """
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(each) else 1 + (east_asian_width(each) in "WF") for each in text)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The text in lines of at most `width` columns (rule 3).
+
+    >>> wrapped("has 2 chunks, 64.0 MiB since 2026-05-01 14:30:00Z", 22)
+    ['has 2 chunks, 64.0 MiB', 'since', '2026-05-01 14:30:00Z']
+    """
+    if width <= 0 or width_of(text) <= width:
+        return [text]
+    from re import findall, sub
+
+    lines, line = [], ""
+    for word in findall(r" *[^ ]+", sub(GLUED, GLUE, text)):
+        if line and width_of(line + word) > width:
+            lines.append(line)
+            line = word.lstrip(" ")
+        else:
+            line += word
+    return [each.replace(GLUE, " ") for each in (*lines, line)]
+
+
+def _longest_word(text: str) -> int:
+    from re import sub
+
+    return max(map(width_of, sub(GLUED, GLUE, text).split(" ")))
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + BETWEEN * (len(widths) - 1)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    parts = []
+    for cell, width, to_the_right in zip(cells, widths, right):
+        space = " " * (width - width_of(cell))
+        parts.append(space + cell if to_the_right else cell + space)
+    return (" " * BETWEEN).join(parts).rstrip()

@@ -1,0 +1,298 @@
+"""Reads a stream over all its tiers: records in order, by id or by time, one by one or as Arrow batches.
+
+Terms
+  retained   from `first_record` on: what retention has not taken
+  durable    up to `end_record`: what a crash would leave
+
+Rules
+  1. A read is of [start, stop) as it was asked for; below what is retained it raises `CursorLost`: never a silent gap.
+  2. The nearest copy is read: hot file, compressed file, object. Of an object only the frames that are wanted are fetched; if
+     more than half of a segment is wanted, and tiers allow it, the segment is first brought back (`hydrate`).
+  3. A copy that moved on while it was read is looked up again. If nothing has moved it is damaged or gone: then the next
+     copy is read, and that is told; without another copy the error is raised.
+  4. A tail sees durable records only, each once, in order.
+
+Threads: any; an iterator belongs to one. Raises `CursorLost`, `OutOfRange`, `Corruption`, `ObjectNotFound`,
+`ObjectStoreUnavailable`, `StoreClosed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import count, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.core.errors import CursorLost, OutOfRange, StoreClosed, Unavailable
+from quire.core.events import emit
+from quire.core.settings import StreamSettings
+from quire.stream.cache import ByteCache
+from quire.stream.catalogue import Segment, View
+from quire.stream.files import StreamFiles
+from quire.stream.hot import HotLog
+from quire.stream.mlog_states import Remote
+from quire.stream.segment import HEADER_BYTES
+from quire.stream.sources import Lost, Marks, WarmSource, hot_source, remote_source, warm_source
+from quire.stream.spans import Span
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
+
+RACES_MAX = 64
+"""How often one position is looked up again before that is an error of ours."""
+
+_HOT, _WARM, _REMOTE = 0, 1, 2
+
+
+class Record(NamedTuple):
+    """One record of a stream."""
+
+    id: int
+    timestamp_ms: int
+    payload: bytes
+
+
+class StreamReader:
+    """Reads one stream."""
+
+    def __init__(
+        self,
+        files: StreamFiles,
+        hot: HotLog,
+        view: Callable[[], View],
+        store: Callable[[], ObjectStore],
+        cache: ByteCache,
+        settings: StreamSettings,
+        *,
+        touch: Callable[[int], None] = lambda _: None,
+        hydrate: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._files = files
+        self._hot = hot
+        self._view = view
+        self._store = store
+        self._cache = cache
+        self._settings = settings
+        self._touch = touch
+        self._hydrate = hydrate
+
+    # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def first_record(self) -> int:
+        """The id of the first record that is retained."""
+        for segment in self._view():
+            if not is_going(segment):
+                return segment.base_record
+        return self._hot.durable
+
+    @property
+    def end_record(self) -> int:
+        """The id behind the last durable record."""
+        return self._hot.durable
+
+    # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[Record]:
+        """Records from `start` (default: the first) to before `stop` (default: the end as it is now)."""
+        first, last = self._range(start, stop)
+        for span in self._spans(first, last):
+            stamps = span.timestamp_ms
+            each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
+            yield from map(Record, count(span.first_record), each, span.column.to_pylist())
+
+    def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
+        """The same as Arrow record batches (`reading.SCHEMA`)."""
+        from quire.stream.reading import Batches  # loads Arrow, which most commands have no use for
+
+        first, last = self._range(start, stop)
+        yield from Batches().of(self._spans(first, last))
+
+    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
+        """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
+        position = self._hot.durable if start is None else start
+        while True:
+            if position < self._hot.durable:
+                for record in self._newest(position) or self.read(position, self._hot.durable):
+                    yield record
+                    position = record.id + 1
+            elif not self.wait(position, timeout):
+                return
+
+    def _newest(self, position: int) -> list[Record]:
+        """Records from a position on, if they are those that have become durable just now: they are still in memory."""
+        first, stamp, payloads = self._hot.newest
+        if not first <= position < first + len(payloads):
+            return []
+        return [Record(position + number, stamp, each) for number, each in enumerate(payloads[position - first :])]
+
+    def wait(self, record: int, timeout: float | None = None) -> bool:
+        """Sleep until a record is durable; False if the time was up first."""
+        hot = self._hot
+        came = hot.waiters.sleep_until(lambda: hot.durable > record or hot.failure is not None, timeout)
+        if hot.durable <= record and hot.failure is not None:
+            if isinstance(hot.failure, StoreClosed):
+                raise StoreClosed("the stream was closed", hint="open it again")
+            hot.require()
+        return came and hot.durable > record
+
+    def seek(self, timestamp_ms: int) -> int:
+        """The id of the first record that is not before a moment; the end if there is none."""
+        view = self._view()
+        found = view.before(timestamp_ms)
+        position = max(found.base_record, self.first_record) if found is not None else self.end_record
+        search = _Search()
+        while position < self._hot.durable:
+            segment, tier = self._choose(position, position + 1, search)
+            try:
+                record = self._first_at(segment, tier, timestamp_ms)
+            except Lost as lost:
+                self._lost(position, segment, tier, lost, search)
+                continue
+            if record is not None:
+                return min(max(record, position), self._hot.durable)
+            position = segment.end_record or self._hot.durable
+        return self._hot.durable
+
+    # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        first, end = self.first_record, self._hot.durable
+        begin = first if start is None else start
+        if begin < first:
+            hint = f"the first one is {first}"
+            raise CursorLost("these records are no longer retained", hint=hint, start=begin, first=first)
+        if begin > end:
+            raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
+        return begin, min(end, end if stop is None else stop)
+
+    def _spans(self, position: int, stop: int) -> Iterator[Span]:
+        """The records of [position, stop), checked."""
+        search = _Search()
+        while position < stop:
+            segment, tier = self._choose(position, stop, search)
+            try:
+                for span in self._of_copy(segment, tier, position, stop):
+                    yield span.within(position, stop)
+                    position = span.end_record
+            except Lost as lost:
+                self._lost(position, segment, tier, lost, search)
+
+    def _choose(self, position: int, stop: int, search: _Search) -> tuple[Segment, int]:
+        """The copy to read a position from (rule 2)."""
+        while True:
+            segment = self._view().holding(position)
+            if segment is None or is_going(segment):
+                raise CursorLost(
+                    "these records are no longer retained", hint="begin with `first_record`", start=position
+                )
+            tier = next(tier for tier in _tiers(segment) if (segment, tier) not in search.bad)
+            wanted = min(stop, segment.end_record or stop) - position
+            if tier != _REMOTE or segment.segment_id in search.asked or wanted * 2 <= segment.records:
+                return segment, tier
+            search.asked.add(segment.segment_id)
+            self._hydrate(segment.segment_id)
+
+    def _lost(self, position: int, segment: Segment, tier: int, lost: Lost, search: _Search) -> None:
+        """A copy could not be read (rule 3)."""
+        search.races += 1
+        if self._view().holding(position) != segment and search.races < RACES_MAX:
+            return
+        search.bad.add((segment, tier))
+        if all((segment, each) in search.bad for each in _tiers(segment)):
+            raise lost.error from lost
+        emit(
+            "warning",
+            "stream.copy_damaged",
+            stream=self._files.stream_id,
+            segment_id=segment.segment_id,
+            tier=tier,
+            error=str(lost.error),
+        )
+
+    def _of_copy(self, segment: Segment, tier: int, position: int, stop: int) -> Iterator[Span]:
+        """Blocks of one copy of a segment that have records of [position, stop)."""
+        self._touch(segment.segment_id)
+        stop = min(stop, segment.end_record or stop)
+        if tier == _HOT:
+            marks, end = self._where(segment)
+            with hot_source(self._files, segment, end) as source:
+                offset = HEADER_BYTES
+                if position > segment.base_record:
+                    marks = marks or self._marks(segment, source.marks)
+                    offset = marks.with_record(position)
+                yield from source.spans(offset, stop)
+        elif tier == _WARM:
+            with warm_source(self._files, segment, self._cache) as warm:
+                yield from warm.spans(position, stop)
+        else:
+            yield from self._remote(segment).spans(position, stop)
+
+    def _first_at(self, segment: Segment, tier: int, timestamp_ms: int) -> int | None:
+        """The first record of a segment that is not before a moment."""
+        if tier == _HOT:
+            marks, end = self._where(segment)
+            if marks is None:
+                with hot_source(self._files, segment, end) as source:
+                    marks = self._marks(segment, source.marks)
+            return marks.first_at(timestamp_ms)
+        if tier == _WARM:
+            with warm_source(self._files, segment, self._cache) as warm:
+                return warm.first_at(timestamp_ms)
+        return self._remote(segment).first_at(timestamp_ms)
+
+    def _where(self, segment: Segment) -> tuple[Marks | None, int]:
+        """The marks of a segment that is being written, and where the blocks end that may be read."""
+        if segment.is_sealed:
+            return None, segment.durable_bytes
+        live, durable = self._hot.segment, self._hot.durable
+        if live is None or live.segment_id != segment.segment_id:
+            raise Lost(StoreClosed("the stream was closed", hint="open it again"))  # or it has just been sealed
+        place = bisect_left(live.firsts, durable)
+        end = live.offsets[place] if place < len(live.offsets) else live.offset
+        return Marks(live.firsts, live.offsets, live.stamps), end
+
+    def _marks(self, segment: Segment, make: Callable[[], Marks]) -> Marks:
+        key = (self._files.stream_id, segment.segment_id, "marks")
+        found: Marks | None = self._cache.get(key)
+        if found is None:
+            found = make()
+            self._cache.put(key, found, 24 * len(found.firsts) + 256)
+        return found
+
+    def _remote(self, segment: Segment) -> WarmSource:
+        return remote_source(self._files.stream_id, segment, self._store(), self._cache, self.retry)
+
+    def retry(self, work: Callable[[], bytes]) -> bytes:
+        """Call again what the object store cannot do for a while, waiting longer each time."""
+        wait = self._settings.retry_seconds
+        for _ in range(self._settings.attempts - 1):
+            try:
+                return work()
+            except Unavailable as error:
+                emit("info", "stream.read_retried", stream=self._files.stream_id, seconds=wait, error=str(error))
+            threading.Event().wait(wait)
+            wait *= 2
+        return work()
+
+
+class _Search:
+    """What one read has learned about copies."""
+
+    __slots__ = ("asked", "bad", "races")
+
+    def __init__(self) -> None:
+        self.bad: set[tuple[Segment, int]] = set()
+        """Copies that were damaged or missing although nothing had moved."""
+        self.asked: set[int] = set()
+        """Segments whose hydration was asked for."""
+        self.races = 0
+
+
+def is_going(segment: Segment) -> bool:
+    """Whether retention has begun to take a segment."""
+    return segment.state.remote in (Remote.DELETING, Remote.DELETED)
+
+
+def _tiers(segment: Segment) -> list[int]:
+    """Where whole copies are, the nearest first; the hot one in any case: who finds nothing there says so."""
+    found = [tier for tier, there in enumerate((segment.is_hot, segment.is_warm, segment.is_remote)) if there]
+    return found or [_HOT]

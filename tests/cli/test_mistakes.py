@@ -1,0 +1,135 @@
+"""What people get wrong, on every kind of command: one sentence, the next command to try, a code, and nothing was done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+from tests.cli.conftest import Run
+from tests.house.tree import SRC
+
+MISTAKES: list[tuple[str, int, str]] = [
+    # what is not there
+    ("snapshot ls nope", 3, "`quire ls`"),
+    ("stream tail nope", 3, "`quire ls`"),
+    ("stream ls nope", 3, "`quire ls`"),
+    ("kv get nope x", 3, "`quire ls`"),
+    ("sqlite export nope x.db", 3, "`quire ls`"),
+    ("sqlite import /nowhere.db", 3, "name the database file"),
+    ("fork nope x", 3, "`quire ls`"),
+    ("fork shop x --at nope", 3, "`quire snapshot ls shop`"),
+    ("snapshot drop shop nope --yes", 3, "`quire snapshot ls shop`"),
+    ("restore shop nope x.db", 3, "`quire snapshot ls shop`"),
+    ("jobs show 999", 3, "`quire jobs ls`"),
+    ("feed drop nope --yes", 3, "`quire feed cursors`"),
+    ("manifest inspect nope", 3, "`quire ls`"),
+    ("manifest dump nope", 2, "`quire manifest tables`"),
+    ("checkpoint nope", 3, "`quire ls`"),
+    ("audit nope", 3, "`quire ls`"),
+    ("why nope", 3, "`quire ls`"),
+    # another kind of database
+    ("stream tail shop", 2, "`quire ls`"),
+    ("stream ls shop", 2, "`quire ls`"),
+    ("stream append shop x", 2, "`quire ls`"),
+    ("kv get clicks x", 2, "`quire ls`"),
+    ("kv scan shop", 2, "`quire ls`"),
+    ("sqlite shell clicks .tables", 2, "`quire ls`"),
+    ("sqlite export clicks x.db", 2, "`quire ls`"),
+    ("fork clicks x", 2, "`quire ls`"),
+    ("manifest verify shop", 2, "`quire ls`"),
+    # names
+    ("create ''", 2, "200 bytes"),
+    ("create ' x'", 2, "strip it"),
+    ("create a/b", 2, "'-' or '.'"),
+    ("create $'a\\nb'", 2, "line breaks"),
+    ("create .", 2, "another name"),
+    ("create shop", 4, "another name"),
+    ("create -x", 2, "`quire create --help`"),
+    ("rename shop ''", 2, "200 bytes"),
+    ("snapshot ls ''", 2, "`quire ls`"),
+    ("stream tail ''", 2, "`quire ls`"),
+    ("kv put '' a b --create", 2, "`quire ls`"),
+    ("manifest inspect ''", 2, "`quire ls`"),
+    ("why ''", 2, "`quire ls`"),
+    ("snapshot create shop a/b", 2, "'-' or '.'"),
+    # words that options take
+    ("create x --kind foo", 2, "pages"),
+    ("jobs ls --state foo", 2, "pending"),
+    ("checkpoint shop --runner foo", 2, "threads"),
+    ("stream tier clicks fly", 2, "compress"),
+    ("retention set shop --keep soon", 2, "90s"),
+    ("audit --since x", 2, "2026-05-01"),
+    ("serve --listen foo", 2, "grpc://"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "then"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_and_the_next_step(run: Run, path: Path, line: str, code: int, then: str) -> None:
+    before = run("feed", "tail", "-n", "0", "--json").out
+    words = [each.replace("$a\\nb", "a\nb") for each in shlex.split(line)]
+    ended = run(*words)
+    assert (ended.code, ended.out) == (code, "")
+    what, following = ended.err.splitlines()
+    assert what.startswith("error: ")
+    assert following.startswith("next:  ")
+    assert then in following
+    program = run(*words, "--json")
+    told = json.loads(program.err)["error"]
+    assert (program.code, program.out, told["exit_code"]) == (code, "", code)
+    assert then in told["next"]
+    assert run("feed", "tail", "-n", "0", "--json").out == before, "nothing was done"
+
+
+@pytest.mark.parametrize("name", ["größe 数据", "a b c", "my $HOME", "it's", "--json", "c:d", "#7"])
+def test_a_name_may_be_what_a_shell_can_say(run: Run, name: str) -> None:
+    assert run("create", "--kind", "pages", "--", name, at=None, QUIRE_STORE=store_of(run)).code == 0
+    assert name in [each["name"] for each in run("ls", "--json").data]
+    assert run("snapshot", "create", "--", name, "monday", at=None, QUIRE_STORE=store_of(run)).code == 0
+    assert run("drop", "--yes", "--snapshots", "--", name, at=None, QUIRE_STORE=store_of(run)).code == 0
+
+
+def store_of(run: Run) -> str:
+    return str(run("info", "--json").data["path"])
+
+
+OWNER = """
+import sys, quire
+with quire.open(sys.argv[1]) as store:
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_store_that_another_process_has(run: Run, path: Path) -> None:
+    """One that does not serve: what only reads works, the rest says who it is."""
+    with quire.open(path) as store:
+        store.stream("clicks").append(b"hello").result()
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(path)], text=True, env=env, **streams) as owner:  # type: ignore[call-overload]
+        owner.stdout.readline()
+        assert "hello" in run("stream", "tail", "clicks").out
+        assert run("why", "shop").code == 0
+        for line in ("create x", "stream ls clicks", "checkpoint --all", "gc", "serve", "jobs work"):
+            ended = run(*line.split())
+            assert (ended.code, ended.out) == (5, ""), line
+            assert f"pid={owner.pid}" in ended.err, line
+            assert ended.err.splitlines()[1].startswith("next:  "), line
+        owner.stdin.close()
+
+
+def test_who_may_not_look_has_found_no_damage(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is for reading only: LMDB's readers leave a mark in it."""
+    refused = quire.NotWritable("this user may not write the manifest's lock file", hint="`chmod +rw` it")
+    monkeypatch.setattr("quire.manifest.probe.probe", lambda _: "the manifest cannot be read: Permission denied")
+    monkeypatch.setattr("quire.manifest.access.denied", lambda _, **__: refused)
+    ended = run("manifest", "check")
+    assert (ended.code, ended.out) == (6, "")
+    assert ended.err.splitlines()[1] == "next:  `chmod +rw` it"

@@ -1,0 +1,169 @@
+"""Every listing on a terminal of 80 columns: nothing is wider, and nothing is broken within a word or a number."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quire
+from quire.cli import main, output
+from quire.cli.output import Listing, Look, Row, text_parts, width_of
+from quire.cli.tables import wrapped
+from quire.manifest.records import JobKind
+from tests.cli.conftest import write_pages
+
+COLUMNS = 80
+ORDERS, CLICKS, CARTS = "customer-orders-2026-eu-central", "clickstream-of-the-whole-company", "cart-of-all-users"
+
+LISTINGS = [
+    "ls", "info", "tree", "tree --sizes --all", "stats", "stats --snapshots", "audit", "gc --dry-run", "doctor --no-objects",
+    f"snapshot ls {ORDERS}", f"snapshot show {ORDERS} 1", f"snapshot diff {ORDERS} 1 2", f"retention show {ORDERS}",
+    f"retention plan {ORDERS}", f"why {ORDERS}", "why pages/00000001/wal/00000001.seg", "why {chunk}", "why {log}",
+    "jobs ls", "jobs show 1", "feed tail -n 0", "feed cursors", "manifest tables", "manifest check", "manifest verify",
+    "manifest dump wal_catalog", "manifest dump snapshot_index", "manifest dump slot_leaf", f"manifest inspect {CLICKS}",
+    f"stream ls {CLICKS}", f"stream info {CLICKS}", f"stream tail {CLICKS} -n 3", f"stream read {CLICKS} --limit 3",
+    f"stream verify {CLICKS}", f"kv scan {CARTS}", f"kv stats {CARTS}", f"kv backups {CARTS}", f"kv verify {CARTS}",
+    "verify --dry-run", "checkpoint --all --dry-run", "merge --all --dry-run",
+]  # fmt: skip
+
+WORD = re.compile(r"[^\s;]*[a-zA-Z][^\s;]{4,}[^\s;:]")
+"""Names, keys, moments; not what changes with every second."""
+NUMBER, UNIT = re.compile(r"(?:^|[\s(])[\d.,]*\d$"), re.compile(r"\s*(?:(?:[KMG]i)?B|s|min|h|days)\b")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long names, and numbers that are as large as in a store of some age."""
+    path = tmp_path_factory.mktemp("s") / "data"
+    with quire.open(path) as opened:
+        opened.create(ORDERS, "pages")
+        for fill in (b"a", b"b", b"c"):
+            write_pages(opened, ORDERS, range(1200), fill)
+            name = f"before-the-migration-{fill.decode()}"
+            opened.snapshot(ORDERS, name, tags={"by": "ann.smith@example.org", "ticket": "OPS-12345"})
+            opened.checkpoint(ORDERS)
+        opened.pages.snapshot(ORDERS, tags={"by": "lend"}, expires_at_ms=1_900_000_000_000)
+        opened.fork(ORDERS, f"{ORDERS}-fork")
+        clicks = opened.stream(CLICKS, create=True)
+        for _ in range(12):
+            clicks.append([b"a record of many words %d" % number for number in range(4_000)]).result()
+            clicks.seal()
+        clicks.append([b"x" * 60, "größe 数据 ".encode() * 12]).result()
+        clicks.upload()
+        clicks.evict(1)
+        carts = opened.kv(CARTS, create=True)
+        for number in range(100):
+            carts.put(b"user/%08d/cart/item" % number, b"3 apples and a value of many words " * 3)
+        opened.feed.register(name="billing-service-in-the-other-region", ttl_seconds=90 * 86_400, max_lag=1_000_000)
+        opened.manifest.jobs.enqueue(JobKind.MERGE, opened.database(ORDERS).db_id, delay_seconds=600)
+    with redirect_stdout(io.StringIO()):
+        for line in (f"retention set {ORDERS} --keep-last 1 --no-keep-named", f"kv backup {CARTS}"):
+            assert main.run([*line.split(), "--store", str(path)]) == 0
+    return path
+
+
+def shown(path: Path, line: str, monkeypatch: pytest.MonkeyPatch, columns: int = COLUMNS) -> list[str]:
+    chunk = next((path / "objects" / "00000001").rglob("base:*")).relative_to(path / "objects")
+    log = next((path / "streams").rglob("*.mlog")).relative_to(path)
+    monkeypatch.setattr(output.Look, "of", lambda _: Look(columns, False))
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main.run([*line.format(chunk=chunk, log=log).split(), "--store", str(path)])
+    assert (code, err.getvalue()) == (0, "")
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("line", LISTINGS)
+def test_every_listing_fits_80_columns(store: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(store, line, monkeypatch)
+    assert [each for each in lines if width_of(each) > COLUMNS and str(store) not in each] == []
+    whole = {word for each in shown(store, line, monkeypatch, columns=0) for word in WORD.findall(each)}
+    assert whole - {word for each in lines for word in WORD.findall(each)} == set(), "words that were broken"
+    for before, after in pairwise(lines):
+        assert not (NUMBER.search(before) and UNIT.match(after)), (before, after)
+
+
+def test_what_has_no_room_stands_below_with_its_title(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(store, "stats", monkeypatch)
+    assert lines[0].split() == ["database", "size", "alone", "shared", "WAL"]
+    assert [each for each in lines if each.startswith("    compression: ")]
+
+
+def test_segments_of_a_stream_are_a_line_each(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(store, f"stream ls {CLICKS}", monkeypatch)
+    assert len(lines) == 14
+    assert lines[0].split() == ["id", "first", "records", "size", "compressed", "sealed", "tiers"]
+    assert lines[12].split()[:3] == ["12", "44,001", "4,000"]
+
+
+# ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def table(columns: list[str], *rows: list[str], width: int) -> list[str]:
+    listing = Listing(columns=columns, rows=[Row(cells, None) for cells in rows])
+    return "".join(text_parts(listing, Look(width, False))).splitlines()
+
+
+def test_where_there_is_no_terminal_every_row_is_a_line() -> None:
+    assert table(["a", "b"], ["x " * 100, "y " * 100], width=0)[1:] == [f"{'x ' * 100}  {'y ' * 100}".rstrip()]
+
+
+def test_the_last_column_is_wrapped_first() -> None:
+    lines = table([">n", "text"], ["7", "one two three four five"], width=22)
+    assert lines == ["n  text", "7  one two three four", "   five"]
+
+
+def test_then_long_texts_are() -> None:
+    lines = table(["text", "other"], ["one two three four five six seven", "eight nine ten eleven twelve"], width=40)
+    assert lines == [
+        "text                 other",
+        "one two three four   eight nine ten",
+        "five six seven       eleven twelve",
+    ]
+
+
+def test_then_columns_go_below() -> None:
+    lines = table(["name", ">number", "what"], ["a" * 20, "1,000", "b" * 12], ["c", "7", "-"], width=30)
+    assert lines == ["name                  number", f"{'a' * 20}   1,000", f"    what: {'b' * 12}", f"c{' ' * 26}7"]
+
+
+def cells() -> Iterator[str]:
+    yield from (
+        "",
+        "-",
+        "word",
+        "two words",
+        "12.5 KiB",
+        "1,234,567",
+        "2026-11-16 14:18:51Z",
+        "x" * 30,
+        "many words " * 8,
+        "数据 größe",
+    )
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(list(cells())), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.integers(40, 120),
+)
+def test_every_table_fits_and_loses_nothing(rows: list[list[str]], width: int) -> None:
+    lines = table(["a", ">number", "some text", "rest"], *rows, width=width)
+    assert max(map(width_of, lines)) <= width
+    told = sorted(word for each in rows for cell in each if cell != "-" for word in cell.split())
+    found = sorted(word.rstrip(";") for line in lines for word in line.split())
+    for word in set(told):
+        assert found.count(word) >= told.count(word)
+
+
+@given(st.text(st.sampled_from("ab 1KiBs-:数ö"), max_size=60), st.integers(1, 30))
+def test_wrapping_keeps_every_word(text: str, width: int) -> None:
+    lines = wrapped(text, width)
+    assert " ".join(lines).split() == text.split()
+    for line in lines:
+        assert width_of(line) <= width or " " not in line.strip() or re.search(r"\d (?:[KMGT]i)?(?:B|s)", line)
