@@ -11,6 +11,7 @@ import pytest
 import quire
 from quire.core.errors import DiskFull
 from quire.jobs.checkpoint import many
+from quire.jobs.checkpoint.run import join_slot
 from quire.jobs.handlers import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.tables import WAL_CATALOG
@@ -140,12 +141,11 @@ def test_those_that_fail_are_listed_below_the_others(
     with quire.open(shop) as store:
         store.create("other", "pages")
         write_pages(store, "other", range(8), b"c")
-    real = many.join_slot
 
     def join(key: Any, *more: Any) -> Any:
         if key[0] == 1:
             raise DiskFull("no space left", hint="make some", path="/x")
-        return real(key, *more)
+        return join_slot(key, *more)
 
     monkeypatch.setattr(many, "join_slot", join)
     ended = run("checkpoint", "--all", "--runner", "threads")

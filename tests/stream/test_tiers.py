@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,7 +218,7 @@ def test_an_upload_is_announced_only_when_the_object_is_what_was_sent(
 
             def half(*args: Any, **kwargs: Any) -> Any:
                 done = put_file(*args, **kwargs)
-                return dataclasses.replace(done, size_bytes=done.size_bytes - 1)
+                return msgspec.structs.replace(done, size_bytes=done.size_bytes - 1)
 
             patch.setattr(world.objects, "put_file", half, raising=False)
         with pytest.raises(Corruption, match="not what was sent"):

@@ -80,7 +80,7 @@ def drop(
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> Note | Verdict:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from quire.manifest.records import DbStatus
 

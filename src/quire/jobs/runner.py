@@ -104,7 +104,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[int]:
     """Which of so many parts each piece of work goes to: the costliest first, each to the part that has least by then.
 
     >>> balanced([1, 7, 3, 4], 2)
-    [1, 0, 1, 1]
+    [0, 0, 1, 1]
     """
     loads, chosen = [(0, part) for part in range(parts)], [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda each: -costs[each]):

@@ -10,8 +10,7 @@ The bytes (u16 version + msgpack array, or a packed struct for tables of plain n
 docs/formats/manifest.md.
 """
 
-# Not `from __future__ import annotations`: msgspec would evaluate the text of each field's type in each process that reads or
-# writes a row. With all the others of the manifest that is 10 ms, an eighth of a short command.
+# No `from __future__ import annotations`: msgspec would evaluate each type's text in each process (`ops/base.py` says more).
 
 from enum import IntEnum
 from typing import Annotated

@@ -6,8 +6,6 @@ above this one own those, and a client must not need them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from quire.manifest.records import DbKind, DbStatus
@@ -27,8 +25,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     objects_url: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatabaseInfo:
+class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One live database."""
 
     db_id: int
@@ -43,8 +40,7 @@ class DatabaseInfo:
     tags: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreInfo:
+class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A store as a whole."""
 
     path: str
