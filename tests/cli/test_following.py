@@ -125,6 +125,34 @@ def test_the_feed_is_followed_while_another_process_commits(path: Path) -> None:
         assert ended_by(following, signal.SIGTERM) == (0, "")
 
 
+def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) -> None:
+    run("stream", "append", "clicks", "old")
+    stream = ("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "0", "--json", "-s", str(path))
+    feed = ("-m", "quire", "feed", "tail", "-f", "-n", "0", "--json", "-s", str(path))
+    head = run("feed", "tail", "-n", "1", "--json").data[0]["sequence"]
+    with started(*stream) as records, started(*feed) as changes, writing(path):
+        assert json.loads(line_of(records))["id"] == 2
+        assert json.loads(line_of(changes))["sequence"] > head
+
+
+def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for(
+    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.stream.beside import Beside
+
+    with writing(path) as writer:
+        bounds = Beside.bounds
+
+        def and_one_more(beside: Beside) -> tuple[int, int]:
+            found = bounds(beside)
+            writer.do("append later")
+            return found
+
+        monkeypatch.setattr(Beside, "bounds", and_one_more)
+        writer.do("append a b c")
+        assert [each["payload"] for each in run("stream", "tail", "clicks", "-n", "2", "--json").data] == ["62", "63"]
+
+
 def test_the_feed_from_a_sequence_on_as_lines_of_json(path: Path) -> None:
     with started("-m", "quire", "feed", "tail", "-f", "--from", "1", "--json", "-s", str(path)) as following:
         assert [json.loads(line_of(following))["sequence"] for _ in range(2)] == [1, 2]

@@ -208,6 +208,7 @@ def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
         (["shop", "a/b"], 2),
         (["nothing", "x"], 3),
         (["shop", "x", "--at", "nope"], 3),
+        (["shop", "x", "--at", "2999-01-01"], 2),
         (["clicks", "x"], 2),
     ],
 )

@@ -19,7 +19,17 @@ from quire.manifest.ops.databases import SetRetention
 from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import AuditAction, DbKind, RetentionRecord, SnapshotKind
-from quire.manifest.retention import BUCKETS, SCHEDULE_TAG, bucket, decide, scheduled
+from quire.manifest.retention import (
+    BUCKETS,
+    EXPIRED,
+    LENT,
+    LENT_TAGS,
+    SCHEDULE_TAG,
+    RetentionPlan,
+    bucket,
+    decide,
+    scheduled,
+)
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
@@ -41,6 +51,21 @@ def info(
     tags = {SCHEDULE_TAG: schedule} if schedule else {}
     kind = SnapshotKind.NAMED if name else SnapshotKind.ANONYMOUS
     return SnapshotInfo(7, number, name, kind, at_ms, generation, 0, 0, 0, 0, 0, expires, at_ms, tags)
+
+
+def test_what_is_lent_goes_by_its_own_time_and_counts_for_no_rule() -> None:
+    """Else a query that reads takes a place among the last, or loses what it reads."""
+    mine = [info(1, NOW - HOUR), info(2, NOW - HOUR + 1)]
+    lent = [msgspec.structs.replace(info(n, NOW - n, expires=NOW + HOUR), tags=dict(LENT_TAGS)) for n in (3, 4)]
+    policy = RetentionRecord(keep_last=1)
+    made = {each.snapshot.snapshot_id: (each.keep, each.why) for each in decide([*mine, *lent], policy, now_ms=NOW)}
+    assert made == {
+        1: (False, "no rule keeps it"), 2: (True, "among the last 1"), 3: (True, LENT), 4: (True, LENT),
+    }  # fmt: skip
+    over = decide(lent, policy, now_ms=NOW + HOUR)
+    assert [(each.keep, each.why) for each in over] == [(False, EXPIRED)] * 2
+    alone = RetentionPlan(7, policy, tuple(decide([*mine, *lent], RetentionRecord(keep_seconds=1), now_ms=NOW)))
+    assert alone.needs_force, "what is lent is no reason to take the last ones"
 
 
 # ── buckets ───────────────────────────────────────────────────────────────────────────────────────────────────────────

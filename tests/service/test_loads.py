@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from quire.core.errors import Conflict, InvalidInput, NotFound, UnknownDatabase
+from quire.manifest.retention import is_lent
 from quire.service import tables
 from quire.service.client import Client
 from quire.service.loads import Loads, values_of
@@ -157,6 +158,7 @@ def test_a_lent_version_goes_by_itself(client: Client, shop: Store) -> None:
         again = client.lend("shop", 60)
     assert lost
     assert [each.snapshot_id for each in client.snapshots("shop")] == [lent.snapshot_id, again.snapshot_id]
+    assert all(is_lent(each) for each in (lent, again)), "a policy does not count them"
     for seconds in (0, -1, 1e9):
         with pytest.raises(InvalidInput):
             client.lend("shop", seconds)

@@ -50,7 +50,7 @@ def tail(
 ) -> Listing | Verdict:
     """Show change records: their sequence, time and operations.
 
-    With --follow from --from on, or the newest, and then all that are committed.
+    With --follow from --from on, or the newest (with -n 0 none), and then all that are committed.
     """
     columns = [">sequence", "committed", "operations"]
     if follow:
@@ -79,7 +79,7 @@ class _Tail:
         self._manifest = manifest
         with manifest.read() as txn:
             oldest, head = txn.feed_bounds()
-        self._next = start or (max(oldest, head - limit + 1) if limit else oldest)
+        self._next = start or max(oldest, head - limit + 1)
 
     def new(self) -> Iterator[ChangeRecord]:
         """What was committed since the last time. What was trimmed before it was seen is an error."""

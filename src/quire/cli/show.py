@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.store.info import DatabaseInfo, StoreInfo
 
 LENT = ("by", "lend")
-"""The tag of a snapshot that the service has lent to somebody who reads."""
+"""The tag of a snapshot that the service has lent to somebody who reads; `quire.manifest.retention.LENT_TAGS`."""
 TIME_TRAVEL = "time-travel"
 """The tag of what checkpoints keep so that earlier moments can be read; `quire.manifest.retention.WINDOW_TAG`, slow to load."""
 

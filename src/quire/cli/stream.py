@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict
@@ -110,12 +110,16 @@ def read(
 
 
 def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | Verdict:
-    """Show the last records; with --follow also those to come."""
+    """Show the last records; with --follow also those to come.
+
+    With --follow and -n 0 only those to come.
+    """
     columns = [">id", "appended", "record"]
     if follow:
         from quire.cli.following import follow as go_on
 
-        with _beside(cli, database, limit) as beside:
+        with _beside(cli, database) as (beside, first, end):
+            beside.position = max(first, end - limit)
             return go_on(cli, columns, lambda: map(_record, beside.new()))
 
     def rows() -> Iterator[Row]:
@@ -123,8 +127,9 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
             try:
                 stream = closing.enter_context(_open(cli, database))
             except StoreLocked:
-                beside = closing.enter_context(_beside(cli, database, limit))
-                yield from map(_record, beside.new())
+                beside, first, end = closing.enter_context(_beside(cli, database))
+                beside.position = max(first, end - limit) if limit else first
+                yield from map(_record, takewhile(lambda record: record.id < end, beside.new()))
                 return
             start = stream.first_record if not limit else max(stream.first_record, stream.end_record - limit)
             yield from map(_record, stream.read(start))
@@ -133,8 +138,8 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
 
 
 @contextmanager
-def _beside(cli: Cli, database: str, limit: int) -> Iterator[Beside]:
-    """The end of a stream, beside whoever owns the store (rule 3)."""
+def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
+    """A stream beside whoever owns the store (rule 3): the first record it keeps, and the one behind its last."""
     from quire.durable.files import OsDisk
     from quire.objects.open import open_store
     from quire.store.layout import objects_url
@@ -151,9 +156,7 @@ def _beside(cli: Cli, database: str, limit: int) -> Iterator[Beside]:
             return store
 
         beside = Beside(manifest, database, lambda stream_id: StreamFiles(OsDisk(), root, stream_id), objects)
-        first, end = beside.bounds()
-        beside.position = max(first, end - limit) if limit else first
-        yield beside
+        yield beside, *beside.bounds()
 
 
 def _record(record: Record) -> Row:

@@ -55,10 +55,15 @@ def version_of(where: Any, database: str, text: str) -> Version:
         if (epoch := _epoch(text)) is not None:
             return Version(f"as of epoch {text}", at=epoch)
         try:
-            at_ms = moment_of(text, "--at", now_ms=SystemClock().now_ms())
+            now_ms = SystemClock().now_ms()
+            at_ms = moment_of(text, "--at", now_ms=now_ms)
         except InvalidInput:
             also = "an epoch (3:4711) or a moment (15m, 2026-05-01T14:30) names a version, too"
             raise UnknownSnapshot(unknown.what, hint=f"{unknown.hint}; {also}", **unknown.where) from None
+        if at_ms > now_ms:
+            raise InvalidInput(
+                "this moment is still to come", hint="leave `--at` out for the newest version", given=text
+            ) from None
     from datetime import UTC, datetime
 
     return Version(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))

@@ -12,7 +12,8 @@ Rules
   3. A policy never takes the last snapshots by itself: if it would leave none, applying it raises unless forced.
   4. Applying is one batch of ordinary drops, with the delete job. A job adds its own end to that batch (`drops`).
   5. Scheduled snapshots are tagged; the rule "named" keeps only those that a person named.
-  6. What a checkpoint keeps for time travel (P14) goes by its own time alone; it counts for no rule.
+  6. What a checkpoint keeps for time travel (P14), and what was lent to a reader, goes by its own time alone; it counts for no
+     rule.
 
     >>> from quire.manifest.records import RetentionRecord
     >>> policy = RetentionRecord(keep_last=1)
@@ -45,6 +46,14 @@ EXPIRED = "expired"
 
 WINDOW = "for time travel"
 """Why a snapshot stays that a checkpoint has kept for the window of time travel (rule 6)."""
+
+LENT = "lent to a reader"
+"""Why a snapshot stays that the service has made for somebody who reads, until its time is over (rule 6)."""
+
+LENT_TAGS = {"by": "lend"}
+"""The tags that such a snapshot carries."""
+
+OWN_TIME = (WINDOW, LENT)
 
 WINDOW_TAG = "time-travel"
 """The tag that such a snapshot carries."""
@@ -97,13 +106,13 @@ class RetentionPlan:
     @property
     def drops_everything(self) -> bool:
         """Whether nothing would be left."""
-        counted = [each for each in self.decisions if each.why != WINDOW]
+        counted = [each for each in self.decisions if each.why not in OWN_TIME]
         return bool(counted) and not any(each.keep for each in counted)
 
     @property
     def needs_force(self) -> bool:
         """Whether it is refused unless somebody says that it is meant (rule 3): what has expired goes in any case."""
-        return self.drops_everything and any(each.why not in (EXPIRED, WINDOW) for each in self.decisions)
+        return self.drops_everything and any(each.why not in (EXPIRED, *OWN_TIME) for each in self.decisions)
 
 
 def bucket(schedule: str, at_ms: int) -> str:
@@ -138,6 +147,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     snapshots = list(snapshots)
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
     why = {each.snapshot_id: WINDOW for each in snapshots if is_window(each)}
+    why |= {each.snapshot_id: LENT for each in snapshots if is_lent(each)}
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
@@ -186,6 +196,11 @@ def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, lis
 def is_window(snapshot: SnapshotInfo) -> bool:
     """Whether a checkpoint keeps it for time travel (rule 6)."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and WINDOW_TAG in snapshot.tags
+
+
+def is_lent(snapshot: SnapshotInfo) -> bool:
+    """Whether the service has lent it to a reader (rule 6)."""
+    return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and snapshot.tags == LENT_TAGS
 
 
 def is_personal(snapshot: SnapshotInfo) -> bool:

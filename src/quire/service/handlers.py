@@ -29,6 +29,7 @@ from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
+from quire.manifest.retention import LENT_TAGS
 from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
@@ -192,7 +193,7 @@ class Handlers:
                 record = txn.database(db_id)
             is_kv = record is not None and record.kind is DbKind.LSM
             engine = self._store.kvs if is_kv else self._store.pages
-            return engine.snapshot(request.db, tags={"by": "lend"}, expires_at_ms=until)
+            return engine.snapshot(request.db, tags=dict(LENT_TAGS), expires_at_ms=until)
 
         def tell(op: PublishSnapshot) -> tuple[int, int]:
             return op.db_id, op.snapshot_id

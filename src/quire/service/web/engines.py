@@ -122,7 +122,7 @@ class StreamCollector:
         sizes = Gauge("quire_stream_bytes", "bytes by tier, by stream", labels=[*LABELS, "tier"])
         lag = Gauge("quire_stream_consumer_lag", "records a consumer has not read", labels=[*LABELS, "consumer"])
         for labels, each in found:
-            appended.add_metric(labels, each.end_record)
+            appended.add_metric(labels, each.end_record - 1)  # ids begin at 1
             kept.add_metric(labels, each.records)
             for tier in ("hot", "warm", "remote"):
                 segments.add_metric([*labels, tier], getattr(each, f"{tier}_segments"))
