@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "quire needs Python 3.11 or newer, and '$(PYTHON)' is not: say which with make PYTHON=/path/to/python3" >&2; \
 	  exit 1; \
 	fi; \
-	echo "setting up $(VENV) with $$("$$python" --version)"; \
+	echo "setting up $(VENV) with $$("$$python" --version): downloads packages, once, for two or three minutes"; \
 	"$$python" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	  $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[dev,spark]'

@@ -152,6 +152,7 @@ def test_a_shell_beside_the_owner_reads(root: Path) -> None:
     refused = quire_program("sqlite", "shell", "shop", "insert into item values('x')", *where)
     assert refused.returncode == 2
     assert "readonly" in refused.stderr
+    assert "`quire serve` has none" in refused.stderr, "nobody is sent to a server for SQL"
     talked = quire_program("sqlite", "shell", "shop", *where, input="select 1;\n")
     assert talked.returncode == 0
 

@@ -48,6 +48,21 @@ def test_forks_stand_below_what_they_were_made_of(run: Run, family: Path) -> Non
     ], "a dropped database is there only for its forks"
 
 
+def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.snapshot("shop", tags={"by": "lend"})
+        store.snapshot("shop", tags={"time-travel": "1", "why": "test"})
+    assert drawn(run("tree").out)[1:4] == [
+        "├── @monday  WHEN, by=ann",
+        "├── #2  WHEN, lent to a query (Spark, or another reader)",
+        "└── #3  WHEN, for time travel, why=test",
+    ]
+    assert [each["tags"] for each in run("tree", "--json").data[0]["snapshots"]][1] == {"by": "lend"}
+    told = run("tree", "--sizes").out  # not by the quick way in
+    assert "lent to a query" in told
+    assert "by=lend" not in told
+
+
 def test_a_fork_of_a_snapshot_that_is_gone(run: Run, family: Path) -> None:
     run("snapshot", "drop", "shop", "monday", "--yes")
     assert "├── then  id 3, dropped, forked WHEN of snapshot #1, dropped" in drawn(run("tree").out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import quire
 from quire.cli.output import width_of
 from quire.manifest import tables as t
-from tests.cli.conftest import Run, on_a_terminal
+from tests.cli.conftest import Run, on_a_terminal, write_pages
 
 
 def held(run: Run, subject: str) -> list[tuple[str, str]]:
@@ -116,16 +118,19 @@ def test_it_fits_a_terminal(run: Run, shop: Path) -> None:
 # ── files and objects as they lie there ───────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def everything(run: Run, shop: Path) -> Path:
-    """The store with a stream that has moved on, and a key-value database with a backup."""
+    """The store with a stream that has moved on, and a key-value database with a backup and a snapshot."""
     with quire.open(shop) as store:
         clicks = store.stream("clicks")
         for word in (b"a", b"b"):
             clicks.append(word).result()
             clicks.seal()
+        clicks.compress()
         clicks.upload()
         clicks.ledger.log.rotate()
     assert run("kv", "put", "cart", "ann", "apples", "--create").code == 0
     assert run("kv", "backup", "cart").code == 0
+    assert run("snapshot", "create", "cart", "full").code == 0
+    assert run("stream", "retention", "clicks", "--days", "30").code == 0
     with quire.open(shop) as store:  # an open segment, as a crash leaves one
         store.stream("clicks").append(b"c").result()
     return shop
@@ -137,8 +142,6 @@ def test_every_file_of_a_store_is_explained(run: Run, everything: Path) -> None:
     paths = [str(each.relative_to(everything)) for each in files]
     kinds = {}
     for path, file in zip(paths, files):
-        if path.endswith((".lease", "/state.json")) or "/spare" in path:
-            continue
         ended = run("why", path, "--json")
         assert ended.code == 0, (path, ended.err)
         kinds[path] = ended.data["kind"]
@@ -178,8 +181,18 @@ def test_a_segment_of_a_stream_is_kept_by_its_retention(run: Run, everything: Pa
         number = store.database("clicks").db_id
     (holder,) = answer(run, f"streams/{number}/hot/{1:016x}.seg")["holders"]
     assert holder["what"] == "has its records 1 to 1 in it, until its retention lets them go"
-    assert holder["release"] == "quire stream retention clicks --days N --apply"
-    assert answer(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"] == [holder]
+    retention = "quire stream retention clicks --days N --apply"
+    assert holder["release"] == f"quire stream tier clicks evict, when it is in another tier too; or {retention}"
+    (of_object,) = answer(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"]
+    assert of_object == {**holder, "release": retention}, "no copy of it is given up with the one here"
+    for tier, more in (("hot", ()), ("warm", ("--warm",))):  # and doing what it says does release it
+        path = f"streams/{number}/{tier}/{1:016x}.seg"
+        (copy,) = answer(run, path)["holders"]
+        command = " ".join(["quire", "stream", "tier", "clicks", "evict", *more])
+        assert copy["release"].startswith(f"{command}, when it is in ")
+        assert (everything / path).exists()
+        assert run(*command.split()[1:]).code == 0
+        assert not (everything / path).exists()
 
 
 @pytest.mark.parametrize(
@@ -207,3 +220,132 @@ def test_commands_that_release_quote_what_the_shell_would_split(run: Run, path: 
     run("snapshot", "create", "my shop", "last monday")
     (holder,) = answer(run, "my shop")["holders"]
     assert holder["release"] == "quire snapshot drop 'my shop' 'last monday'"
+
+
+def test_every_file_of_a_store_in_use_is_explained(run: Run, everything: Path, tmp_path: Path) -> None:
+    """What a killed owner leaves, its readers' leases and spares, and each kind of file that is being written."""
+    left = tmp_path / "left"
+    with quire.open(everything) as store:
+        store.stream("clicks").append(b"d").result()
+        store.kv("cart")
+        write_pages(store, "shop", range(2), b"d")
+        shutil.copytree(everything, left)
+        stream, kv = store.database("clicks").db_id, store.database("cart").db_id
+    home = f"lsm/{kv:08x}"
+    (table,) = [str(each.relative_to(left)) for each in left.glob(f"{home}/sst/*.sst")]
+    made = {
+        *(f"readers/{uuid.uuid4()}.lease{end}" for end in ("", ".tmp")),
+        *("quire.toml.tmp", "manifest.lmdb.tmp", "manifest.lmdb.tmp-lock", "quire.sock.at.tmp", "quire.sock"),
+        *("admin.token", "read.token", "scratch/12", "scratch/13/part-0.arrow", "objects/.tmp/1f.part"),
+        *(f"pages/00000001/{each}" for each in ("follow.json", "follow.json.tmp", "wal/00000007.seg.tmp")),
+        *(f"pages/00000001/cache/{objects(everything)[0]}{end}" for end in ("", ".tmp")),
+        *(f"streams/{stream}/{each}" for each in ("stream.json.tmp", "hot/spare-4.seg.tmp", f"warm/{1:016x}.seg.tmp")),
+        *(f"streams/{stream}/manifest/{each}" for each in ("7.mlog.tmp", "snapshot_9.bin.tmp")),
+        *(f"{home}/{each}" for each in (f"loads/{3:016x}.json", f"loads/{3:016x}.json.tmp", "wal/000009.log.tmp")),
+        *(f"{home}/manifest/{each}.tmp" for each in ("000000.log", "MANIFEST-000001")),
+        *(f"{table}.0a1b2c3d.tmp", f"{home}/snapshots/000099/wal/000001.log", f"objects/doctor/{'0' * 16}"),
+    }
+    for each in made:
+        (left / each).parent.mkdir(parents=True, exist_ok=True)
+        (left / each).write_bytes(b"some")
+    found = {str(each.relative_to(left)) for each in left.rglob("*") if each.is_file()}
+    assert found >= made | {f"streams/{stream}/stream.json"}
+    assert any("/snapshots/" in each for each in found - made), "a real one"
+    for path in sorted(found):
+        ended = run("why", path, "--json", at=left)
+        assert ended.code == 0, (path, ended.err)
+        assert ended.data["holders"], path
+
+
+def test_a_stream_remembers_beside_its_log(run: Run, everything: Path) -> None:
+    with quire.open(everything, "r") as store:
+        path = f"streams/{store.database('clicks').db_id}/stream.json"
+    found = answer(run, path)
+    assert (found["kind"], found["size_bytes"]) == ("file", (everything / path).stat().st_size)
+    (holder,) = found["holders"]
+    assert (holder["name"], holder["release"]) == ("clicks", "quire drop clicks")
+    assert "its consumers" in holder["what"]
+
+
+def test_files_of_a_key_value_snapshot_are_kept_by_it(run: Run, everything: Path) -> None:
+    paths = [each for each in everything.glob("lsm/*/snapshots/*/**/*") if each.is_file()]
+    assert paths
+    for path in paths:
+        assert held(run, str(path)) == [("snapshot", "cart@full")]
+    assert run("snapshot", "drop", "cart", "full", "--yes").code == 0
+    left = Path(str(paths[0]))  # as an owner leaves it that was killed before it swept
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"left")
+    (holder,) = answer(run, str(left))["holders"]
+    assert "a snapshot that was dropped" in holder["what"]
+    assert run("kv", "get", "cart", "ann").code == 0
+    assert not left.exists(), "as it said"
+
+
+# ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_snapshot_as_it_is_printed(run: Run, shop: Path) -> None:
+    (first,) = objects(shop)
+    names = [each["name"] for each in answer(run, first)["holders"] if each["kind"] == "snapshot"]
+    assert names == ["shop@monday"]
+    found = answer(run, "shop@monday")
+    assert (found["subject"], found["kind"], found["state"]) == ("shop@monday", "snapshot", "named")
+    shown = run("snapshot", "show", "shop", "monday", "--json").data
+    assert found["size_bytes"] == shown["chunk_bytes"] + shown["wal_bytes"] > 0
+    assert answer(run, "shop@#1") == answer(run, "shop@1") == found
+    (holder,) = found["holders"]
+    assert holder["release"] == "quire snapshot drop shop monday"
+    assert run(*holder["release"].split()[1:], "--yes").code == 0
+    gone = run("why", "shop@monday")
+    assert (gone.code, "quire snapshot ls shop" in gone.err) == (3, True)
+
+
+def test_a_snapshot_that_nobody_has_made_and_names_with_an_at(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        store.create("a@b", "pages")
+        store.snapshot("a@b", "c@d")
+        store.snapshot("a@b", tags={"by": "lend"})
+        store.snapshot("a@b", tags={"time-travel": "1"})
+        store.snapshot("a@b", "hourly", tags={"schedule": "hour"})
+    assert answer(run, "a@b")["kind"] == "database"
+    assert answer(run, "a@b@c@d")["subject"] == "a@b@c@d"
+    kinds = [answer(run, f"a@b@{each}")["holders"][0]["kind"] for each in ("#2", "#3", "hourly")]
+    assert kinds == ["reader", "time", "database"]
+    for asked in ("a@b@", "a@b@never", "a@b@#99", "a@b@99999999999"):
+        assert run("why", asked).code == 3
+    assert "no such snapshot" not in run("why", "@monday").err
+
+
+# ── what nothing speaks of ────────────────────────────────────────────────────────────────────────────────────────────
+def test_who_finds_or_removes_what_nothing_names(run: Run, everything: Path) -> None:
+    assert "quire verify --orphans" in run("why", "00000001/00000077/base:00000001").err
+    with quire.open(everything, "r") as store:
+        stream = store.database("clicks").db_id
+    stray = everything / "pages/00000001/wal/000000f0.seg"
+    stray.write_bytes(b"stray")
+    ended = run("why", str(stray))
+    assert (ended.code, "when it opens the database the next time" in ended.err) == (3, True)
+    assert "shop, id 1 (0x1)" in ended.err
+    with quire.open(everything) as store:
+        store.pages.open("shop")
+    assert not stray.exists(), "as it said"
+    for path in ("pages/00000099/wal/00000001.seg", "lsm/00000099/sst/000001.sst"):
+        (everything / path).parent.mkdir(parents=True)
+        (everything / path).write_bytes(b"foreign")
+        ended = run("why", path)
+        assert (ended.code, "153 (0x99)" in ended.err, "nothing here reads it" in ended.err) == (3, True, True)
+    assert "gc --dry-run" not in run("why", f"streams/{stream}/hot/00000000000000ff.seg").err
+
+
+def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Path) -> None:
+    with quire.open(everything) as store:
+        first = store.database("clicks").db_id
+        store.create("next", "stream")
+        store.stream("next")
+    assert run("drop", "clicks", "--yes").code == 0
+    left = everything / f"streams/{first}/stream.json"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"left")
+    (holder,) = answer(run, str(left))["holders"]
+    assert (holder["what"], holder["release"]) == ("clicks was dropped", "when the next stream is dropped")
+    assert run("drop", "next", "--yes").code == 0
+    assert not left.exists(), "as it said"

@@ -77,7 +77,7 @@ def test_it_is_there_after_reopening_the_store(tmp_path: Path) -> None:
         there = fill(store, "cart", 0, 50)
     with opened(tmp_path) as store:
         assert_same(store.kv("cart"), there)
-    with quire.open(tmp_path / "store", mode="r") as reader, pytest.raises(ReadOnly):
+    with quire.open(tmp_path / "store", mode="r") as reader, pytest.raises(ReadOnly, match="`quire serve`"):
         reader.kv("cart")
 
 

@@ -21,8 +21,10 @@ import pytest
 
 import quire
 from quire.cli import main
+from quire.cli.sqlite import followed_text
 from quire.core.errors import SnapshotGone
 from quire.sqlite.exporting import export_file
+from quire.sqlite.follow import Followed
 from tests.cli.conftest import Ended, on_a_terminal, quire_program
 from tests.house.tree import SRC
 from tests.sqlite.followed import Obedient, content, truth
@@ -79,8 +81,9 @@ def test_in_and_out(root: Path, tmp_path: Path) -> None:
         assert out.read_bytes() == monday
     again = run(root, "export", "shop", str(out), "--at", done["epoch"], "--force", "--json")
     assert again.data["lsn"] == done["lsn"]
-    later = run(root, "export", "shop", str(out), "--at", "2100-01-01", "--force", "--json")
+    later = run(root, "export", "shop", str(out), "--at", "0s", "--force", "--json")
     assert later.data["lsn"] == done["lsn"]
+    assert "still to come" in run(root, "export", "shop", str(out), "--at", "2999-01-01", "--force").err
     assert integrity(out) == "ok"
 
 
@@ -203,6 +206,37 @@ def test_the_shell_runs_statements(root: Path, tmp_path: Path) -> None:
     assert read_only.code == 2
     assert "readonly" in read_only.err
     assert run(root, "shell", "nobody").code == 3
+
+
+def test_an_error_in_a_statement_is_told_once(root: Path, tmp_path: Path) -> None:
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    wrong = run(root, "shell", "shop", "SELEC 1")
+    assert (wrong.code, wrong.out, wrong.err.count("syntax error")) == (2, "", 1)
+    for_programs = run(root, "shell", "shop", "SELEC 1", "--json")
+    assert "syntax error" in str(json.loads(for_programs.err)["error"]), "nothing else is on stderr"
+    timed = run(root, "shell", "shop", ".timer on", "SELECT 7")
+    assert (timed.code, timed.out) == (0, "7\n")
+    assert timed.err, "what the shell says beside its rows is shown"
+
+
+def test_the_shell_has_no_colours_if_nobody_wants_them(root: Path, tmp_path: Path) -> None:
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    shown = on_a_terminal("sqlite", "shell", "shop", "SELECT 7, 'seven', NULL", "--store", str(root))
+    assert "seven" in "".join(shown)
+    assert "\x1b" not in "".join(shown), "NO_COLOR"
+
+
+@pytest.mark.parametrize(
+    ("done", "text"),
+    [
+        (Followed(compares=1, pages=9), "1 comparison of all pages; 9 pages written"),
+        (Followed(compares=3, pages=1), "3 comparisons of all pages; 1 page written"),
+        (Followed(transactions=2, patches=2, pages=2),
+         "2 transactions, 2 patches over logs begun anew; 2 pages written"),
+    ],
+)  # fmt: skip
+def test_what_a_follower_did_in_words(done: Followed, text: str) -> None:
+    assert followed_text(done, "app.db", "app") == f"app is as app.db: {text}"
 
 
 def test_the_shell_reads_what_is_typed(root: Path, tmp_path: Path) -> None:

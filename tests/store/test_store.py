@@ -80,7 +80,7 @@ def test_a_database_with_snapshots_is_dropped_only_with_them(store: Store) -> No
     db_id = store.create("shop", "pages").db_id
     store.manifest.submit([PublishSnapshot(db_id, 1, SnapshotKind.NAMED, "monday")]).result()
     assert store.database("shop").snapshots == 1
-    with pytest.raises(quire.StillReferenced):
+    with pytest.raises(quire.StillReferenced, match="database='shop'"):
         store.drop("shop")
     store.drop("shop", snapshots=True)
     with store.manifest.read() as txn:

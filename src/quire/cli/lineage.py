@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.output import Node
-from quire.cli.plain import count_of, moment, size, tags_text
+from quire.cli.plain import count_of, moment, size
+from quire.cli.show import about
 from quire.cli.values import Value
 
 if TYPE_CHECKING:
@@ -92,9 +93,7 @@ def _snapshot_name(one: SnapshotInfo) -> str:
 
 def _snapshot_text(one: SnapshotInfo, known: Known) -> str:
     words = [moment(one.created_at_ms), *_only_here(known, one.db_id, one.snapshot_id)]
-    if one.tags:
-        words.append(tags_text(one.tags))
-    return ", ".join(words)
+    return ", ".join(filter(None, (*words, about(one))))
 
 
 def _only_here(known: Known, db_id: int, snapshot_id: int) -> list[str]:

@@ -144,11 +144,11 @@ def follow(
 def followed_text(done: Followed, file: str, name: str) -> str:
     """What a follower did."""
     parts = [
-        count_of(number, one)
-        for number, one in (
-            (done.transactions, "transaction"),
-            (done.patches, "patch over a log begun anew"),
-            (done.compares, "comparison of all pages"),
+        count_of(number, one, many)
+        for number, one, many in (
+            (done.transactions, "transaction", "transactions"),
+            (done.patches, "patch over a log begun anew", "patches over logs begun anew"),
+            (done.compares, "comparison of all pages", "comparisons of all pages"),
         )
         if number
     ]
@@ -197,7 +197,8 @@ def _where_to_write(database: str, at: str, *, beside: bool) -> str:
     if at:
         return f"an earlier version is for reading: `quire fork {database} NEW --at {at}` makes one that is not"
     if beside:
-        return "another process owns the store (`quire doctor` says which): write there, or when it has ended"
+        whose = "only the process that owns the store writes SQL (`quire doctor` says which)"
+        return f"{whose}, and `quire serve` has none: end it first"
     return "the statement needs a database that is open for writing"
 
 

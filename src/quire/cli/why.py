@@ -1,4 +1,4 @@
-"""The command `why`: what keeps a database, a segment, a chunk or an object, and what would release it."""
+"""The command `why`: what keeps a database, a snapshot, a segment, a chunk or an object, and what would release it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def add_to(app: Group) -> None:
 
 def why(
     cli: Cli,
-    subject: Annotated[str, Argument(metavar="WHAT", help="A database's name, a file's path, or an object's key.")],
+    subject: Annotated[
+        str, Argument(metavar="WHAT", help="A database's name, DB@SNAPSHOT, a file's path, or an object's key.")
+    ],
 ) -> Report:
     """Say what keeps something, and what would release it."""
     from quire.store.why import why as ask

@@ -101,7 +101,11 @@ class KvEngine:
     def open(self, db: int | str, *, create: bool = False) -> Kv:
         """A key-value database, recovered; with `create` it is registered if there is none of this name."""
         if self._manifest.read_only:
-            raise ReadOnly("a key-value database is opened by the store's owner", hint='open the store with mode="rw"')
+            raise ReadOnly(
+                "a key-value database is opened by the store's owner",
+                hint='open the store with mode="rw"; while another process owns it `quire kv` commands are done there if it '
+                "is a `quire serve`",
+            )
         with self._lock:
             self._require()
             if create and isinstance(db, str) and not self._is_known(db):

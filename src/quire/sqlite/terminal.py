@@ -5,6 +5,8 @@ Thread: the main one, if people type. Raises `InvalidInput` for a statement that
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -49,17 +51,27 @@ def run_shell(connection: apsw.Connection, title: str, statements: Sequence[str]
     """
     typed: Any = sys.stdin if sys.stdin.isatty() else _Script(sys.stdin)
     shell: Any = _Shell(db=connection, stdin=typed, stdout=sys.stdout, stderr=sys.stderr)
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        shell.command_colour(["off"])
     if statements:
         for each in statements:
-            try:
-                shell.process_complete_line(each)
-            except (apsw.Error, apsw.shell.Shell.Error) as error:
-                raise InvalidInput(
-                    f"SQLite says: {error}", hint="`.help` lists the commands", statement=each
-                ) from error
+            _run(shell, each)
         return 0
     try:
         shell.cmdloop(f'{title}, SQLite {apsw.sqlite_lib_version()}\nEnter ".help" for instructions\n')
     except SystemExit as end:  # how `.exit` leaves
         return end.code if isinstance(end.code, int) else 0
     return int(shell.has_failed and not shell.interactive)
+
+
+def _run(shell: Any, statement: str) -> None:
+    """One statement that was given. What the shell says of an error is not shown: the exception tells it."""
+    shell.stderr = said = io.StringIO()
+    try:
+        shell.process_complete_line(statement)
+    except (apsw.Error, apsw.shell.Shell.Error) as error:
+        hint = "`.help` lists the commands"
+        raise InvalidInput(f"SQLite says: {error}", hint=hint, statement=statement) from error
+    finally:
+        shell.stderr = sys.stderr
+    sys.stderr.write(said.getvalue())

@@ -1,12 +1,13 @@
 """Why something is still there: what holds a database, a segment, a chunk or an object, and what would let it go.
 
 Terms
-  subject   what is asked about: a database, or an artifact with bytes
+  subject   what is asked about: a database, a snapshot, or something with bytes
   holder    what keeps it: a database that uses it, a snapshot, a fork, a reader, a job, a plan that runs, or time
 
 Rules
-  1. What is asked about may be given as people meet it: a database's name, a file's path in the store, an object's key, also
-     with `objects/` before it, as a store without a bucket has it on disk. What is no artifact is in `why_files.py`.
+  1. What is asked about may be given as people meet it: a database's name, DB@SNAPSHOT as `why` itself prints it, a file's
+     path in the store, an object's key, also with `objects/` before it, as a store without a bucket has it on disk. What is no
+     artifact is in `why_files.py`.
   2. Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
      deleted, and that is said.
   3. Readers inside the owner's process are in its memory only (M10): a segment that nothing else explains is told as held by
@@ -17,12 +18,10 @@ Reads the manifest, one transaction. Raises `NotFound` errors for what is not th
 
 from __future__ import annotations
 
-import shlex
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase
+from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase, UnknownSnapshot
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.durable import names
@@ -32,17 +31,18 @@ from quire.manifest.records import (
     TERMINAL_JOB_STATES,
     DbStatus,
     JobRecord,
-    SnapshotKind,
     SnapshotRecord,
     WalFormat,
     WalRecord,
     WalState,
 )
-from quire.manifest.retention import WINDOW_TAG
+from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.store.why_files import Look, of_file, of_object
+from quire.store.why_files import of_file, of_object
+from quire.store.why_owned import NOBODYS, Look, stray_hint
 from quire.store.why_values import Answer as Answer
 from quire.store.why_values import Holder as Holder
+from quire.store.why_words import drop, lent, name_of, number, quoted, snapshot_holder, title
 
 
 def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
@@ -54,10 +54,12 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
         return found
     key = names.parse_object_key(within) or _of_path(asked)
     if key is not None:
-        return _artifact(txn, key)
+        return _artifact(txn, key, asked)
     try:
         return _database(txn, txn.database_id(subject))
     except UnknownDatabase as error:
+        if (version := _version(txn, subject)) is not None:
+            return version
         if "/" in subject:
             raise InvalidInput(
                 "this is neither a file of a store nor the key of an object",
@@ -88,17 +90,53 @@ def _database(txn: ReadTxn, db_id: int) -> Answer:
     return Answer(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
 
 
+def _version(txn: ReadTxn, subject: str) -> Answer | None:
+    """A snapshot given as DB@SNAPSHOT, by its name, else its id; `None` if no database has such a name. Names may have an @."""
+    places = [at for at, letter in enumerate(subject) if letter == "@" and at]
+    found = [(db.value, subject[at + 1 :]) for at in places if (db := txn.get(t.DB_NAMES, subject[:at])) is not None]
+    for db_id, text in found:
+        index, digits = txn.get(t.SNAPSHOT_NAMES, db_id, text) if text else None, text.removeprefix("#")
+        by_id = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 9 else 0
+        snapshot_id = by_id if index is None or (text.startswith("#") and txn.snapshot(db_id, by_id)) else index.value
+        if row := txn.snapshot(db_id, snapshot_id):
+            return _snapshot(txn, db_id, snapshot_id, row)
+    if found:
+        hint = f"`quire snapshot ls {quoted(name_of(txn, found[0][0]))}` lists them"
+        raise UnknownSnapshot("the database has no such snapshot", hint=hint, subject=subject)
+    return None
+
+
+def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -> Answer:
+    from quire.manifest.differences import read_leaves
+    from quire.store.info import artifact_bytes
+
+    name = name_of(txn, db_id)
+    release = drop(name, row, snapshot_id)
+    if row.tags.get("by") == "lend":
+        holder = Holder("reader", "a query", "reads it (Spark, or another reader): it is lent to it", release)
+    elif WINDOW_TAG in row.tags:
+        holder = Holder("time", "time travel", "lets people ask for moments around it", release)
+    elif SCHEDULE_TAG in row.tags:
+        what = f"makes and keeps snapshots by itself (quire retention show {quoted(name)})"
+        holder = Holder("database", name, what, f"when its retention lets it go, or {release}")
+    else:
+        holder = Holder("snapshot", f"{name}@{title(row, snapshot_id)}", "somebody made it, to be kept", release)
+    keys = {key for number, leaf in read_leaves(txn, row.leaves) for key in artifacts(leaf, number)}
+    size = sum(artifact_bytes(txn, key) for key in keys) + sum(pin.used_bytes for pin in row.pins)
+    return Answer(f"{name}@{title(row, snapshot_id)}", "snapshot", row.kind.name.lower(), size, 0, (holder,))
+
+
 def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
-    name = _name(txn, db_id)
+    name = name_of(txn, db_id)
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
-        what = _lent(row, "keeps it as it was")
-        yield Holder("snapshot", _title(row, snapshot_id), what, _drop(name, row, snapshot_id))
+        what = lent(row, "keeps it as it was")
+        yield Holder("snapshot", title(row, snapshot_id), what, drop(name, row, snapshot_id))
 
 
 def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     for _, row in txn.databases():
         if row.parent_db_id == db_id and row.status is not DbStatus.TOMBSTONED:
-            yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {_quoted(row.name)}")
+            yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {quoted(row.name)}")
 
 
 def _readers_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
@@ -120,16 +158,12 @@ def _job(job_id: int, job: JobRecord) -> Holder:
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _artifact(txn: ReadTxn, key: ArtifactKey) -> Answer:
+def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str) -> Answer:
     counts = txn.refcount(key)
     row = _row(txn, key)
     if row is None and counts is None:
-        raise UnknownArtifact(
-            "the manifest knows nothing of this",
-            hint="`quire gc --dry-run` finds files that nothing names",
-            artifact=key,
-        )
-    holders = [*(_of_segment(txn, key) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
+        raise _unknown(txn, key, asked)
+    holders = [*(_of_segment(txn, key, asked) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
     holders += [_job(number, job) for number, job in _jobs_about(txn, key)]
     if counts is not None and not (counts.in_use or counts.pending_upload):
         holders.append(
@@ -137,7 +171,7 @@ def _artifact(txn: ReadTxn, key: ArtifactKey) -> Answer:
         )
     elif counts is not None and not holders:
         what = f"{counts.in_use + counts.pending_upload} references are counted that no row holds"
-        holders.append(Holder("database", _name(txn, key.origin_db_id), what, "quire manifest check --repair"))
+        holders.append(Holder("database", name_of(txn, key.origin_db_id), what, "quire manifest check --repair"))
     kind = {ArtifactKind.WAL: "segment", ArtifactKind.BASE: "base", ArtifactKind.DELTA: "delta"}[key.kind]
     return Answer(
         names.object_key(key),
@@ -147,6 +181,15 @@ def _artifact(txn: ReadTxn, key: ArtifactKey) -> Answer:
         0 if counts is None else counts.in_use + counts.pending_upload,
         tuple(holders),
     )
+
+
+def _unknown(txn: ReadTxn, key: ArtifactKey, asked: str) -> UnknownArtifact:
+    record, is_file = txn.database(key.origin_db_id), names.parse_path(asked) is not None
+    if record is None:
+        message, hint = "the manifest has no database that this could be of", NOBODYS if is_file else stray_hint(asked)
+        return UnknownArtifact(message, hint=hint, subject=asked, database=number(key.origin_db_id))
+    whose = f"{record.name}, id {number(key.origin_db_id)}"
+    return UnknownArtifact("the manifest knows nothing of this", hint=stray_hint(asked), subject=asked, database=whose)
 
 
 def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
@@ -164,26 +207,28 @@ def _state(key: ArtifactKey, row: Any) -> str:
     return f"{row.state.name.lower().replace('_', ' ')}, {where}" if key.kind is ArtifactKind.WAL else where
 
 
-def _of_segment(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
+def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str) -> Iterator[Holder]:
     for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
         if segment_id == key.id and row.origin_db_id == key.origin_db_id and row.state is not WalState.TRUNCATED:
-            yield from _tracked(txn, db_id, row)
+            yield from _tracked(txn, db_id, row, asked)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         if any((pin.origin_db_id, pin.segment_id) == (key.origin_db_id, key.id) for pin in snapshot.pins):
-            yield _snapshot(txn, db_id, snapshot_id, snapshot, "needs what was committed in it")
+            yield snapshot_holder(txn, db_id, snapshot_id, snapshot, "needs what was committed in it")
     yield from _plans(txn, key)
 
 
-def _tracked(txn: ReadTxn, db_id: int, row: WalRecord) -> Iterator[Holder]:
-    name = _name(txn, db_id)
+def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str) -> Iterator[Holder]:
+    name = name_of(txn, db_id)
     if row.format is WalFormat.APPEND_ONLY:
         kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention lets them go"
-        yield Holder("database", name, kept, f"quire stream retention {_quoted(name)} --days N --apply")
+        yield Holder(
+            "database", name, kept, _evicted(name, asked) + f"quire stream retention {quoted(name)} --days N --apply"
+        )
     elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: full, after its time, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
         yield from (each for each in _readers_of(txn, db_id) if row.state is WalState.INDEXED)
-        yield Holder("database", name, "has not brought it into chunks", f"quire checkpoint {_quoted(name)}")
+        yield Holder("database", name, "has not brought it into chunks", f"quire checkpoint {quoted(name)}")
     else:
         floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
         held = floor is not None and floor.min_snapshot_lsn <= row.last_lsn
@@ -192,10 +237,20 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord) -> Iterator[Holder]:
         yield Holder("database", name, what, "when its readers close, by the owner's upkeep")
 
 
+def _evicted(name: str, asked: str) -> str:
+    """What gives up the local copy of a stream's segment, while another one is there; nothing of its object."""
+    found = names.parse_path(asked)
+    if not isinstance(found, names.StreamSegmentFile):
+        return ""
+    if found.tier is names.Tier.HOT:
+        return f"quire stream tier {quoted(name)} evict, when it is in another tier too; or "
+    return f"quire stream tier {quoted(name)} evict --warm, when it is in the object store; or "
+
+
 def _plans(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
     for (db_id, generation), plan in txn.scan(t.CHECKPOINT_PLAN):
         if db_id == key.origin_db_id and key.id in plan.segments:
-            yield Holder("plan", f"{_name(txn, db_id)}:{generation}", "is bringing it into chunks", "when it has run")
+            yield Holder("plan", f"{name_of(txn, db_id)}:{generation}", "is bringing it into chunks", "when it has run")
 
 
 def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
@@ -209,14 +264,14 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
     for (db_id, leaf), live in txn.scan(t.LIVE_LEAF):
         if leaf == number and (live.origin_db_id, live.generation) in naming:
             unheld.discard((live.origin_db_id, live.generation))
-            name = _name(txn, db_id)
-            release = f"quire merge {_quoted(name)}, or quire drop {_quoted(name)}"
+            name = name_of(txn, db_id)
+            release = f"quire merge {quoted(name)}, or quire drop {quoted(name)}"
             yield Holder("database", name, f"has slot {key.id} in it", release)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         used = {(origin, made) for leaf, origin, made in snapshot.leaves if leaf == number} & naming
         if used:
             unheld -= used
-            yield _snapshot(txn, db_id, snapshot_id, snapshot, f"has slot {key.id} in it")
+            yield snapshot_holder(txn, db_id, snapshot_id, snapshot, f"has slot {key.id} in it")
     if unheld:  # collected later than what held them (docs/decisions/003)
         what = "a version of the slot map names it that nothing holds any more"
         yield Holder("time", "slot map", what, "the next `quire gc`, or the owner's upkeep")
@@ -227,44 +282,3 @@ def _jobs_about(txn: ReadTxn, key: ArtifactKey) -> Iterator[tuple[int, JobRecord
     for (job_id,), job in txn.scan(t.JOB_QUEUE):
         if job.artifact == wanted and job.state not in TERMINAL_JOB_STATES:
             yield job_id, job
-
-
-# ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord, what: str) -> Holder:
-    name = _name(txn, db_id)
-    title = f"{name}@{_title(row, snapshot_id)}"
-    return Holder("snapshot", title, _lent(row, what), _drop(name, row, snapshot_id))
-
-
-def _title(row: SnapshotRecord, snapshot_id: int) -> str:
-    return row.name or f"#{snapshot_id}"
-
-
-def _drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
-    command = f"quire snapshot drop {_quoted(name)} {_quoted(row.name or str(snapshot_id))}"
-    if row.expires_at_ms:
-        return f"by itself {_moment(row.expires_at_ms)}, or {command}"
-    return "when it expires" if row.kind is SnapshotKind.LEASED else command
-
-
-def _lent(row: SnapshotRecord, what: str) -> str:
-    """How a snapshot holds on that nobody has named: for whom it is there."""
-    if row.tags.get("by") == "lend":
-        return f"is lent to a query (Spark, or another reader), and {what}"
-    if WINDOW_TAG in row.tags:
-        return f"is there for time travel, and {what}"
-    return what
-
-
-def _moment(at_ms: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000))
-
-
-def _quoted(name: str) -> str:
-    """A name as a command takes it: most are as they are."""
-    return shlex.quote(name)
-
-
-def _name(txn: ReadTxn, db_id: int) -> str:
-    record = txn.database(db_id)
-    return record.name if record is not None and record.name else f"#{db_id}"

@@ -1,9 +1,7 @@
 """Why files and objects are still there that are no artifacts: manifest logs, tables and logs of key-value databases, backups.
 
-They have no reference counts: each belongs to something, and goes with it, or when something newer stands for it.
-
-Terms
-  look   says how many bytes something takes, `None` if it is not there; whoever asks has the directory and the object store
+They have no reference counts: each belongs to something, and goes with it, or when something newer stands for it. What comes
+and goes by itself is in `why_passing.py`.
 
 Reads the manifest, one transaction. Raises `UnknownArtifact` for what is not there, or belongs to nothing.
 """
@@ -12,17 +10,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 
-from quire.core.errors import UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import mlog_names, names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbStatus
+from quire.store.why_owned import Look, owned, size_of
+from quire.store.why_passing import of_passing
 from quire.store.why_values import Answer, Holder
-
-Look = Callable[[str], int | None]
 
 UPKEEP = "by the owner's upkeep"
 _BACKUP = re.compile(r"kv/(?P<label>.+)/(tables/[^/]+|backups/[0-9a-f]{16}\.json)")
@@ -34,23 +29,23 @@ def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if isinstance(found, names.StreamSegmentFile):
         return _stream_segment(txn, found, look)
     if isinstance(found, names.ManifestLogFile | names.ManifestLogSnapshotFile | names.ManifestLogLock):
-        return _owned(txn, path, "log", found.stream_id, _log_file(found), look)
+        return owned(txn, path, "log", found.stream_id, _log_file(found), look)
     if isinstance(found, names.SstFile):
         return _table(txn, found, look)
     if isinstance(found, names.LsmWalFile):
         what = "has writes in it that may be in no table yet"
-        return _owned(txn, path, "log", found.db_id, (what, f"{UPKEEP}, when all of them are in tables"), look)
+        return owned(txn, path, "log", found.db_id, (what, f"{UPKEEP}, when all of them are in tables"), look)
     if isinstance(found, names.LsmManifestLogFile | names.LsmManifestSnapshotFile):
-        return _owned(
+        return owned(
             txn, path, "log", found.db_id, ("has the list of its tables in it", f"{UPKEEP}, with a newer one"), look
         )
     if isinstance(found, names.FollowFile):
         what = "remembers in it how far it has followed a SQLite file"
-        return _owned(txn, path, "file", found.db_id, (what, "quire drop {name}"), look)
+        return owned(txn, path, "file", found.db_id, (what, "quire drop {name}"), look)
     if isinstance(found, names.FixedFile):
         holder = Holder("store", "the store", "is not whole without it", "never, while there is a store")
-        return Answer(path, "file", "part of every store", _size(path, look), 0, (holder,))
-    return None
+        return Answer(path, "file", "part of every store", size_of(path, look), 0, (holder,))
+    return of_passing(txn, path, look)
 
 
 def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
@@ -59,18 +54,18 @@ def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
     if chunk := names.parse_manifest_log_key(key):
         what = f"has chunk {chunk[1]} of its manifest log in it: what became of its segments"
         release = f"quire manifest bundle {{name}}, when its week is over; or {gone}"
-        return _owned(txn, key, "log", chunk[0], (what, release), look)
+        return owned(txn, key, "log", chunk[0], (what, release), look)
     if bundle := mlog_names.parse_bundle_key(key):
         what = f"has chunks {bundle[1]} to {bundle[2]} of its manifest log in it, the history of its segments"
-        return _owned(txn, key, "log", bundle[0], (what, gone), look)
+        return owned(txn, key, "log", bundle[0], (what, gone), look)
     if snapshot := mlog_names.parse_snapshot_key(key):
         what = f"has snapshot {snapshot[1]} of its manifest log in it"
-        return _owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
+        return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
     if backup := _BACKUP.fullmatch(key):
         label = backup["label"]
         release = f"nothing by itself: delete what begins with kv/{label}/ to give its backups up"
         holder = Holder("backup", label, f"quire kv restore NEW --label {shlex.quote(label)} reads it", release)
-        return Answer(key, "backup", "in the object store", _size(key, look), 0, (holder,))
+        return Answer(key, "backup", "in the object store", size_of(key, look), 0, (holder,))
     return None
 
 
@@ -90,7 +85,7 @@ def _stream_segment(txn: ReadTxn, found: names.StreamSegmentFile, look: Look | N
     if found.segment_id <= 0xFFFFFFFF and txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None:
         return None
     what = ("writes to it, or did a moment ago", "quire stream seal {name}, then what its retention says")
-    return _owned(txn, found.path, "segment", found.stream_id, what, look)
+    return owned(txn, found.path, "segment", found.stream_id, what, look)
 
 
 def _table(txn: ReadTxn, found: names.SstFile, look: Look | None) -> Answer:
@@ -99,32 +94,4 @@ def _table(txn: ReadTxn, found: names.SstFile, look: Look | None) -> Answer:
         what = ("has it no more among its tables, or not yet", f"{UPKEEP}, when no snapshot and no reader needs it")
     else:
         what = (f"has {row.rows:,} versions of keys in it, on level {row.level}", "quire kv compact {name}")
-    return _owned(txn, found.path, "table", found.db_id, what, look)
-
-
-def _owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str], look: Look | None) -> Answer:
-    """The answer for what belongs to one database: how that holds it, and what would end it."""
-    size = _size(path, look)
-    record = txn.database(db_id) if db_id <= 0xFFFFFFFF else None
-    if record is None:
-        raise UnknownArtifact("the manifest has no database that this could be of", hint=UNSPOKEN, path=path)
-    if record.status is DbStatus.TOMBSTONED:
-        gone = Holder(
-            "time", "sweep", f"{record.name or f'#{db_id}'} was dropped", "the next `quire gc`, or the owner's upkeep"
-        )
-        return Answer(path, kind, "left over", size, 0, (gone,))
-    what, release = told
-    holder = Holder("database", record.name, what, release.replace("{name}", shlex.quote(record.name)))
-    return Answer(path, kind, "in use", size, 0, (holder,))
-
-
-UNSPOKEN = "`quire verify --orphans` finds what nothing speaks of"
-
-
-def _size(path: str, look: Look | None) -> int:
-    if look is None:
-        return 0
-    size = look(path)
-    if size is None:
-        raise UnknownArtifact("there is no such file or object", hint=UNSPOKEN, path=path)
-    return size
+    return owned(txn, found.path, "table", found.db_id, what, look)

@@ -22,7 +22,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     subject: str
     kind: str
-    """"database", "segment", "base" or "delta"; "log", "table", "backup" or "file" for what is no artifact."""
+    """"database", "snapshot", "segment", "base" or "delta"; "log", "table", "backup" or "file" for what is no artifact."""
     state: str
     size_bytes: int
     references: int
