@@ -99,9 +99,9 @@ def content_at(lsn: int, db: int) -> Version:
 def test_an_object_store_that_loses_answers(tmp_path: Path) -> None:
     """The object is there and the answer is lost: Spark runs the task again, and it adopts what is there.
 
-    Each worker process fails at its sixth object and ends with that; a task has fewer, so there is always one that ends.
+    Each worker process fails at its tenth object and ends with that; a task has fewer, so there is always one that ends.
     """
-    points = "jobs.checkpoint.stored=5*off->1*raise:EIO"
+    points = "jobs.checkpoint.stored=9*off->1*raise:EIO"
     code, said = drive(tmp_path, CLUSTER, points)
     assert code == 0
     assert said == ["ran" + " SUCCEEDED" * DATABASES]
