@@ -31,6 +31,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ from quire.spark.session import is_connect, make_active
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
     from quire.jobs.runner import Numbers
 
@@ -123,7 +125,7 @@ class SparkRunner:
         if not tasks:
             return
         frame, work = self._spread(run, [_pickled(task) for task in tasks])
-        for answer in self._answers(frame.mapInArrow(work, ANSWERS_DDL), len(tasks), tick):
+        for answer in self._answers(frame.mapInArrow(work, _schema(ANSWERS_DDL)), len(tasks), tick):
             yield Answer(answer.key[0], answer.value, answer.error)
 
     def regroup(
@@ -143,7 +145,7 @@ class SparkRunner:
         rows = self._split_rows(split, inputs, places, tasks or {})
         together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
         joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
-            joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), ANSWERS_DDL
+            joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
         )
         yield from self._answers(joined, len(tasks or ()), tick)
 
@@ -156,7 +158,9 @@ class SparkRunner:
             yield from ((number, None) for number in expected.tolist())
             return
         sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
-        found = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(teller(self._site, tell), FOUND_DDL)
+        found = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
+            teller(self._site, tell), _schema(FOUND_DDL)
+        )
         if len(expected):  # an empty table would have no partition at all
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
             wanted = self._made(table, "wanted bigint")
@@ -181,11 +185,11 @@ class SparkRunner:
         told: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
         if sum(map(len, sent)) + sum(len(row[-1]) for row in told) <= CARRIED_BYTES:  # rule 6
             numbers = self._numbers(max(len(sent), 1), self._few(len(sent)))
-            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, told)), ROWS_DDL)
+            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, told)), _schema(ROWS_DDL))
         rows: DataFrame | None = None
         if sent:
             read = self._frame([(0, 0, 0, VALUE, each) for each in sent], self._few(len(sent)))
-            rows = read.mapInArrow(splitter(self._site, split, places), ROWS_DDL)
+            rows = read.mapInArrow(splitter(self._site, split, places), _schema(ROWS_DDL))
         if told:
             rows = self._local(told) if rows is None else rows.unionByName(self._local(told))
         assert rows is not None, "there are inputs or tasks"
@@ -230,6 +234,16 @@ class SparkRunner:
         for done, row in enumerate(rows, 1):
             yield pickle.loads(row["data"])
             tick(done, max(total, done))
+
+
+@cache
+def _schema(ddl: str) -> StructType:
+    """Parsed once: Spark asks its JVM each time, which takes 3 ms."""
+    from pyspark.sql.types import StructType
+
+    found = StructType.fromDDL(ddl)
+    assert isinstance(found, StructType)
+    return found
 
 
 @contextmanager
