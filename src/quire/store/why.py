@@ -19,6 +19,7 @@ Reads the manifest, one transaction. Raises `NotFound` errors for what is not th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase, UnknownSnapshot
@@ -38,7 +39,6 @@ from quire.manifest.records import (
 )
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.store.why_files import of_file, of_object
 from quire.store.why_owned import NOBODYS, Look, stray_hint
 from quire.store.why_values import Answer as Answer
 from quire.store.why_values import Holder as Holder
@@ -48,6 +48,11 @@ from quire.store.why_words import drop, lent, name_of, number, quoted, snapshot_
 def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
     """What keeps a subject, given as in rule 1. `look` says of files and objects without a row whether they are there."""
     asked = subject.removeprefix("./")
+    if "/" not in asked:
+        with suppress(UnknownDatabase):
+            return _database(txn, txn.database_id(subject))
+    from quire.store.why_files import of_file, of_object  # most ask about a database, and need not load them
+
     within = asked.removeprefix(f"{names.OBJECTS}/")
     found = of_file(txn, asked, look) or of_object(txn, within, look)
     if found is not None:
