@@ -23,6 +23,7 @@ from quire.manifest.records import JobKind, JobState, Residency
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from tests.jobs.checkpoint_child import Owner, images
+from tests.jobs.world import is_renewed
 from tests.pages.world import Model, assert_reads, write
 
 COUNT = 12
@@ -194,16 +195,8 @@ def test_leases_are_renewed_as_long_as_it_lasts(owner: Owner, monkeypatch: pytes
     renewed = threading.Event()
 
     def wait(_point: str) -> None:
-        first, *_rest = owner.manifest.jobs.jobs(JobState.IN_FLIGHT)
-        owner.clock.advance(10)
-        for _ in range(100):
-            lease = owner.manifest.jobs.get(first.job_id).lease
-            assert first.lease is not None
-            assert lease is not None
-            if lease.expires_at_ms > first.lease.expires_at_ms:
-                renewed.set()
-                return
-            threading.Event().wait(0.05)
+        if is_renewed(owner.manifest, owner.clock):
+            renewed.set()
 
     with armed("jobs.checkpoint.planned", wait):
         jobs = run(owner)

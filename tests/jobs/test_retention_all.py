@@ -24,7 +24,7 @@ from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import JobKind, JobState, RetentionRecord
 from quire.manifest.store import ManifestStore
 from tests.jobs.retention_child import KEPT, MADE, fill
-from tests.jobs.world import World, drop
+from tests.jobs.world import World, drop, is_renewed
 
 DROPPED = MADE - KEPT
 
@@ -252,16 +252,8 @@ def test_leases_are_renewed_as_long_as_it_lasts(local: World, monkeypatch: pytes
     renewed = threading.Event()
 
     def wait() -> None:
-        first, *_rest = local.manifest.jobs.jobs(JobState.IN_FLIGHT)
-        local.clock.advance(10)
-        for _ in range(100):
-            lease = local.manifest.jobs.get(first.job_id).lease
-            assert first.lease is not None
-            assert lease is not None
-            if lease.expires_at_ms > first.lease.expires_at_ms:
-                renewed.set()
-                return
-            threading.Event().wait(0.05)
+        if is_renewed(local.manifest, local.clock):
+            renewed.set()
 
     with armed("jobs.retention.planned", at_hit(1, wait)):
         jobs = run(local, db_ids)

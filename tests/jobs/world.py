@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -310,3 +311,17 @@ def is_known(world: World, db_id: int) -> bool:
 def delete_job(world: World, db_id: int) -> int:
     """The delete job that is outstanding for a database; 0 if none is."""
     return world.manifest.jobs.outstanding(db_id, JobKind.DELETE)
+
+
+def is_renewed(manifest: ManifestStore, clock: ManualClock) -> bool:
+    """Whether the lease of a job that runs now is renewed while we wait; the clock is moved, so that it shows."""
+    first, *_rest = manifest.jobs.jobs(JobState.IN_FLIGHT)
+    assert first.lease is not None
+    clock.advance(10)
+    for _ in range(100):
+        lease = manifest.jobs.get(first.job_id).lease
+        assert lease is not None
+        if lease.expires_at_ms > first.lease.expires_at_ms:
+            return True
+        time.sleep(0.05)
+    return False
