@@ -14,8 +14,8 @@ from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
 ROWS = [
-    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "manifest", "readers", "map", "clock",
-    "objects",
+    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest", "readers",
+    "map", "clock", "objects",
 ]  # fmt: skip
 
 

@@ -25,6 +25,8 @@ from pyspark.sql import SparkSession
 
 import quire
 from quire.cli import app, main, output
+from quire.durable import quarantine
+from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
 from tests.cli.conftest import Ended
 from tests.house.tree import SRC
@@ -39,7 +41,7 @@ IN_ORDER = (
     "stream checkpoint", "stream verify", "stream retention",
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",
     "feed tail", "feed cursors", "feed drop", "audit",
-    "gc", "doctor", "snapshot drop", "drop", "rename", "serve", "tour",
+    "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "snapshot drop", "drop", "rename", "serve", "tour",
 )  # fmt: skip
 """What a person would do in a new store."""
 
@@ -58,6 +60,7 @@ EXPECTED: dict[str, str] = {
     "verify": "nothing is damaged",
     "manifest check": "keeps all its rules",
     "jobs show": "12",
+    "quarantine ls": "nothing names it",
     "tour": "all rules hold",
 }
 """A few words of what is shown; all of them show something."""
@@ -106,6 +109,10 @@ def prepare(words: str) -> None:
             for job_id in range(1, 13):
                 db_id = store.create(f"later-{job_id}", "pages").db_id
                 assert store.manifest.jobs.enqueue(JobKind.CHECKPOINT, db_id, delay_seconds=600) == job_id
+    if words == "quarantine ls":
+        for name in ("a", "b"):
+            Path("data/lsm", name).write_bytes(b"?")
+            quarantine.move(OsDisk(), "data", f"lsm/{name}", why="nothing names it", at_ms=1)
     if words == "rename":
         assert run("create", "shop").code == 0
 

@@ -56,6 +56,10 @@ NAMES = st.one_of(
     st.builds(names.LsmWalFile, db_id=IDS, number=U64),
     st.builds(names.SstFile, db_id=IDS, sst_id=U64),
     st.builds(names.ScratchDir, job_id=U64),
+    st.builds(names.QuarantineNote, number=IDS),
+    st.builds(
+        names.QuarantinedFile, number=IDS, original=st.sampled_from(["quire.toml", "lsm/00000001/wal/000001.log"])
+    ),
 )
 
 

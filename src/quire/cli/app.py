@@ -32,6 +32,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "audit": ("audit",),
     "feed": ("feed",),
     "manifest": ("manifest",),
+    "quarantine": ("quarantine",),
     "serve": ("serve",),
     "doctor": ("doctor",),
     "tour": ("tour",),

@@ -107,6 +107,7 @@ def _store_findings(
     if not is_store:
         return
     yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
+    yield _probed("quarantine", lambda: _quarantine(root))
     objects = [_probed("objects", lambda: _objects(root))] if with_objects and store.state == "ok" else []
     yield from _manifest(os.path.join(root, names.MANIFEST), pages)  # waits for the child: rule 3
     yield from objects
@@ -235,6 +236,17 @@ def _owner(lock: str) -> Finding:
         return Finding("owner", "warn", "some process owns the store; it did not say which")
     since = here(found.since_ms, CLOCK.now_ms())
     return Finding("owner", "ok", f"process {found.pid} on {found.host} since {since}")
+
+
+def _quarantine(root: str) -> Finding:
+    from quire.durable.files import OsDisk
+    from quire.durable.quarantine import entries
+
+    held = entries(OsDisk(), root)
+    if not held:
+        return Finding("quarantine", "ok", "empty")
+    detail = f"{count_of(len(held), 'file')} that a recovery moved away, the last was {held[-1].path or 'unknown'}"
+    return Finding("quarantine", "warn", detail, "`quire quarantine ls` says why")
 
 
 def _manifest(path: str, unreadable_pages: Callable[[], str | None]) -> Iterator[Finding]:

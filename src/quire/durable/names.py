@@ -53,6 +53,8 @@ STREAMS = "streams"
 LSM = "lsm"
 OBJECTS = "objects"
 SCRATCH = "scratch"
+QUARANTINE = "quarantine"
+"""What recovery would have removed and could not prove to be garbage: see `quire.durable.quarantine`."""
 TEMPORARY = ".tmp"
 """What `files.write_atomic` appends while it writes; whoever owns the directory sweeps these at start."""
 
@@ -249,6 +251,27 @@ class ScratchDir(msgspec.Struct, frozen=True, kw_only=True):
         return scratch_dir(self.job_id)
 
 
+class QuarantineNote(msgspec.Struct, frozen=True, kw_only=True):
+    """Says of something in quarantine where it was and why it was moved."""
+
+    number: int
+
+    @property
+    def path(self) -> str:
+        return f"{QUARANTINE}/{some_u32('number', self.number):08x}.json"
+
+
+class QuarantinedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Something in quarantine: below its number it has the path that it had in the store."""
+
+    number: int
+    original: str
+
+    @property
+    def path(self) -> str:
+        return f"{QUARANTINE}/{some_u32('number', self.number):08x}/{self.original}"
+
+
 StoreName = (
     FixedFile
     | LeaseFile
@@ -264,6 +287,8 @@ StoreName = (
     | LsmWalFile
     | SstFile
     | ScratchDir
+    | QuarantineNote
+    | QuarantinedFile
 )
 
 _HEX8 = "([0-9a-f]{8})"
@@ -302,6 +327,8 @@ _PATTERNS: tuple[tuple[str, Callable[[_Parts], StoreName | None]], ...] = (
     (f"{LSM}/{_HEX8}/wal/{_NUMBER6}\\.log", lambda p: LsmWalFile(db_id=_hex(p[0]), number=int(p[1]))),
     (f"{LSM}/{_HEX8}/sst/{_NUMBER6}\\.sst", lambda p: SstFile(db_id=_hex(p[0]), sst_id=int(p[1]))),
     (f"{SCRATCH}/{_NUMBER}", lambda p: ScratchDir(job_id=int(p[0]))),
+    (f"{QUARANTINE}/{_HEX8}\\.json", lambda p: QuarantineNote(number=_hex(p[0]))),
+    (f"{QUARANTINE}/{_HEX8}/(.+)", lambda p: QuarantinedFile(number=_hex(p[0]), original=p[1])),
 )
 
 

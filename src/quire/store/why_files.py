@@ -42,6 +42,12 @@ def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if isinstance(found, names.FollowFile):
         what = "remembers in it how far it has followed a SQLite file"
         return owned(txn, path, "file", found.db_id, (what, "quire drop {name}"), look)
+    if isinstance(found, names.QuarantineNote | names.QuarantinedFile):
+        what = "was moved there by a recovery that could not prove it to be garbage; `quire quarantine ls` says why"
+        release = f"quire quarantine rm {found.number}; quire quarantine restore {found.number} puts it back"
+        return Answer(
+            path, "file", "in quarantine", size_of(path, look), 0, (Holder("store", "quarantine", what, release),)
+        )
     if isinstance(found, names.FixedFile):
         holder = Holder("store", "the store", "is not whole without it", "never, while there is a store")
         return Answer(path, "file", "part of every store", size_of(path, look), 0, (holder,))

@@ -1,0 +1,105 @@
+"""Commands about the quarantine: ls, restore, rm.
+
+`ls` reads files only, also beside an owner and of a store whose manifest does not open. The others take the store's lock, and
+nothing more of it: what they mend may be what keeps the store from opening.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.declared import Argument, Group, command
+from quire.cli.exits import PROBLEMS
+from quire.cli.named import Yes
+from quire.cli.output import Listing, Note, Row
+from quire.cli.plain import count_of, moment, size
+from quire.core.errors import InvalidInput
+
+Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number, as `quire quarantine ls` has it.")]
+
+
+def add_to(app: Group) -> None:
+    """Register these commands."""
+    group = Group("What recovery moved away: list it, put it back, remove it.")
+    command(group, "ls", example="quire quarantine ls")(ls)
+    command(group, "restore", example="quire quarantine restore 1")(restore)
+    command(group, "rm", example="quire quarantine rm 2 --yes")(rm)
+    app.add("quarantine", group)
+
+
+def ls(cli: Cli) -> Listing:
+    """List what is in quarantine: where it was, when and why it was moved."""
+    from quire.durable.files import OsDisk
+    from quire.durable.quarantine import entries
+
+    rows = [
+        Row(
+            [str(entry.number), moment(entry.moved_ms), size(entry.size_bytes), entry.path or "-", entry.why],
+            {
+                "number": entry.number,
+                "path": entry.path,
+                "place": entry.place if entry.path else "",
+                "why": entry.why,
+                "moved_ms": entry.moved_ms,
+                "database": entry.database,
+                "size_bytes": entry.size_bytes,
+            },
+        )
+        for entry in entries(OsDisk(), _root(cli))
+    ]
+    return Listing(columns=[">number", "moved", ">size", "was", "why"], rows=rows, empty="nothing is in quarantine")
+
+
+def restore(cli: Cli, number: Number) -> Note:
+    """Put a file back where it was.
+
+    Nothing takes it up by itself: `quire stream repair` and `quire kv repair` do, for what belongs to their databases.
+    """
+    from quire.durable.files import OsDisk
+    from quire.durable.quarantine import restore as put_back
+
+    with _owned(cli) as root:
+        entry = put_back(OsDisk(), root, number)
+    return Note(text=f"{entry.path} is back", data={"number": number, "path": entry.path})
+
+
+def rm(
+    cli: Cli,
+    numbers: Annotated[list[int] | None, Argument(metavar="NUMBER...", help="Their numbers.")] = None,
+    yes: Yes = False,
+) -> Note | Verdict:
+    """Remove files in quarantine for good."""
+    from quire.durable.files import OsDisk
+    from quire.durable.quarantine import remove
+
+    if not numbers:
+        raise InvalidInput("which ones?", hint="`quire quarantine ls` lists them by number")
+    if not yes and not agreed(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed"):
+        return Verdict(Note(text="nothing was removed", data={"removed": []}), PROBLEMS)
+    with _owned(cli) as root:
+        for number in numbers:
+            remove(OsDisk(), root, number)
+    return Note(text=f"removed {count_of(len(numbers), 'file')}", data={"removed": numbers})
+
+
+def _root(cli: Cli) -> str:
+    cli.settings()  # raises if there is no store
+    return os.path.abspath(cli.path)
+
+
+@contextmanager
+def _owned(cli: Cli) -> Iterator[str]:
+    """The store's directory, while no other process owns it."""
+    from quire.durable.locks import FileLock
+    from quire.durable.names import LOCK
+
+    root = _root(cli)
+    lock = FileLock.acquire(os.path.join(root, LOCK))
+    try:
+        yield root
+    finally:
+        lock.close()

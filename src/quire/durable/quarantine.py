@@ -1,0 +1,188 @@
+"""The quarantine of a store: where recovery puts what it would have removed and cannot prove to be garbage.
+
+Terms
+  entry   one file or directory in quarantine, with a note: the path it had in the store, why it was moved, and when
+  number  of an entry; `quarantine/<number>.json` is its note, `quarantine/<number>/<path it had>` the file itself
+
+A file moves in this order: the note is written and synced, the file is renamed, both directories are synced. A crash before the
+rename leaves a note without a file, which is no entry: the next move removes it. A crash after it leaves the entry. The file is
+at its old path or in quarantine at any time; after power loss perhaps at both, and then it is moved once more.
+
+Nothing here is removed by the store itself: `quire quarantine` lists, restores and removes. What is in quarantine is no part of
+any database: no engine reads it, and commands of repair are given it by name.
+
+Threads: one at a time per store, the owner's. Raises `NotFound` for a number that is not there, `AlreadyExists` where something
+is in the way of a file that is to be restored, `Corruption` for a note that cannot be read, and what the disk raises.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import msgspec
+
+from quire.core.errors import AlreadyExists, Corruption, NotFound
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.names import QUARANTINE, QuarantinedFile, QuarantineNote, parse_path
+from quire.durable.trees import remove_tree
+
+NOTE_BYTES_MAX = 64 * 1024
+"""A note is a few hundred bytes; a larger file is none."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """Something in quarantine, as its note says; fields are only appended, with defaults."""
+
+    number: int
+    path: str
+    """Where it was, relative to the store."""
+    why: str
+    moved_ms: int
+    database: int = 0
+    """The id of the database or stream that it belonged to; 0 if that is not known."""
+    size_bytes: int = 0
+    """Bytes in the file when it was moved; 0 of a directory."""
+
+    @property
+    def place(self) -> str:
+        """Where it is now, relative to the store."""
+        return QuarantinedFile(number=self.number, original=self.path).path
+
+
+def move(disk: Disk, root: str, path: str, *, why: str, at_ms: int, database: int = 0) -> Entry:
+    """Move the file or directory at `path` (relative to the store at `root`) into quarantine; durable on return."""
+    source = os.path.join(root, path)
+    home = os.path.join(root, QUARANTINE)
+    disk.make_dirs(home)
+    numbers = _numbers(disk, root)
+    for number in numbers:
+        if _is_unfinished(disk, root, number):
+            _forget(disk, root, number)
+    number = 1 + max(numbers, default=0)
+    entry = Entry(number=number, path=path, why=why, moved_ms=at_ms, database=database, size_bytes=_size(disk, source))
+    target = os.path.join(root, entry.place)
+    # The note first: a file without one could not be put back by who does not know where it was.
+    write_atomic(disk, os.path.join(root, QuarantineNote(number=number).path), msgspec.json.encode(entry))
+    hit("quarantine.noted")
+    disk.make_dirs(os.path.dirname(target))
+    disk.rename(source, target)
+    hit("quarantine.renamed")
+    disk.sync_dir(os.path.dirname(target))  # the new name first: a file with neither name durable could vanish
+    disk.sync_dir(os.path.dirname(source))
+    hit("quarantine.moved")
+    emit("warning", "quarantine.moved", path=path, to=entry.place, why=why, database=database)
+    return entry
+
+
+def entries(disk: Disk, root: str) -> list[Entry]:
+    """What is in quarantine, oldest first. A note that cannot be read is told by an entry that says so."""
+    listed = []
+    for number in sorted(_numbers(disk, root)):
+        try:
+            entry = _entry(disk, root, number)
+        except Corruption as damage:
+            entry = Entry(number=number, path="", why=str(damage), moved_ms=0)
+        if entry is not None:
+            listed.append(entry)
+    return listed
+
+
+def find(disk: Disk, root: str, number: int) -> Entry:
+    """The entry with this number."""
+    entry = _entry(disk, root, number) if number > 0 else None
+    if entry is None:
+        raise NotFound(
+            "there is nothing in quarantine with this number", hint="`quire quarantine ls` lists it", number=number
+        )
+    return entry
+
+
+def restore(disk: Disk, root: str, number: int) -> Entry:
+    """Put an entry back where it was; durable on return. Something that is there now is not replaced.
+
+    The file is back before the note goes: a crash in between leaves a note without a file, which is no entry.
+    """
+    entry = find(disk, root, number)
+    source, target = os.path.join(root, entry.place), os.path.join(root, entry.path)
+    if disk.exists(target):
+        raise AlreadyExists(
+            "something is where the file was", hint="move that away first, or `quire quarantine rm`", path=entry.path
+        )
+    disk.make_dirs(os.path.dirname(target))
+    disk.rename(source, target)
+    disk.sync_dir(os.path.dirname(target))
+    disk.sync_dir(os.path.dirname(source))
+    _forget(disk, root, number)
+    emit("info", "quarantine.restored", path=entry.path)
+    return entry
+
+
+def remove(disk: Disk, root: str, number: int) -> None:
+    """Remove an entry for good."""
+    if number not in _numbers(disk, root):
+        find(disk, root, number)  # raises
+    _forget(disk, root, number)
+    emit("info", "quarantine.removed", number=number)
+
+
+def _forget(disk: Disk, root: str, number: int) -> None:
+    """Remove what is in an entry, then its note: a crash in between leaves a note without a file."""
+    remove_tree(disk, os.path.join(root, QUARANTINE, f"{number:08x}"))
+    with suppress(FileNotFoundError):
+        disk.remove(os.path.join(root, QuarantineNote(number=number).path))
+    disk.sync_dir(os.path.join(root, QUARANTINE))
+
+
+def _numbers(disk: Disk, root: str) -> set[int]:
+    """The numbers of all notes and directories."""
+    try:
+        names = disk.names(os.path.join(root, QUARANTINE))
+    except FileNotFoundError:
+        return set()
+    parsed = (parse_path(f"{QUARANTINE}/{name if name.endswith('.json') else f'{name}/-'}") for name in names)
+    return {name.number for name in parsed if isinstance(name, QuarantineNote | QuarantinedFile)}
+
+
+def _entry(disk: Disk, root: str, number: int) -> Entry | None:
+    """The entry with a number; `None` if there is none, or only a note of a move that did not happen."""
+    path = os.path.join(root, QuarantineNote(number=number).path)
+    try:
+        if disk.size(path) > NOTE_BYTES_MAX:
+            raise Corruption("a note in quarantine is too large to be one", hint=_BY_HAND, path=path)
+        entry = msgspec.json.decode(read_all(disk, path), type=Entry)
+    except FileNotFoundError:
+        if number not in _numbers(disk, root):
+            return None
+        raise Corruption("a file in quarantine has no note", hint=_BY_HAND, number=number) from None
+    except msgspec.DecodeError as error:
+        raise Corruption(f"a note in quarantine cannot be read: {error}", hint=_BY_HAND, path=path) from error
+    if entry.number != number or not _is_inside(entry.path):
+        raise Corruption("a note in quarantine is not about its own number", hint=_BY_HAND, path=path)
+    return entry if disk.exists(os.path.join(root, entry.place)) else None
+
+
+def _is_unfinished(disk: Disk, root: str, number: int) -> bool:
+    try:
+        return _entry(disk, root, number) is None
+    except Corruption:
+        return False  # somebody should look at it
+
+
+_BY_HAND = "the path below its number is where the file was; look at it, then `quire quarantine rm NUMBER`"
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a note's path leads to a place in the store: a note is a file like any other, and may say anything."""
+    parts = path.split("/")
+    return bool(path) and not path.startswith("/") and not {"", ".", ".."} & set(parts) and parts[0] != QUARANTINE
+
+
+def _size(disk: Disk, path: str) -> int:
+    """The bytes of a file; 0 of a directory."""
+    try:
+        return 0 if os.path.isdir(path) else disk.size(path)
+    except FileNotFoundError:
+        return 0
