@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.errors import NotWritable, StorageFault, StoreClosed, StoreLocked
+from quire.core.errors import NotWritable, StorageFault, StoreClosed, StoreFenced, StoreLocked
+from quire.durable import locks
 from quire.durable.locks import FileLock, holder, is_held
 from quire.testing.clock import ManualClock
 
@@ -152,3 +153,39 @@ def test_a_missing_file_is_held_by_nobody(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises((StorageFault, NotWritable)):
         FileLock.acquire(str(tmp_path))
+
+
+def test_a_lock_says_when_its_path_names_another_file(tmp_path: Path) -> None:
+    """Issue 18: a lock file that is renamed leaves its holder with a lock that nobody else looks at."""
+    path = str(tmp_path / "store.lock")
+    with FileLock.acquire(path) as lock:
+        lock.verify()
+        os.rename(path, path + ".old")
+        with pytest.raises(StoreFenced, match="removed"):
+            lock.verify()
+        with FileLock.acquire(path):
+            with pytest.raises(StoreFenced, match="renamed or replaced") as caught:
+                lock.verify()
+            assert caught.value.where["successor_pid"] == os.getpid()
+        os.rename(path + ".old", path)
+        lock.verify()
+
+
+def test_a_file_that_is_moved_between_opening_and_locking_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "store.lock")
+    moved: list[str] = []
+
+    def lock_late(fd: int) -> bool:
+        if not moved:
+            os.rename(path, path + ".old")
+            moved.append(path)
+        return try_lock(fd)
+
+    try_lock = locks._try_lock
+    monkeypatch.setattr(locks, "_try_lock", lock_late)
+    with FileLock.acquire(path) as lock:
+        lock.verify()
+        with pytest.raises(StoreLocked):
+            FileLock.acquire(path)

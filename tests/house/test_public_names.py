@@ -69,6 +69,7 @@ ERRORS = [
     "ConfigMismatch",
     "StoreUnusable",
     "StoreClosed",
+    "StoreFenced",
     "InternalError",
 ]
 

@@ -166,6 +166,16 @@ def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
     assert alive.is_held
 
 
+def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualClock) -> None:
+    """Issue 18: the owner looks at names; a file that was moved away holds nothing, and its reader must know."""
+    lease = FileLease.take(OsDisk(), clock, str(tmp_path), db_id=7, lsn=40, tags={})
+    assert lease.renew()
+    os.rename(lease.path, lease.path + ".moved")
+    assert not lease.is_held
+    assert not lease.renew()
+    lease.close()
+
+
 def test_a_stamp_changes_even_if_the_clock_stands_still_or_goes_back(tmp_path: Path, clock: ManualClock) -> None:
     lease = take(tmp_path, clock)
     seen = {Path(lease.path).read_bytes()[48:64]}

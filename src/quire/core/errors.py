@@ -262,9 +262,22 @@ class StoreUnusable(QuireError):
     """After a doubtful sync or a crash of the writer nothing more is accepted until the store is reopened."""
 
 
+class StoreFenced(StoreUnusable):
+    """Another owner has the store, or its bucket: this process writes nothing more. The message names the successor."""
+
+
 class StoreClosed(QuireError):
     """The handle was closed, or belongs to the parent of a fork()."""
 
 
 class InternalError(QuireError):
     """A bug in quire. Please report it with the message."""
+
+
+def poisoned_by(error: BaseException, what: str, *, hint: str, **where: Any) -> StoreUnusable:
+    """Why nothing more is taken after `error`. That the store has another owner stays what it is, whoever met it first."""
+    if isinstance(error, StoreFenced):
+        return error
+    failure = StoreUnusable(what, hint=hint, **where)
+    failure.__cause__ = error
+    return failure

@@ -10,11 +10,13 @@ Rules
   3. After `fork()` the lock stays the parent's. The child's copy of the descriptor is closed, never unlocked (unlocking
      any copy unlocks all), so the parent's lock neither leaks into the child nor dies with it. In the child every call
      but `close` raises `StoreClosed` (M12).
-  4. `is_held` probes with a shared lock for an instant; `FileLock.acquire` therefore tries a few times before it
+  4. The lock is on an inode, and others look for its path: `verify` raises as soon as the two are no longer the same, because
+     whoever comes next locks another file. `acquire` looks once more after it has locked.
+  5. `is_held` probes with a shared lock for an instant; `FileLock.acquire` therefore tries a few times before it
      believes that the lock is taken.
 
 Threads: any. Local file systems only: `flock` over a network file system is as good as that file system says.
-Raises `StoreLocked` with the holder's pid, `StoreClosed`, and `StorageFault` if the file cannot be opened.
+Raises `StoreLocked` with the holder's pid, `StoreFenced`, `StoreClosed`, and `StorageFault` if the file cannot be opened.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Self
 import msgspec
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import StoreClosed, StoreLocked
+from quire.core.errors import StoreClosed, StoreFenced, StoreLocked, Unavailable
 from quire.durable.files import translated
 
 ATTEMPTS = 5
@@ -49,10 +51,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 class FileLock:
     """A lock that this process holds; made by `acquire`, given back by `close` or the end of the process."""
 
-    __slots__ = ("__weakref__", "_fd", "_path", "_pid")
+    __slots__ = ("__weakref__", "_fd", "_inode", "_path", "_pid")
 
     def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
+        self._inode = _inode_of(fd)
         self._path = path
         self._pid = os.getpid()
         _live.add(self)
@@ -60,11 +63,8 @@ class FileLock:
     @classmethod
     def acquire(cls, path: str, clock: Clock | None = None) -> FileLock:
         """Take the lock at once or raise `StoreLocked`; makes the file if need be."""
-        with translated(path, "opening the lock file"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _open_and_lock(path)
         try:
-            if not _try_lock(fd):
-                raise _locked(path, _read_holder(fd))
             me = Holder(pid=os.getpid(), host=os.uname().nodename, since_ms=(clock or SystemClock()).now_ms())
             # A full disk must not keep the owner out: opening the store may be how space is made.
             with suppress(OSError):
@@ -86,6 +86,23 @@ class FileLock:
                 "the lock was given back" if self._pid == os.getpid() else "the lock belongs to the parent of a fork()"
             )
             raise StoreClosed(what, hint="open the store again in this process", path=self._path, pid=self._pid)
+
+    def verify(self) -> None:
+        """Raise `StoreFenced` unless the path still names the file that is locked; one `stat`."""
+        self.check()
+        try:
+            with translated(self._path, "looking at the lock file"):
+                now = os.stat(self._path)
+        except FileNotFoundError:
+            raise self._lost("was removed", None) from None
+        if (now.st_dev, now.st_ino) != self._inode:
+            raise self._lost("was renamed or replaced", holder(self._path))
+
+    def _lost(self, how: str, successor: Holder | None) -> StoreFenced:
+        hint = "nothing more is written here; find out who moved the file, then open the store again"
+        where = {} if successor is None else {"successor_pid": successor.pid, "successor_host": successor.host}
+        what = f"the lock file {how} while this process held it, so another process may own the store"
+        return StoreFenced(what, hint=hint, path=self._path, **where)
 
     def close(self) -> None:
         """Give the lock back. In a forked child, and a second time: nothing."""
@@ -152,6 +169,30 @@ def holder(path: str) -> Holder | None:
         return _read_holder(fd)
     finally:
         os.close(fd)
+
+
+def _inode_of(file: int | str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
+def _open_and_lock(path: str) -> int:
+    """A locked descriptor of the file that the path names (rule 4)."""
+    for _ in range(ATTEMPTS):
+        with translated(path, "opening the lock file"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not _try_lock(fd):
+                raise _locked(path, _read_holder(fd))
+            # Between opening and locking somebody may have moved the file away: then this is a lock that nobody else sees.
+            with suppress(FileNotFoundError):
+                if _inode_of(path) == _inode_of(fd):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise Unavailable("the lock file is replaced again and again", hint="find out who does that", path=path)
 
 
 def _try_lock(fd: int) -> bool:

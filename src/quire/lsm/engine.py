@@ -130,6 +130,7 @@ class KvEngine:
             raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
         rows = JobRows(self._manifest, db_id)
         kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=rows)
+        kv.check_owner = self._manifest.writer.check_owner
         kv.follower = Projection(self._manifest, db_id)
         kv.fold()
         if not made and record.status is DbStatus.ACTIVE:

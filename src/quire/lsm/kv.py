@@ -38,14 +38,23 @@ Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, OutOfRange, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.errors import (
+    InvalidInput,
+    OutOfRange,
+    Overloaded,
+    QuireError,
+    StorageFault,
+    StoreClosed,
+    StoreUnusable,
+    poisoned_by,
+)
 from quire.core.events import emit
 from quire.core.limits import KIB, MIB
 from quire.core.settings import LsmSettings
@@ -125,6 +134,8 @@ class Kv(Reader):
         self.view: View = opened.view
         # only ever set
         self.failure: QuireError | None = None
+        self.check_owner: Callable[[], None] = lambda: None
+        """Raises if the store has another owner by now; set by the engine."""
         self.follower: Follower | None = None
         """Set by the engine once the database is open; it then folds what it has missed."""
         self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
@@ -230,6 +241,7 @@ class Kv(Reader):
     def _sync(self, wal: Wal, end: int) -> None:
         try:
             wal.sync(end)
+            self.check_owner()  # nothing is acknowledged that a second owner may already have cut off
         except BaseException as error:
             self._doubt(error)
             raise
@@ -412,13 +424,8 @@ class Kv(Reader):
         """Rule 3."""
         if isinstance(error, (OutOfRange, StoreClosed)):
             return  # refused before anything was written
-        failure = StoreUnusable(
-            f"the database's log failed: {error}",
-            hint="repair the cause, then open the database again",
-            path=self.home.path,
-        )
-        failure.__cause__ = error
-        self._fail(failure)
+        hint = "repair the cause, then open the database again"
+        self._fail(poisoned_by(error, f"the database's log failed: {error}", hint=hint, path=self.home.path))
 
     def _fail(self, failure: QuireError) -> None:
         if self.failure is None:

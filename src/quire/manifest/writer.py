@@ -13,6 +13,8 @@ Rules
   5. A full map is grown and the group done again; a full disk fails the group, and the writer goes on if the environment
      says that nothing was committed; any other failure of a commit poisons the writer (doubt stops writes). At the watermark
      the group still fits: growing is tried there, and if readers stay it is put off.
+  7. A group is committed only by the store's owner: `owner_check` is asked inside the write transaction, which a second owner's
+     first step waits for. Whoever learns that the store has another owner says `fence`: nothing more is committed.
   6. The queue is bounded in operations: `submit` blocks while it is full, and raises `Overloaded` after its timeout. The
      writer takes the whole queue at once and works it off group by group, so memory is bounded by two queues.
 
@@ -31,7 +33,7 @@ import errno
 import resource
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import lmdb
@@ -43,9 +45,11 @@ from quire.core.errors import (
     QuireError,
     StorageFault,
     StoreClosed,
+    StoreFenced,
     StoreUnusable,
     TimedOut,
     Unavailable,
+    poisoned_by,
 )
 from quire.core.events import listening
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
@@ -88,6 +92,8 @@ class ManifestWriter:
         self._env = env
         self._clock = clock
         self._settings = env.settings
+        self.owner_check: Callable[[], None] | None = None
+        """Raises if this process has lost the store; set once, by whoever holds its lock."""
         self._queue = BatchQueue(env.settings.queue_ops_max)
         # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
         self._overlay = Overlay(env.handles)
@@ -153,6 +159,22 @@ class ManifestWriter:
     def failure(self) -> QuireError | None:
         """Why nothing more is accepted, if so."""
         return self._queue.refusal
+
+    def check_owner(self) -> None:
+        """Raise `StoreFenced` if the store has another owner (rule 7)."""
+        if isinstance(self._queue.refusal, StoreFenced):
+            raise self._queue.refusal.with_traceback(None)
+        if self.owner_check is not None:
+            self.owner_check()
+
+    def fence(self, error: StoreFenced) -> None:
+        """Commit nothing more, not even what is queued: the store has another owner."""
+        if isinstance(self._queue.refusal, StoreFenced):
+            return  # the first reason stays
+        queued = self._queue.refuse(error, drain=True)
+        self.bell.failure = error
+        self._fail(queued, error)
+        report("error", "manifest.fenced", error=str(error))
 
     def close(self) -> None:
         """Refuse new batches, commit what is queued, end the thread."""
@@ -272,6 +294,7 @@ class ManifestWriter:
             oldest = sequence_bounds(overlay)[0] if overlay.meta.pending else self.oldest
             hit("manifest.commit.flushed")
             self._queue.admit()
+            self.check_owner()
             txn.commit()
             hit("manifest.commit.durable")
         except BaseException:
@@ -332,11 +355,8 @@ class ManifestWriter:
         self._die(failure, group)
 
     def _die(self, cause: BaseException, group: list[ManifestGuard] | None = None) -> None:
-        refusal = StoreUnusable(
-            f"the manifest's writer stopped: {type(cause).__name__}: {cause}",
-            hint="close the store and open it again",
-        )
-        refusal.__cause__ = cause
+        what = f"the manifest's writer stopped: {type(cause).__name__}: {cause}"
+        refusal = poisoned_by(cause, what, hint="close the store and open it again")
         queued = self._queue.refuse(refusal, drain=True)
         # Each once, and none that was told before: its batch is durable.
         unsettled = (guard for guard in (*(group or ()), *self._carry, *queued) if not guard.done)

@@ -185,8 +185,13 @@ class FileLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it still protects: not given back, not retired by the owner (rule 3)."""
-        return self._file is not None and os.fstat(self._file.fileno()).st_nlink > 0
+        """Whether it still protects: not given back, not retired (rule 3), and under the name that owners look at."""
+        if self._file is None:
+            return False
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def renew(self) -> bool:
         """A heartbeat; whether the lease is still held. The stamp changes whatever the clock does."""

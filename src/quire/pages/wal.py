@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from quire.core.clock import Clock
-from quire.core.errors import OutOfRange, QuireError, StoreClosed, StoreUnusable
+from quire.core.errors import OutOfRange, QuireError, StoreClosed, poisoned_by
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
@@ -305,6 +305,7 @@ class Wal:
             self.require()
         for segment in flight.segments:
             segment.file.sync(flight.lane)
+        self._manifest.writer.check_owner()  # nothing is acknowledged that a second owner may already have cut off
         hit("pages.wal.synced")
 
     def _settle(self, flight: Flight) -> None:
@@ -422,13 +423,8 @@ class Wal:
     def _poison(self, error: BaseException) -> None:
         """Rule 6."""
         if self.failure is None:
-            failure = StoreUnusable(
-                f"the database's WAL failed: {error}",
-                hint="repair the cause, then open the database again",
-                db_id=self.db_id,
-            )
-            failure.__cause__ = error
-            self.failure = failure
+            hint = "repair the cause, then open the database again"
+            self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
             emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
 
 

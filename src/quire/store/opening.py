@@ -91,6 +91,7 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
         lock.close()
         raise
     manifest.feed_settings = settings.feed
+    manifest.writer.owner_check = lock.verify
     store = Store(root, settings, manifest, lock, disk)
     try:
         if manifest.recovered.in_flight_jobs:

@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.errors import DiskFull, OutOfRange, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.errors import DiskFull, OutOfRange, QuireError, StorageFault, StoreClosed, StoreFenced, poisoned_by
 from quire.core.events import emit
 from quire.core.ids import U64_MAX
 from quire.core.limits import KIB
@@ -105,6 +105,7 @@ class HotLog:
         next_segment: int,
         next_record: int,
         asked: Callable[[], None] = lambda: None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         # constant after construction
         self._files = files
@@ -115,6 +116,7 @@ class HotLog:
         """What a record takes at most that shares a block with others."""
         self._roll = roll
         self._asked = asked
+        self._check_owner = check_owner
         group = self._group = Handover(self, self._sync)
         self.until = group.until
         """Returns when everything below an id is durable."""
@@ -286,6 +288,11 @@ class HotLog:
 
     def _synced(self, segment: OpenSegment) -> None:
         hit("stream.hot.synced")
+        try:
+            self._check_owner()  # nothing is acknowledged that a second owner may already have cut off
+        except StoreFenced as error:
+            self._poison(error)
+            raise
         self.syncs += 1
         self.durable = segment.written
 
@@ -434,12 +441,8 @@ class HotLog:
     def _poison(self, error: BaseException) -> None:
         """Rule 5."""
         if self.failure is None:
-            failure = StoreUnusable(
-                f"the stream's segment failed: {error}",
-                hint="repair the cause, then open the stream again",
-                stream_id=self._files.stream_id,
-            )
-            failure.__cause__ = error
+            what, hint = f"the stream's segment failed: {error}", "repair the cause, then open the stream again"
+            failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
             with self._lock:
                 self.failure, self._run = failure, FULL  # who appends next finds no room, and then the failure
             emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")

@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import Self
 
 from quire.core.clock import Clock
-from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusable
+from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusable, poisoned_by
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
@@ -271,6 +271,7 @@ class ManifestLogWriter:
     def _write_commit(self, flags: int) -> None:
         assert self._file is not None
         assert self._map is not None
+        self._file_lock.verify()
         if self._tail > self._committed:
             with memoryview(self._map) as whole, whole[self._committed : self._tail] as new:
                 crc = crc64(new, self._crc)
@@ -353,7 +354,8 @@ class ManifestLogWriter:
             step()
         except BaseException as error:
             self._room = 0  # the next append looks at what is wrong
-            self._trouble = StoreUnusable(
+            self._trouble = poisoned_by(
+                error,
                 f"{doing} of the manifest log failed, and what reached the disk is unknown",
                 hint="repair the cause, then open the stream again",
                 path=self._files.directory,

@@ -98,6 +98,7 @@ class Stream:
         clock: StreamClock,
         *,
         background: bool,
+        check_owner: Callable[[], None],
     ) -> None:
         # constant after construction
         self.files = files
@@ -118,6 +119,7 @@ class Stream:
             next_segment=recovered.next_segment,
             next_record=recovered.next_record,
             asked=self._ask,
+            check_owner=check_owner,
         )
         self.tiers = Tiers(files, self.ledger, self.hot, store, settings, clock, recovered.dictionaries)
         self.upkeep = Upkeep(self.tiers, self.ledger, state, settings, clock)
@@ -162,7 +164,10 @@ class Stream:
             projection = Projection(manifest, files)
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
             cache = cache if cache is not None else ByteCache(settings.cache_bytes)
-            return cls(files, recovered, state, store, cache, settings, ticking, background=background)
+            owned = manifest.writer.check_owner
+            return cls(
+                files, recovered, state, store, cache, settings, ticking, background=background, check_owner=owned
+            )
         except BaseException:
             log.abandon()
             raise

@@ -1,0 +1,114 @@
+"""An owner whose lock file was moved or removed ends: a second owner may be at work by then (issue 18)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import StoreFenced
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.store.store import Store
+from tests.store.conftest import Script, assert_sound, line
+
+SECOND = """
+import sys, quire
+with quire.open(sys.argv[1]) as store:
+    store.create("of-the-second", "pages")
+    print([each.name for each in store.databases()], flush=True)
+    sys.stdin.readline()
+"""
+
+QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+
+
+def move(path: Path) -> None:
+    os.rename(path / "store.lock", path / "store.lock.old")
+
+
+def replace(path: Path) -> None:
+    (path / "new.lock").touch()
+    os.rename(path / "new.lock", path / "store.lock")
+
+
+def remove(path: Path) -> None:
+    os.remove(path / "store.lock")
+
+
+WAYS = pytest.mark.parametrize("lose", [move, replace, remove])
+
+
+@WAYS
+def test_an_owner_that_lost_its_lock_file_commits_nothing_more(
+    path: Path, lose: Callable[[Path], None], script: Script
+) -> None:
+    with quire.open(path, settings=QUIET) as first:
+        first.create("before", "pages")
+        lose(path)
+        second = script(SECOND, str(path))
+        assert line(second) == "['before', 'of-the-second']"
+        with pytest.raises(StoreFenced, match="lock file") as caught:
+            first.create("after", "pages")
+        assert caught.value.where["path"] == str(path / "store.lock")
+        assert caught.value.where["successor_pid"] == second.pid
+        with pytest.raises(StoreFenced):  # and not the time after either
+            first.create("later", "pages")
+        assert [each.name for each in first.databases()] == ["before", "of-the-second"], "reading goes on"
+        second.communicate("\n")
+    assert_sound(path)
+    with quire.open(path, "r") as reader:
+        assert [each.name for each in reader.databases()] == ["before", "of-the-second"]
+
+
+@pytest.fixture
+def first(path: Path) -> Store:
+    return quire.open(path, settings=QUIET)
+
+
+def insert(store: Store) -> Callable[[], object]:
+    db = store.sqlite("shop", create=True)
+    db.execute("create table item(n)")
+    return lambda: db.execute("insert into item values (1)")
+
+
+def put(store: Store) -> Callable[[], object]:
+    kv = store.kv("keys", create=True)
+    kv.put(b"a", b"1")
+    return lambda: kv.put(b"a", b"2")
+
+
+def append(store: Store) -> Callable[[], object]:
+    stream = store.stream("log", create=True)
+    stream.append(b"one").result()
+    return lambda: stream.append(b"two").result()
+
+
+@WAYS
+@pytest.mark.parametrize("write", [insert, put, append])
+def test_no_engine_acknowledges_a_write_under_a_lost_lock(
+    path: Path, first: Store, write: Callable[[Store], Callable[[], object]], lose: Callable[[Path], None]
+) -> None:
+    """Engines sync logs of their own, and ask the manifest only now and then."""
+    with first:
+        again = write(first)
+        lose(path)
+        for _ in range(2):
+            with pytest.raises(Exception) as caught:  # noqa: PT011 - SQLite has errors of its own
+                again()
+            assert "lock file" in str(caught.value) or isinstance(caught.value.__cause__, StoreFenced), caught.value
+    assert_sound(path)
+
+
+def test_a_manifest_log_whose_lock_file_was_moved_takes_nothing_more(path: Path, first: Store) -> None:
+    """The same for the lock of a stream's manifest log, which tools take while nobody owns the store."""
+    with first:
+        stream = first.stream("log", create=True)
+        stream.append(b"one").result()
+        (lock,) = path.glob("streams/*/manifest/*.lock")
+        stream.append(b"two").result()  # the log is asked when a segment ends
+        os.rename(lock, lock.with_suffix(".old"))
+        with pytest.raises(StoreFenced, match="lock file"):
+            stream.seal()
