@@ -191,6 +191,19 @@ def test_a_follower_killed_at_a_point_goes_on(root: Path, tmp_path: Path, point:
 
 
 # ── the shell ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_shell_opens_on_a_malformed_schema_and_repairs_it(root: Path, tmp_path: Path) -> None:
+    """Issue 18: neither a connection nor the shell began."""
+    run(root, "import", str(make(tmp_path / "shop.db")))
+    spoil = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABLE', 'CREATE TABEL') WHERE name = 'item'"
+    mend = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABEL', 'CREATE TABLE') WHERE name = 'item'"
+    assert run(root, "shell", "shop", f"PRAGMA writable_schema=on; {spoil}").code == 0
+    broken = run(root, "shell", "shop", "SELECT count(*) FROM item")
+    assert broken.code == 2
+    assert "malformed database schema" in broken.err
+    assert run(root, "shell", "shop", f"PRAGMA writable_schema=on; {mend}").code == 0
+    assert run(root, "shell", "shop", "SELECT count(*) FROM item", "PRAGMA integrity_check").out == "200\nok\n"
+
+
 def test_the_shell_runs_statements(root: Path, tmp_path: Path) -> None:
     run(root, "import", str(make(tmp_path / "shop.db")))
     with quire.open(root) as store:

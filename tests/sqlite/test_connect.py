@@ -257,6 +257,32 @@ def test_damage_is_told_with_its_place(
     assert count(reader) == 10
 
 
+MALFORMED = """
+create index by_b on t(b); create view v as select b from t;
+pragma writable_schema=on; update sqlite_master set sql = 'create tabel t(a)' where name = 't'; pragma writable_schema=off
+"""
+
+
+def test_a_malformed_schema_can_be_connected_to_and_repaired(
+    store: Store, shop: apsw.Connection, connect: Connect
+) -> None:
+    """Issue 18: `connect` itself read the schema, and failed; native SQLite connects, and its first statement fails."""
+    shop.execute(MALFORMED)
+    shop.close()
+    store.snapshot("shop", "broken")
+    for options in ({}, {"at": "broken"}):
+        with pytest.raises(apsw.CorruptError, match=r"malformed database schema \(t\)"):
+            connect(**options).execute("select * from t")
+    broken = connect()
+    broken.execute("pragma writable_schema=on")
+    repaired = "create table t(id integer primary key, b text)"
+    broken.execute("update sqlite_master set sql = ? where name = 't'", (repaired,))
+    broken.execute("pragma writable_schema=reset")
+    assert broken.pragma("integrity_check") == "ok"
+    assert count(broken) == count(connect(), "v") == 10
+    assert connect().execute("select b from t where b = 'row 7'").get == "row 7"
+
+
 # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_connections_that_outlive_the_store_fail_and_say_why(root: Path) -> None:
     store = quire.open(root, settings=SETTINGS)

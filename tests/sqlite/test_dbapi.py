@@ -7,6 +7,8 @@ from contextlib import suppress
 
 import apsw
 import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from quire.core.errors import DiskFull
 from quire.sqlite import dbapi
@@ -116,3 +118,53 @@ def test_every_error_of_ours_has_a_code_of_sqlites() -> None:
     assert code_of(Fuller("full")) == apsw.SQLITE_FULL
     assert code_of(ValueError()) == apsw.SQLITE_IOERR
     assert all(code & 0xFF in apsw.mapping_result_codes for code in CODES.values())
+
+
+class Base(DeclarativeBase):
+    """What the tests below map."""
+
+
+class Author(Base):
+    __tablename__ = "author"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    books: Mapped[list[Book]] = relationship(back_populates="author", passive_deletes=True, cascade="all, delete")
+
+
+class Book(Base):
+    __tablename__ = "book"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    author_id: Mapped[int] = mapped_column(sa.ForeignKey("author.id", ondelete="CASCADE"))
+    author: Mapped[Author] = relationship(back_populates="books")
+
+
+def test_an_orm_counts_what_it_changed_and_not_what_triggers_and_cascades_did(store: Store) -> None:
+    """Issue 18: SQLAlchemy raised StaleDataError, because `rowcount` had the rows of triggers and cascades in it."""
+    engine = sa.create_engine(
+        "sqlite://", module=dbapi, poolclass=sa.QueuePool, creator=lambda: dbapi.wrap(store.sqlite("shop", create=True))
+    )
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("pragma foreign_keys=on"))
+    Base.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(sa.text("create table log(what)"))
+        log_twice = "begin insert into log values (1), (2); end"
+        connection.execute(sa.text(f"create trigger changed after update on author {log_twice}"))
+        connection.execute(sa.text(f"create trigger gone after delete on author {log_twice}"))
+    with Session(engine) as session, session.begin():
+        session.add_all([Author(name=name, books=[Book(), Book(), Book()]) for name in ("Ada", "Bo", "Cy")])
+    with Session(engine) as session, session.begin():
+        first, second, _ = session.scalars(sa.select(Author).order_by(Author.id))
+        first.name = "Ann"
+        session.flush()
+        session.delete(first)
+        second.name = "Ben"
+    with Session(engine) as session:
+        assert session.scalars(sa.select(Author.name).order_by(Author.id)).all() == ["Ben", "Cy"]
+        assert session.scalar(sa.select(sa.func.count(Book.id))) == 6
+        assert session.scalar(sa.text("select count(*) from log")) == 6
+        # A result of which one row is taken holds nothing: what another connection commits is seen by the next query.
+        with engine.begin() as other:
+            other.execute(sa.text("delete from author"))
+        session.rollback()
+        assert session.scalar(sa.select(sa.func.count(Book.id))) == 0
+    engine.dispose()

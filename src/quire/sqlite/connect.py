@@ -138,7 +138,13 @@ class SqliteRoom:
         if self._opened.file is not None and (file := self._opened.file()) is not None:
             file.connection = weakref.ref(connection)
         connection.set_busy_timeout(int(timeout * 1000))
-        connection.pragma("cache_size", -CACHE_KIB)
+        # It reads the schema. A malformed one is met by the first statement, as in SQLite: people connect to repair it
+        # (`PRAGMA writable_schema`). Such a connection keeps SQLite's own cache.
+        try:
+            connection.pragma("cache_size", -CACHE_KIB)
+        except apsw.CorruptError as error:
+            if isinstance(error.__cause__, QuireError):  # not the schema: what is stored is damaged
+                raise
         return connection
 
     def _find(self, name: str) -> int:

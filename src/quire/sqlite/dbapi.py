@@ -22,9 +22,10 @@ Raises the classes below, with apsw's error, and ours behind it, as the cause.
 from __future__ import annotations
 
 import datetime as dt
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
@@ -92,15 +93,26 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], type[Error]], ...] = (
 )
 
 _WRITING = ("insert", "update", "delete", "replace")
+"""What a transaction begins before, as in sqlite3: what begins otherwise (`with … insert`, say) is a transaction of its own."""
+_UNTOLD = (None,) * 6
+"""Of a column in `description`: only its name is told, as in sqlite3."""
+_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
+"""White space and comments. A comment that nothing ends goes to the end."""
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except apsw.Error as error:
-        kind = next(ours for theirs, ours in _KINDS if isinstance(error, theirs))
-        raise kind(str(error)) from error
+class _Translated:
+    """A block whose errors of apsw's become those of PEP 249."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, apsw.Error):
+            raise next(ours for theirs, ours in _KINDS if isinstance(error, theirs))(str(error)) from error
+
+
+_TRANSLATED = _Translated()
 
 
 def wrap(connection: apsw.Connection, *, isolation_level: str | None = "") -> Connection:
@@ -132,7 +144,7 @@ class Connection:
 
     def cursor(self) -> Cursor:
         """A new cursor."""
-        with _translated():
+        with _TRANSLATED:
             return Cursor(self)
 
     def execute(self, statement: str, parameters: Parameters = ()) -> Cursor:
@@ -145,26 +157,26 @@ class Connection:
 
     def commit(self) -> None:
         """Commit; nothing without a transaction."""
-        with _translated():
+        with _TRANSLATED:
             if self.apsw.in_transaction:
                 self.apsw.execute("commit")
 
     def rollback(self) -> None:
         """Roll back; nothing without a transaction."""
-        with _translated():
+        with _TRANSLATED:
             if self.apsw.in_transaction:
                 self.apsw.execute("rollback")
 
     def close(self) -> None:
         """Close it; what was not committed is lost."""
-        with _translated():
+        with _TRANSLATED:
             self.apsw.close()
 
     def create_function(
         self, name: str, narg: int, func: Callable[..., Any] | None, *, deterministic: bool = False
     ) -> None:
         """A function of Python's for SQL."""
-        with _translated():
+        with _TRANSLATED:
             self.apsw.create_scalar_function(name, func, narg, deterministic=deterministic)
 
     def __enter__(self) -> Self:
@@ -179,8 +191,47 @@ class Connection:
             self.rollback()
 
 
+class _Run:
+    """What apsw calls when it has prepared a statement and is about to run it.
+
+    It refers to no cursor: a cycle would leave a dropped cursor's statement, and with it the version that it reads, to the
+    garbage collector.
+    """
+
+    __slots__ = ("_begin", "_database", "_many", "_prepared", "_statement", "description", "writes")
+
+    def __init__(self, connection: Connection, statement: str, *, many: bool) -> None:
+        self.description: tuple[tuple[Any, ...], ...] | None = None
+        self.writes = _keyword(statement).startswith(_WRITING)
+        self._database = connection.apsw
+        self._statement = statement
+        level = connection.isolation_level
+        self._begin = f"begin {level}" if self.writes and level is not None else None
+        self._many = many
+        self._prepared = False
+
+    def __call__(self, cursor: apsw.Cursor, text: str, _: Any) -> bool:
+        if self._prepared:  # the next parameters of many, or a comment behind the statement
+            return True
+        self._prepared = True
+        if _keyword(self._statement[len(text) :]):
+            raise ProgrammingError("You can only execute one statement at a time.")
+        if self._many and cursor.is_readonly:
+            raise ProgrammingError("executemany() can only execute DML statements.")
+        # The only moment at which a statement without rows tells its columns.
+        self.description = tuple((name, *_UNTOLD) for name, *_ in cursor.description) or None
+        # After it was prepared, so that a mistake in SQL leaves no transaction behind.
+        if self._begin is not None and not self._database.in_transaction:
+            self._database.execute(self._begin)
+        return True
+
+
 class Cursor:
-    """See PEP 249. Made by `Connection.cursor`."""
+    """See PEP 249. Made by `Connection.cursor`.
+
+    It is one row ahead: a statement ends, and lets go of the version it reads, when its last row is fetched. A cursor that is
+    dropped or closed ends its statement at once.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -188,74 +239,122 @@ class Cursor:
         self.rowcount = -1
         self.lastrowid: int | None = None
         self.description: tuple[tuple[Any, ...], ...] | None = None
-        self._cursor = connection.apsw.cursor()
-        self._cursor.exec_trace = self._begins
-        self._rows: Iterator[tuple[Any, ...]] = iter(())
+        self._apsw: apsw.Cursor | None = connection.apsw.cursor()
+        self._ahead: tuple[Any, ...] | None = None
+        self._writes = False
 
     def execute(self, statement: str, parameters: Parameters = ()) -> Cursor:
-        """Run one statement."""
-        return self._run(statement, lambda: self._cursor.execute(statement, _bindings(parameters)))
+        """Run one statement, up to its first row."""
+        database = self.connection.apsw
+        with _TRANSLATED:
+            cursor, run = self._prepare(statement, many=False)
+            cursor.execute(statement, _bindings(parameters))
+            self._writes, self.description = run.writes, run.description
+            self.rowcount = 0 if run.writes else -1
+            self._step(cursor)
+            self.lastrowid = database.last_insert_rowid()
+        return self
 
     def executemany(self, statement: str, rows: Iterable[Parameters]) -> Cursor:
-        """Run one statement for each of these."""
-        return self._run(statement, lambda: self._cursor.executemany(statement, (_bindings(row) for row in rows)))
+        """Run one statement that writes for each of these. Rows that it returns are dropped."""
+        database = self.connection.apsw
+        changed = 0
+
+        def bindings() -> Iterator[Any]:
+            nonlocal changed
+            for row in rows:
+                yield _bindings(row)
+                changed += database.changes()  # apsw asks for the next when it is done with this one
+
+        with _TRANSLATED:
+            cursor, run = self._prepare(statement, many=True)
+            cursor.executemany(statement, bindings())
+            cursor.fetchall()
+            self.description = run.description
+            self.rowcount = changed if run.writes else -1
+        return self
 
     def executescript(self, script: str) -> Cursor:
         """Commit, then run several statements."""
         self.connection.commit()
-        return self._run("", lambda: self._cursor.execute(script).fetchall())
-
-    def _run(self, statement: str, run: Callable[[], Any]) -> Cursor:
-        writes = statement.lstrip().lower().startswith(_WRITING)
-        database = self.connection.apsw
-        with _translated():
-            before = database.total_changes()
-            if writes and self.connection.isolation_level is not None and not database.in_transaction:
-                database.execute(f"begin {self.connection.isolation_level}")
-            self.description = None
-            run()
-            # What returns rows is read now if it writes: all of it happens, whether somebody fetches them or not.
-            self._rows = iter(self._cursor.fetchall()) if writes else self._cursor
-        self.rowcount = database.total_changes() - before if writes else -1
-        if writes:
-            self.lastrowid = database.last_insert_rowid()
+        with _TRANSLATED:
+            self.connection.apsw.execute(script).fetchall()
         return self
 
-    def _begins(self, cursor: apsw.Cursor, _: str, __: Any) -> bool:
-        """SQLite is about to run a statement: the only moment at which one without rows tells its columns."""
-        self.description = cursor.description or None
-        return True
+    def _prepare(self, statement: str, *, many: bool) -> tuple[apsw.Cursor, _Run]:
+        """Forget the statement before; what is told when this one runs."""
+        cursor = self._open()
+        self._ahead, self.description, self.rowcount = None, None, -1
+        run = _Run(self.connection, statement, many=many)
+        cursor.exec_trace = run
+        return cursor, run
+
+    def _step(self, cursor: apsw.Cursor) -> None:
+        """Go to the next row, or to the end: there apsw resets the statement."""
+        self._ahead = None
+        self._ahead = next(cursor, None)
+        if self._ahead is None and self._writes:
+            self.rowcount, self._writes = self.connection.apsw.changes(), False
+
+    def _open(self) -> apsw.Cursor:
+        if self._apsw is None:
+            raise ProgrammingError("Cannot operate on a closed cursor.")
+        return self._apsw
 
     def fetchone(self) -> tuple[Any, ...] | None:
         """The next row, if there is one."""
-        with _translated():
-            return next(self._rows, None)
+        cursor, row = self._open(), self._ahead
+        if row is not None:
+            with _TRANSLATED:
+                self._step(cursor)
+        return row
 
     def fetchmany(self, size: int | None = None) -> list[tuple[Any, ...]]:
         """So many rows, default `arraysize`, or as many as are left."""
-        with _translated():
-            return [row for _, row in zip(range(self.arraysize if size is None else size), self._rows)]
+        self._open()
+        return list(islice(self, self.arraysize if size is None else size))
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         """All rows that are left."""
-        with _translated():
-            return list(self._rows)
+        cursor, row = self._open(), self._ahead
+        if row is None:
+            return []
+        self._ahead = None
+        with _TRANSLATED:
+            rows = [row, *cursor.fetchall()]
+            self._step(cursor)
+        return rows
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        while (row := self.fetchone()) is not None:
-            yield row
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        if (row := self.fetchone()) is None:
+            raise StopIteration
+        return row
 
     def close(self) -> None:
         """Let go of what is left."""
-        with _translated():
-            self._rows = iter(())
-            self._cursor.close(True)
+        cursor, self._apsw, self._ahead = self._apsw, None, None
+        if cursor is not None:
+            with _TRANSLATED:
+                cursor.close(True)
 
     def setinputsizes(self, sizes: Any) -> None:
         """Nothing: SQLite needs no sizes."""
 
     def setoutputsize(self, size: int, column: int | None = None) -> None:
         """Nothing: SQLite needs no sizes."""
+
+
+def _keyword(statement: str) -> str:
+    """How a statement begins, in lower case; "" if there is none.
+
+    >>> _keyword("-- hint\\n /* and\\n another */ INSERT into t values (1)")
+    'insert '
+    """
+    start = _BLANK.match(statement).end()  # type: ignore[union-attr]  # it matches everywhere
+    return statement[start : start + 7].lower()
 
 
 def _bindings(parameters: Parameters) -> Any:

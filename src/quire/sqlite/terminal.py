@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 import apsw
@@ -38,6 +39,11 @@ class _Shell(apsw.shell.Shell):
     """Remembers whether anything went wrong: who reads no messages has the exit code."""
 
     has_failed = False
+
+    def _apply_fts(self) -> None:
+        # It asks SQLite, which reads the schema: a malformed one is repaired in this shell, so it must begin.
+        with suppress(apsw.CorruptError):
+            super()._apply_fts()  # type: ignore[no-untyped-call]
 
     def handle_exception(self) -> None:
         self.has_failed = True
