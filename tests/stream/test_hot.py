@@ -12,7 +12,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import DiskFull, InvalidInput, OutOfRange, StorageFault, StoreClosed, StoreLocked, StoreUnusable
+from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClosed, StoreLocked, StoreUnusable
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
@@ -259,33 +259,6 @@ def test_a_second_writer_is_told_who_has_the_stream(world: StreamWorld) -> None:
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_full_disk_while_a_segment_is_made_breaks_nothing(tmp_path: Path) -> None:
-    class Full(OsDisk):
-        full = False
-
-        def open(self, path: str, **how: Any) -> Any:
-            if self.full and "spare" in path:
-                raise DiskFull("the disk is full", path=path)
-            return super().open(path, **how)
-
-    disk = Full()
-    world = StreamWorld(tmp_path, disk=disk)
-    world.stream.append(b"a").result()
-    world.stream.seal()
-    disk.full = True
-    guard = world.stream.append(b"b")
-    with pytest.raises(DiskFull):
-        guard.result()
-    assert world.stream.failure is None
-    assert world.payloads() == [b"a"]
-    disk.full = False
-    assert guard.result() == 2
-    assert world.stream.append(b"c").result() == 3
-    assert world.payloads() == [b"a", b"b", b"c"]
-    world.check()
-    world.close()
-
-
 def test_a_writer_that_cannot_be_rid_of_its_records_is_told(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(SMALL, pending_bytes_max=100)
     world = StreamWorld(tmp_path, settings=settings)

@@ -4,6 +4,7 @@ Terms
   leader    the thread that writes and syncs, for itself and for everyone who had appended by then
   sleeper   waits for the leader's sync, or for the next one; each has a ring of its own
   baton     the duty to wake the next sleeper that has been served
+  turn      what was appended between two refusals: a full disk ends one, and what was pending by then is refused
 
 Rules
   1. With nobody else about, a sync is a call: no thread in between, and nothing is made.
@@ -15,6 +16,8 @@ Rules
      given its lock back: either it sees the sleeper, or the sleeper sees that nobody leads. One that goes without having been
      woken says so first and looks at its ring then; who hands it the baton rings first and looks then: one of the two goes on.
   5. What fails is raised where it was waited for. A leader whose own records are durable leaves it to the others to find out.
+  6. Ids that were refused are given out again, so a durable mark above an id says nothing to who had it before: the turn does,
+     and is looked at before the mark and after it.
 
 Why this is not `pages/sync_lanes.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
 for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
@@ -28,6 +31,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+from quire.core.errors import QuireError
 
 MORE_GROUPS = 2
 """What a leader waits longer than it must, in syncs: no more than those who come while it leads."""
@@ -46,6 +51,29 @@ class _Sleeper:
         self.ring = threading.Lock()
         self.ring.acquire()
         self.is_gone = False
+
+
+class Turn:
+    """What was appended between two refusals; whoever appended has it, and learns from it whether it was refused."""
+
+    __slots__ = ("refused_from", "why")
+
+    def __init__(self) -> None:
+        # set once, before an id that was refused is given out again
+        self.refused_from: int = _NEVER
+        """The first id that was refused: this one and all behind it are not written, and never will be."""
+        self.why: QuireError | None = None
+
+    def error(self) -> QuireError:
+        """Why it was refused; a new one each time, because raising changes an exception."""
+        assert self.why is not None
+        return type(self.why)(self.why.what, hint=self.why.hint, **self.why.where)
+
+
+_NEVER = 1 << 65
+"""No id is as high."""
+_KEPT = Turn()
+"""Of who appends where nothing is refused."""
 
 
 class Durable(Protocol):
@@ -69,13 +97,17 @@ class Handover:
         self._waiting: deque[_Sleeper] = deque()
         self._served: deque[_Sleeper] = deque()
 
-    def until(self, upto: int) -> None:
-        """Return when everything below an id is durable."""
-        while self._log.durable < upto:
-            if self._leader.acquire(False):
+    def until(self, upto: int, turn: Turn = _KEPT) -> None:
+        """Return when everything below an id is durable, or raise why it was refused (rule 6)."""
+        while turn.refused_from >= upto:
+            if self._log.durable >= upto:
+                if turn.refused_from >= upto:
+                    return
+            elif self._leader.acquire(False):
                 self._lead(upto)
             else:
                 self._sleep(upto)
+        raise turn.error()
 
     def wake(self) -> None:
         """Let every sleeper look again."""

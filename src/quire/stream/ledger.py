@@ -109,6 +109,11 @@ class Ledger:
             if self.mode is not Mode.ON:
                 self._project()
 
+    def reserve(self) -> None:
+        """Have room in the log for a few steps: `DiskFull` comes here, and changes nothing."""
+        if self.mode is not Mode.OFF:
+            self.log.reserve()
+
     def _tell(self, value: Payload, segment_id: int, offset: int) -> Position | None:
         """Where in the log the step stands, if it does."""
         if self._own is None:

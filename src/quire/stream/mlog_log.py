@@ -43,6 +43,8 @@ from quire.stream.mlog_snapshot import write_snapshot
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_writer import ManifestLogWriter, lock_log
 
+RESERVED_BYTES = 1024
+"""What ending a segment and beginning the next takes in the log, with some to spare."""
 RETRY_SECONDS = 0.25
 RETRY_SECONDS_MAX = 30.0
 
@@ -127,6 +129,13 @@ class ManifestLog:
             for value, segment_id in records:
                 self.append(value, segment_id)
             return self.commit()
+
+    def reserve(self) -> None:
+        """Have room for a few more records; a full disk is `DiskFull` here and breaks nothing."""
+        with self._lock:
+            if self._writer.is_full:
+                self._writer.rotate()
+            self._writer.reserve(RESERVED_BYTES)
 
     def commit(self) -> Position:
         """Make what was appended durable."""

@@ -184,6 +184,11 @@ class ManifestLogWriter:
         except struct.error as error:
             raise OutOfRange(f"a field of the record does not fit: {error}", record=value, segment=segment_id) from None
 
+    def reserve(self, size: int) -> None:
+        """Have room for so many more bytes of records."""
+        if self._tail + size > self._room:
+            self._make_room(self._tail + size)
+
     def commit(self) -> Position:
         """Make everything appended durable (rule 3); up to where."""
         self._check()

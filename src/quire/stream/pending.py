@@ -1,25 +1,32 @@
-"""What has been appended to a stream and is not written yet: records as they came, and the blocks they become.
+"""What has been appended to a stream and is not written yet: records as they came, their ids, and the blocks they become.
 
 Terms
   run   records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own
 
-Pure functions and values, any thread. Raises `InvalidInput` for what is not records.
+Threads: any; one lock, around ids and what is pending. Raises `InvalidInput` for what is not records, `OutOfRange`.
 Arrow and numpy are loaded when a column comes; who gives bytes does without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, OutOfRange, QuireError
+from quire.core.ids import U64_MAX
+from quire.core.settings import StreamSettings
+from quire.stream.appended import Appended, Log
+from quire.stream.handover import Turn
 from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_BYTES = (bytes, bytearray, memoryview)
 
 Column: TypeAlias = Any
 """A `pyarrow.Array`."""
@@ -74,6 +81,162 @@ class Many(NamedTuple):
     def is_small(self) -> bool:
         """Whether they go into a block together with others."""
         return type(self.payloads) is list and self.size <= BLOCK_BYTES and self.records <= BLOCK_RECORDS_MAX
+
+
+class Pending:
+    """What one stream has accepted and not written."""
+
+    def __init__(
+        self,
+        log: Log,
+        settings: StreamSettings,
+        *,
+        next_record: int,
+        asked: Callable[[], None],
+        relieve: Callable[[Turn, int, int], None],
+    ) -> None:
+        # constant after construction
+        self._log = log
+        self._record_bytes_max = settings.record_bytes_max
+        self._small_max = min(settings.record_bytes_max + 4, BLOCK_BYTES)
+        """What a record takes at most that shares a block with others."""
+        self._bytes_max = settings.pending_bytes_max
+        self._asked = asked
+        self._relieve = relieve
+        """Writes what is pending, because it is too much; raises if that of (turn, first, count) was refused."""
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self.next_record = next_record
+        self._runs: list[Run] = []
+        self._run: Run = FULL
+        """The last one, if more records may join it."""
+        self._bytes = 0
+        self._turn = Turn()
+        """Which appends a refusal would meet now."""
+        self._untold = 0
+        """Records that were refused without their appender knowing yet."""
+
+    def append(self, records: Records) -> Appended:
+        """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns."""
+        if type(records) is bytes and (size := len(records) + 4) <= self._small_max:
+            with self._lock:
+                run = self._run
+                if size <= run.room:
+                    run.room -= size
+                    run.payloads.append(records)
+                    first = self.next_record
+                    self.next_record = first + 1
+                    return Appended(self._log, self._turn, first, 1)
+            return self._append_first(records, size)
+        return self._append_many(many([bytes(records)] if isinstance(records, _BYTES) else records))
+
+    def _append_first(self, record: bytes, size: int) -> Appended:
+        """The same, if there was no run that it fits into."""
+        with self._lock:
+            first = self._reserve(1)
+            run = self._run
+            if size > run.room:  # somebody else may have begun one
+                run = self._begin_run(Run(first, []))
+            run.room -= size
+            run.payloads.append(record)
+            pending, turn = self._bytes, self._turn
+        if pending > self._bytes_max:
+            self._relieve(turn, first, 1)
+        return Appended(self._log, turn, first, 1)
+
+    def _append_many(self, given: Many) -> Appended:
+        """The same, at leisure."""
+        limit = self._record_bytes_max
+        if given.size > limit and (largest := given.largest()) > limit:
+            hint = "split it, or raise stream.record_bytes_max"
+            raise OutOfRange("a record is larger than this stream takes", hint=hint, bytes=largest, max=limit)
+        count = given.records
+        with self._lock:
+            first = self._reserve(count)
+            if count and given.is_small:
+                run = self._run
+                if given.size > run.room:
+                    run = self._begin_run(Run(first, []))
+                run.payloads.extend(given.payloads)
+                run.room -= given.size
+            elif count:
+                self._begin_run(Run(first, given.payloads, given.size, -1))
+            pending, turn = self._bytes, self._turn
+        if pending > self._bytes_max:
+            self._relieve(turn, first, count)
+        return Appended(self._log, turn, first, count)
+
+    def _reserve(self, count: int) -> int:
+        """The first of so many ids. REQUIRES the lock."""
+        self._log.require()
+        first = self.next_record
+        if first + count > U64_MAX:
+            raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first)
+        self.next_record = first + count
+        return first
+
+    def _begin_run(self, run: Run) -> Run:
+        """REQUIRES the lock."""
+        if not self._runs:
+            self._asked()  # somebody should sync, if nobody waits for it
+        self._runs.append(run)
+        self._bytes += run.size
+        self._run = run
+        return run
+
+    # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
+    def take(self) -> list[Run]:
+        """What is to be written now; nobody adds to it any more."""
+        with self._lock:
+            self._log.require()
+            runs, self._runs, self._run, self._bytes = self._runs, [], FULL, 0
+        return runs
+
+    def put_back(self, runs: list[Run]) -> None:
+        """What could not be written, in front of what came meanwhile."""
+        with self._lock:
+            self._runs[:0] = runs
+            self._bytes += sum(run.size for run in runs)
+
+    def refuse(self, turn: Turn, upto: int, why: QuireError) -> int:
+        """Give up all that is pending, if something below `upto` of this turn is; how many records."""
+        with self._lock:
+            if turn is not self._turn or not self._runs or self._runs[0].first >= upto:
+                return 0  # refused, or written, since
+            first = self._runs[0].first
+            count, self.next_record = self.next_record - first, first
+            self._runs, self._run, self._bytes = [], FULL, 0
+            self._untold += count
+            self._turn = Turn()
+            turn.why = why
+            turn.refused_from = first  # last: whoever sees it finds the reason, and no id was given out again before
+            return count
+
+    def end(self) -> tuple[int, Turn]:
+        """The id behind everything that was appended, and the turn it is of."""
+        with self._lock:
+            return self.next_record, self._turn
+
+    def told(self, count: int) -> None:
+        """Somebody knows that so many of its records were refused."""
+        with self._lock:
+            self._untold = max(self._untold - count, 0)
+
+    def all_told(self) -> int:
+        """How many refused records nobody knew of; from here on somebody does."""
+        with self._lock:
+            untold, self._untold = self._untold, 0
+        return untold
+
+    def stop(self) -> None:
+        """Whoever appends next asks the log first, and hears what is wrong with it."""
+        with self._lock:
+            self._run = FULL
+
+    def forked(self) -> None:
+        """In the child of a fork() nobody holds the lock."""
+        self._lock = threading.Lock()
+        self._run = FULL
 
 
 def many(records: Records) -> Many:

@@ -15,10 +15,20 @@ from contextlib import suppress
 from itertools import count
 
 from quire.core.errors import StorageFault
+from quire.core.limits import KIB
 from quire.durable.failpoints import hit
 from quire.durable.files import File, preallocate
 from quire.durable.names import Tier
 from quire.stream.files import StreamFiles
+from quire.stream.segment import ALIGN, aligned
+
+SEGMENT_BYTES_MIN = 256 * KIB
+"""The first segment of a stream. Each further one has twice what the one before had used: larger only if that was filled."""
+
+
+def next_bytes(used: int, limit: int) -> int:
+    """The size of a segment that follows one of which so much was used."""
+    return min(limit, max(SEGMENT_BYTES_MIN, 2 * aligned(used, ALIGN)))
 
 
 class Spares:

@@ -34,9 +34,10 @@ from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
+from quire.stream.appended import Appended
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.hot import Appended, HotLog
+from quire.stream.hot import HotLog
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_log import ManifestLog
@@ -120,6 +121,7 @@ class Stream:
             next_record=recovered.next_record,
             asked=self._ask,
             check_owner=check_owner,
+            reserve=self.ledger.reserve,
         )
         self.tiers = Tiers(files, self.ledger, self.hot, store, settings, clock, recovered.dictionaries)
         self.upkeep = Upkeep(self.tiers, self.ledger, state, settings, clock)
@@ -390,9 +392,9 @@ class Stream:
         """What the keeper does each time: sync, seal by time, a file ahead, LMDB."""
         self.hot.require()
         if sync:
-            self.hot.sync()
+            self.hot.sync_quietly()
         if self.hot.is_due():
-            self.hot.seal()
+            self.hot.seal(quietly=True)
         self.hot.prepare()
         self.ledger.project()
 
