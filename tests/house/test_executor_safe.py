@@ -58,6 +58,7 @@ EXECUTOR_SAFE = [
     "quire.service.wire",
     "quire.spark.access",
     "quire.spark.sources.*",
+    "quire.sqlite.condition",
     "quire.sqlite.files",
     "quire.sqlite.pragmas",
     "quire.sqlite.reader",

@@ -119,6 +119,15 @@ def star_import(source: Source) -> Iterator[int]:
             yield node.lineno
 
 
+def takes_filters(source: Source) -> Iterator[int]:
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.FunctionDef(name="pushFilters"):
+                yield node.lineno
+            case ast.Constant(value=str(text)) if "filterPushdown" in text:
+                yield node.lineno
+
+
 RULES = [
     Rule(
         name="module length",
@@ -188,6 +197,14 @@ RULES = [
         instead="catch the one error that is an answer, and say why it is one",
         find=swallowed,
         caught="try:\n    x\nexcept Exception:\n    pass\n",
+    ),
+    Rule(
+        name="filters of Spark's",
+        reason="Spark answers later queries on a DataFrame with the filters of earlier ones (docs/decisions/013)",
+        instead="an option of the source that says what is read, like `where` of quire.sqlite",
+        find=takes_filters,
+        caught="class Reader:\n    def pushFilters(self, filters):\n        return filters\n",
+        where=("src/quire", "bench", "examples"),
     ),
     Rule(
         name="star import",

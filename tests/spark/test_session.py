@@ -54,8 +54,10 @@ def test_another_python_may_be_named_for_workers(monkeypatch: pytest.MonkeyPatch
     assert os.environ["PYSPARK_DRIVER_PYTHON"] == sys.executable
 
 
-def test_filters_may_be_pushed(spark: SparkSession) -> None:
-    assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"
+def test_filters_of_sparks_are_not_pushed_to_sources(spark: SparkSession) -> None:
+    """Issue 18: a reader that takes them answers later queries with them, so no session of ours has it on."""
+    assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "false"
+    assert not [name for name in room.settings_of("local[*]", "", None) if "filterPushdown" in name]
 
 
 def test_what_a_new_session_is_made_with() -> None:

@@ -59,6 +59,8 @@ def test_pages_are_those_of_the_snapshot(owner: Owned) -> None:
 def test_only_the_pages_that_are_asked_for_are_read(owner: Owned) -> None:
     frame = owner.read("quire.pages", database="shop", snapshot="monday")
     assert [row.page for row in frame.filter("page > 3 and page <= 6").orderBy("page").collect()] == [4, 5, 6]
+    some = owner.read("quire.pages", database="shop", snapshot="monday", start=2, end=5)
+    assert [row.page for row in some.orderBy("page").collect()] == [2, 3, 4]
     assert frame.filter("page = 2").count() == 1
     assert frame.filter("page >= 1000000").count() == 0
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThan
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 import quire
@@ -73,9 +72,9 @@ def given(path: Path, **options: Any) -> Options:
     return Options(wanted, source="quire.stream", known=stream.OPTIONS)
 
 
-def reader(path: Path, **options: Any) -> stream.FilteredStreamReader:
+def reader(path: Path, **options: Any) -> stream.StreamReader:
     wanted = given(path, **options)
-    return stream.FilteredStreamReader(wanted, stream.shape(wanted))
+    return stream.StreamReader(wanted, stream.shape(wanted))
 
 
 def read(source: Any, partitions: Any) -> list[tuple[Any, ...]]:
@@ -129,22 +128,20 @@ def test_parts_are_of_about_the_same_size_and_together_are_all(
     assert cut == [(1, 201), (201, 401), (401, 601), (601, 801), (801, 1001)]
 
 
-def test_filters_narrow_the_range(place: tuple[Path, Stream]) -> None:
+def test_records_since_a_moment_are_exactly_those(place: tuple[Path, Stream]) -> None:
+    """Whole segments are left out by when they were sealed, the rest record by record, also where no column shows the time."""
     path, clicks = place
-    some = reader(path, columns="id")
-    kept = [GreaterThan(("id",), 60), LessThan(("id",), 71), EqualTo(("payload",), b"x")]
-    assert list(some.pushFilters(kept)) == kept, "Spark applies them again"
-    assert read(some, some.partitions()) == [(n,) for n in range(61, 71)]
-    some = reader(path, columns="id")
-    sealed = clicks.ledger.view.get(2)
-    assert sealed is not None
-    later = datetime.fromtimestamp((sealed.sealed_ms + 2) / 1000, UTC)
-    some.pushFilters([GreaterThanOrEqual(("timestamp",), later)])
-    first = min((row[0] for row in read(some, some.partitions())), default=101)
-    assert first in (101, 151, 201), "whole segments are left out, whatever the clock's grain"
-    some = reader(path, columns="id")
-    some.pushFilters([LessThan(("id",), 1)])
-    assert some.partitions() == []
+    stamps = {record.id: record.timestamp_ms for record in clicks.read()}
+    for since in sorted({*stamps.values(), min(stamps.values()) - 1, max(stamps.values()) + 1}):
+        some = reader(path, columns="id", since=since)
+        assert read(some, some.partitions()) == [(n,) for n, stamp in stamps.items() if stamp >= since]
+    moment = datetime.fromtimestamp(stamps[120] / 1000, UTC)
+    for text in (moment.isoformat(), moment.replace(tzinfo=None).isoformat()):
+        some = reader(path, columns="id", since=text, end=150)
+        assert read(some, some.partitions()) == [(n,) for n in range(1, 150) if stamps[n] >= stamps[120]]
+    for wrong in ("yesterday", "-5", "12:00"):
+        with pytest.raises(InvalidInput, match="is no time"):
+            reader(path, since=wrong)
 
 
 def test_what_moved_after_planning_is_found_again(tmp_path: Path) -> None:
@@ -296,9 +293,9 @@ def test_a_query_that_restarts_loses_and_doubles_nothing(spark: SparkSession, tm
 
 
 # ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────────
-def logs(path: Path, **options: Any) -> manifest_log.FilteredManifestLogTable:
+def logs(path: Path, **options: Any) -> manifest_log.ManifestLogTable:
     wanted = Options({"store": str(path), **options}, source="quire.manifest_log", known=manifest_log.OPTIONS)
-    return manifest_log.FilteredManifestLogTable(wanted, manifest_log.SCHEMA)
+    return manifest_log.ManifestLogTable(wanted, manifest_log.SCHEMA)
 
 
 def rows(source: Any) -> list[dict[str, Any]]:
@@ -355,18 +352,13 @@ def test_every_log_record_comes_once_from_whatever_tier(tmp_path: Path) -> None:
             [batch for part in parts for batch in planned.read(part)]
 
 
-def test_filters_leave_chunks_and_streams_out(tmp_path: Path) -> None:
+def test_streams_and_tiers_are_chosen_by_options(tmp_path: Path) -> None:
     with made(tmp_path / "store") as clicks:
         clicks.ledger.log.rotate()
         clicks.append(b"x").result()
         clicks.seal()
-        some = logs(tmp_path / "store")
-        kept = [GreaterThanOrEqual(("chunk",), 1), In(("stream",), ("clicks", "taps"))]
-        assert list(some.pushFilters(kept)) == kept
-        assert {row["chunk"] for row in rows(some)} == {1, 2}
-        some = logs(tmp_path / "store")
-        some.pushFilters([EqualTo(("stream",), "taps")])
-        assert some.partitions() == []
+        assert {row["chunk"] for row in rows(logs(tmp_path / "store", stream="cl*"))} == {0, 1, 2}
+        assert logs(tmp_path / "store", stream="t*").partitions() == []
         with pytest.raises(UnknownDatabase):
             logs(tmp_path / "store", stream="taps").partitions()
         with pytest.raises(InvalidInput):

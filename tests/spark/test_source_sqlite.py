@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from quire.spark.sources import sqlite
-from quire.spark.sources.sqlite import FilteredSqliteReader
+from quire.spark.sources.sqlite import SqliteReader
 from quire.spark.sources.sqlite_tables import table_schema
 from quire.spark.sources.views import Asked
 from tests.spark.sourced import Owned, owned, rows_of
@@ -90,7 +90,7 @@ def test_a_large_table_is_cut_by_its_tree(owner: Owned, monkeypatch: pytest.Monk
     options = sqlite._options(given)
     with options.access().connect() as client:
         schema = table_schema(sqlite.find_in(client, Asked(options), "shop", "orders"), [], with_database=False)
-    reader = FilteredSqliteReader(options, schema)
+    reader = SqliteReader(options, schema)
     parts = reader.partitions()
     assert len(parts) == 3
     assert sum(len(part.value) for part in parts) >= 3
@@ -108,7 +108,7 @@ def test_a_large_table_is_cut_by_its_tree(owner: Owned, monkeypatch: pytest.Monk
     ],
 )  # fmt: skip
 def test_filters_mean_what_they_mean_to_spark(owner: Owned, condition: str) -> None:
-    """A column with a collation and columns that hold several types included: what is told to SQLite leaves nothing out."""
+    """A column with a collation and columns that hold several types included."""
     frame = owner.read("quire.sqlite", database="shop", table="orders")
     local = owner.spark.createDataFrame(_plain(owner), frame.schema)
     assert rows_of(frame.filter(condition), "id") == rows_of(local.filter(condition), "id")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
 
+from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.arrow import schema as arrow_schema_of
 from quire.manifest.ops.jobs import EnqueueJob
@@ -16,7 +16,7 @@ from quire.manifest.records import JobKind
 from quire.service import tables as owner_tables
 from quire.spark import session as room
 from quire.spark.sources.shapes import spark_schema
-from quire.spark.sources.table import Window, window_of
+from quire.spark.sources.table import prefix_of
 from tests.spark.sourced import Owned, owned, rows_of
 
 if TYPE_CHECKING:
@@ -64,39 +64,33 @@ def test_columns_are_chosen_by_an_option(owner: Owned) -> None:
 WAL, NAMES = t.TABLES["wal_catalog"], t.TABLES["db_names"]
 
 
-@pytest.mark.parametrize(
-    ("table", "filters", "window"),
-    [
-        (WAL, [], Window()),
-        (WAL, [EqualTo(("db_id",), 7)], Window((7,))),
-        (WAL, [EqualTo(("db_id",), 7), EqualTo(("segment_id",), 3)], Window((7, 3))),
-        (WAL, [GreaterThan(("db_id",), 7)], Window((), (8, 0))),
-        (WAL, [GreaterThanOrEqual(("db_id",), 7), LessThan(("db_id",), 9)], Window((), (7, 0), (9, 0))),
-        (WAL, [EqualTo(("db_id",), 7), LessThanOrEqual(("segment_id",), 3)], Window((7,), None, (7, 4))),
-        (WAL, [EqualTo(("segment_id",), 3)], Window()),
-        (WAL, [EqualTo(("db_id",), -1)], Window()),
-        (WAL, [LessThanOrEqual(("db_id",), 2**32 - 1)], Window()),
-        (WAL, [GreaterThan(("db_id",), "7")], Window()),
-        (WAL, [In(("db_id",), (1, 2))], Window()),
-        (WAL, [EqualTo(("db_id", "inner"), 7)], Window()),
-        (NAMES, [EqualTo(("name",), "db3")], Window(("db3",))),
-        (NAMES, [GreaterThan(("name",), "db3")], Window()),
-    ],
-)
-def test_filters_on_the_key_narrow_what_is_read(table: t.Table[Any], filters: list[Any], window: Window) -> None:
-    assert window_of(table, filters) == window
+def test_rows_are_chosen_by_the_first_fields_of_their_key(owner: Owned) -> None:
+    assert rows_of(owner.read("quire.table", table="db", columns="db_id,name", key=2)) == [(2, "db1")]
+    assert rows_of(owner.read("quire.table", table="db", columns="db_id", key=99)) == []
+    assert rows_of(owner.read("quire.table", table="db_names", columns="name", key="db3")) == [("db3",)]
+    assert owner.read("quire.table", table="db_names", key="db").count() == 5, "the beginning of a text is enough"
+    assert prefix_of(WAL, "") == ()
+    assert prefix_of(WAL, "4294967295,0") == (2**32 - 1, 0)
 
 
-def test_filters_work_where_spark_does_not_push_them(owner: Owned) -> None:
-    """K5: a reader with `pushFilters` would fail every query there."""
+@pytest.mark.parametrize("key", ["x", "-1", "4294967296", "1,2,3", ",", "1,"])
+def test_a_key_that_does_not_fit_is_refused(key: str) -> None:
+    with pytest.raises(InvalidInput, match="does not fit"):
+        prefix_of(WAL, key)
+    assert prefix_of(NAMES, key) == (key,), "a text may be anything"
+
+
+def test_filters_mean_the_same_where_a_session_pushes_them(owner: Owned) -> None:
+    """Issue 18: somebody's own session may have it on; our readers take no filters, so nothing of them is kept."""
     spark, setting = owner.spark, "spark.sql.python.filterPushdown.enabled"
-    spark.conf.set(setting, "false")
+    spark.conf.set(setting, "true")
     try:
         room.attach(spark)
-        assert rows_of(owner.read("quire.table", table="db", columns="db_id").filter("db_id = 2")) == [(2,)]
+        frame = owner.read("quire.table", table="db", columns="db_id")
+        assert [frame.count(), frame.filter("db_id = 2").count(), frame.count()] == [5, 1, 5]
+        assert rows_of(frame.filter("db_id = 2").union(frame.filter("db_id > 3")), "db_id") == [(2,), (4,), (5,)]
     finally:
-        spark.conf.set(setting, "true")
-        room.attach(spark)
+        spark.conf.unset(setting)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +98,7 @@ def test_filters_work_where_spark_does_not_push_them(owner: Owned) -> None:
     [
         ({}, "needs the option `table`"),
         ({"table": "nope"}, "the manifest has no such table"),
+        ({"table": "db", "key": "shop"}, "does not fit the table's key.*db_id .u32."),
         ({"table": "db", "columns": "nope"}, "the table has no such column"),
         ({"table": "db", "tabel": "db"}, "has no such option"),
         ({"table": "db", "token": "secret"}, "a token is not an option"),

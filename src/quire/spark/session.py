@@ -58,7 +58,6 @@ DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.python.filterPushdown.enabled": "true",  # K5: a reader that takes filters fails without it
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
     "spark.sql.adaptive.coalescePartitions.enabled": "false",  # few index rows are much work: a slot is 64 MiB of pages
@@ -157,8 +156,8 @@ def attach(spark: SparkSession) -> SparkSession:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns if a source was registered before: that is what attaching twice does
-        for each in sources(pushdown=_can_push(spark)):
-            spark.dataSource.register(each)
+        for source in sources():
+            spark.dataSource.register(source)
     make_active(spark)
     return spark
 
@@ -180,10 +179,6 @@ def make_active(spark: SparkSession) -> None:
 def is_connect(spark: SparkSession) -> bool:
     """Whether a session is one of Spark Connect: it has no JVM here."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
-
-
-def _can_push(spark: SparkSession) -> bool:
-    return str(spark.conf.get("spark.sql.python.filterPushdown.enabled", "false")).lower() == "true"
 
 
 def _is_alive(spark: Any) -> bool:

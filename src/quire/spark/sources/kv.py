@@ -10,7 +10,7 @@ Rules
   1. A query reads one version: the snapshot that is asked for, or one that is made for it and goes after `keep_seconds`. The
      owner is asked when the query is planned, and not again; executors read the snapshot's tables, which nobody changes.
   2. Pieces are cut at the tables' blocks, so that each has about the same number of bytes. No key is in two pieces.
-  3. Comparisons of `key` narrow the range that is read; Spark applies all filters again.
+  3. `prefix`, or `low` and `high`, say which keys are read.
   4. Executors must see the directory of the store.
 
 Options: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for bytes), `keys` and
@@ -20,24 +20,12 @@ Options: `database`, `snapshot`, `keep_seconds`, `prefix`, or `low` and `high` (
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-    StringStartsWith,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from quire.core.errors import InvalidInput, UnknownSnapshot
@@ -73,18 +61,13 @@ class Range:
     low: bytes = b""
     high: bytes | None = None
 
-    def cut(self, other: Range) -> Range:
-        """The keys that are in both."""
-        high = self.high if other.high is None else other.high if self.high is None else min(self.high, other.high)
-        return Range(max(self.low, other.low), high)
-
     @property
     def is_empty(self) -> bool:
         return self.high is not None and self.low >= self.high
 
 
 class KvSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -105,13 +88,6 @@ class KvSource(DataSource):
         from quire.spark.sources.kv_writer import KvWriter
 
         return KvWriter(Options(self.options, source="writing to quire.kv", known=WRITING), schema, overwrite=overwrite)
-
-
-class FilteredKvSource(KvSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> KvReader:
-        return FilteredKvReader(_options(self.options), schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,48 +147,6 @@ class KvReader(DataSourceReader):
         with opened(piece.directory, piece.sst_ids) as tables:
             for batch in scan_parts(tables, piece.range.low, piece.range.high, LSN_MAX):
                 yield _shaped(batch, wanted)
-
-
-class FilteredKvReader(KvReader):
-    """Rule 3."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Narrow the range; every filter stays Spark's too."""
-        for each in filters:
-            if getattr(each, "attribute", ()) == ("key",):
-                self.range = self.range.cut(filtered_range(each))
-        return filters
-
-
-def filtered_range(each: Filter) -> Range:
-    """A range that has every key for which a comparison holds.
-
-    >>> (
-    ...     filtered_range(EqualTo(("key",), b"k")),
-    ...     filtered_range(GreaterThan(("key",), "k")),
-    ...     filtered_range(In(("key",), ())),
-    ... )
-    (Range(low=b'k', high=b'k\\x00'), Range(low=b'k\\x00', high=None), Range(low=b'', high=b''))
-    """
-    if isinstance(each, In):
-        values = sorted(value for one in each.value if (value := _bytes(one)) is not None)
-        if len(values) < sum(one is not None for one in each.value):
-            return Range()
-        return Range(values[0], values[-1] + b"\0") if values else Range(b"", b"")
-    value = _bytes(getattr(each, "value", None))
-    if value is None:
-        return Range()
-    if isinstance(each, EqualTo):
-        return Range(value, value + b"\0")
-    if isinstance(each, GreaterThan):
-        return Range(value + b"\0")
-    if isinstance(each, GreaterThanOrEqual):
-        return Range(value)
-    if isinstance(each, LessThan):
-        return Range(b"", value)
-    if isinstance(each, LessThanOrEqual):
-        return Range(b"", value + b"\0")
-    return Range(value, prefix_end(value)) if isinstance(each, StringStartsWith) else Range()
 
 
 def cut(directory: str, sst_ids: Sequence[int], asked: Range, wanted: int) -> Iterator[Piece]:
@@ -277,13 +211,6 @@ def _key(name: str, text: str) -> bytes:
         return bytes.fromhex(text.removeprefix("hex:"))
     except ValueError as error:
         raise InvalidInput(f"the option `{name}` is not hexadecimal", given=text) from error
-
-
-def _bytes(value: Any) -> bytes | None:
-    """A key in a filter, as it is on disk; `None` for what is no key."""
-    if isinstance(value, str):
-        return value.encode()
-    return bytes(value) if isinstance(value, bytes | bytearray) else None
 
 
 def _options(given: Any) -> Options:

@@ -13,7 +13,6 @@ Rules
   2. `tier` `disk` reads what is in the store's directory, seen from here; `object` what is in tier 2; `auto` both.
   3. What is not sound is an error, not fewer rows; what a live writer has not committed is not there.
   4. A chunk that goes from the disk while it is read is looked for in tier 2; one that has gone into a bundle is `StalePlan`.
-  5. Filters on `stream` and `chunk` leave pieces out; Spark applies all of them again.
 
 Options: `stream` (names and patterns with commas; default: all), `tier`, `columns` (with commas), `partitions` at most.
 """
@@ -21,12 +20,12 @@ Options: `stream` (names and patterns with commas; default: all), `tier`, `colum
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, EqualTo, Filter, In, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
 from quire.core.errors import InvalidInput, StalePlan, UnknownDatabase
@@ -37,7 +36,6 @@ from quire.spark.access import Access
 from quire.spark.sources.manifest_log_rows import log_batches
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions
-from quire.spark.sources.stream import bounds
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_reader import Chunk, ManifestLogReader
 from quire.stream.mlog_tier2 import LogObjects
@@ -95,7 +93,7 @@ class LogPartition(InputPartition):
 
 
 class ManifestLogSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -108,13 +106,6 @@ class ManifestLogSource(DataSource):
         return ManifestLogTable(_options(self.options), schema)
 
 
-class FilteredManifestLogSource(ManifestLogSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> ManifestLogTable:
-        return FilteredManifestLogTable(_options(self.options), schema)
-
-
 class ManifestLogTable(DataSourceReader):
     """Plans where the query is planned, reads on executors."""
 
@@ -124,10 +115,6 @@ class ManifestLogTable(DataSourceReader):
         self.patterns = options.names("stream")
         self.tier = options.one_of("tier", ("auto", "disk", "object"))
         self._wanted = options.number("partitions", default_partitions(), least=1)
-        self.least, self.most = 0, 0
-        """Chunks in [least, most) pass the filters; 0: all of them."""
-        self.only: set[str] | None = None
-        """Names of streams that pass them; `None`: all."""
 
     def partitions(self) -> Sequence[InputPartition]:
         """Pieces of all logs, dealt out in order."""
@@ -141,7 +128,6 @@ class ManifestLogTable(DataSourceReader):
                 piece
                 for name in wanted
                 for piece in found_pieces(name, known[name], root, store, disk=self.tier != "object")
-                if (not self.most or piece.first < self.most) and piece.last >= self.least
             ]
         finally:
             if store is not None:
@@ -155,8 +141,7 @@ class ManifestLogTable(DataSourceReader):
         if missing := [name for name in plain if name not in known]:
             raise UnknownDatabase("no stream has this name", hint="`quire ls` lists them", names=missing[:5])
         patterns = self.patterns or ["*"]
-        found = [name for name in sorted(known) if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        return [name for name in found if self.only is None or name in self.only]
+        return [name for name in sorted(known) if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The records of some pieces."""
@@ -196,19 +181,6 @@ class ManifestLogTable(DataSourceReader):
                 chunk=piece.first,
             )
         return chunk, "object"
-
-
-class FilteredManifestLogTable(ManifestLogTable):
-    """Rule 5."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Leave pieces out; every filter stays Spark's too. A bundle's chunks are told as its first one."""
-        self.least, self.most = bounds(filters, "chunk", lambda value: value if isinstance(value, int) else None)
-        for each in filters:
-            if getattr(each, "attribute", ()) == ("stream",) and isinstance(each, EqualTo | In):
-                names = {each.value} if isinstance(each, EqualTo) else set(each.value)
-                self.only = names if self.only is None else self.only & names
-        return filters
 
 
 def found_pieces(name: str, stream_id: int, root: str, store: ObjectStore | None, *, disk: bool) -> list[LogPiece]:

@@ -7,27 +7,17 @@ Terms
 
 Rules
   1. Tasks are runs of slots: a chunk is read by one task, from its object, without the owner.
-  2. Filters on `page` leave out what they exclude; Spark applies them again.
+  2. `start` and `end`, exclusive, are the pages that are read.
 
-Options: `database` or `databases`, `snapshot`, `keep_seconds`, `upload`, `partitions` (`views.py`).
+Options: `start`, `end`, and `database` or `databases`, `snapshot`, `keep_seconds`, `upload`, `partitions` (`views.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from quire.core.errors import InvalidInput
@@ -50,13 +40,14 @@ SCHEMA = StructType(
 )
 
 BATCH_BYTES = 4 * MIB
+PAGES_MAX = 1 << 32
 
 Run = tuple[int, int]
 """[start, stop) of pages."""
 
 
 class PagesSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -67,13 +58,6 @@ class PagesSource(DataSource):
 
     def reader(self, schema: StructType) -> PagesReader:
         return PagesReader(_options(self.options), schema)
-
-
-class FilteredPagesSource(PagesSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> PagesReader:
-        return FilteredPagesReader(_options(self.options), schema)
 
 
 class PagesPartition(InputPartition):
@@ -92,7 +76,8 @@ class PagesReader(DataSourceReader):
         self.access = options.access()
         self.asked = Asked(options)
         self._wanted = options.number("partitions", default_partitions(), least=1)
-        self._first, self._stop = 0, 1 << 32
+        self._first = options.number("start", 0)
+        self._stop = options.number("end", PAGES_MAX)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Rule 1."""
@@ -113,22 +98,6 @@ class PagesReader(DataSourceReader):
                         rows = []
                 if rows:
                     yield _batch(piece.version.database, rows)
-
-
-class FilteredPagesReader(PagesReader):
-    """Rule 2."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Narrow what is read; every filter stays Spark's too."""
-        for each in filters:
-            value: Any = getattr(each, "value", None)
-            if getattr(each, "attribute", ()) != ("page",) or not isinstance(value, int):
-                continue
-            if isinstance(each, GreaterThan | GreaterThanOrEqual | EqualTo):
-                self._first = max(self._first, value + isinstance(each, GreaterThan))
-            if isinstance(each, LessThan | LessThanOrEqual | EqualTo):
-                self._stop = min(self._stop, value + (not isinstance(each, LessThan)))
-        return filters
 
 
 def _pieces(version: Version, first: int, stop: int) -> Iterator[Piece[Run]]:
@@ -152,4 +121,4 @@ def _batch(database: str, rows: list[tuple[int, bytes]]) -> pa.RecordBatch:
 
 
 def _options(given: Any) -> Options:
-    return Options(given, source="quire.pages", known=views.OPTIONS)
+    return Options(given, source="quire.pages", known=(*views.OPTIONS, "start", "end"))

@@ -8,19 +8,16 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSource
 
 
-def sources(*, pushdown: bool) -> list[type[DataSource]]:
-    """Every source; with `pushdown` those that take filters (K5: a session that has it switched off refuses them)."""
+def sources() -> list[type[DataSource]]:
+    """Every source. None of them takes Spark's filters: see docs/decisions/013-no-filter-pushdown.md."""
     from quire.spark.sources.changes import ChangesSource
     from quire.spark.sources.diff import DiffSource
-    from quire.spark.sources.kv import FilteredKvSource, KvSource
-    from quire.spark.sources.manifest_log import FilteredManifestLogSource, ManifestLogSource
-    from quire.spark.sources.pages import FilteredPagesSource, PagesSource
-    from quire.spark.sources.sqlite import FilteredSqliteSource, SqliteSource
-    from quire.spark.sources.stream import FilteredStreamSource, StreamSource
-    from quire.spark.sources.table import FilteredTableSource, TableSource
+    from quire.spark.sources.kv import KvSource
+    from quire.spark.sources.manifest_log import ManifestLogSource
+    from quire.spark.sources.pages import PagesSource
+    from quire.spark.sources.sqlite import SqliteSource
+    from quire.spark.sources.stream import StreamSource
+    from quire.spark.sources.table import TableSource
 
-    if pushdown:
-        records: list[type[DataSource]] = [FilteredStreamSource, FilteredManifestLogSource, FilteredKvSource]
-        return [FilteredTableSource, ChangesSource, FilteredPagesSource, FilteredSqliteSource, DiffSource, *records]
-    plain: list[type[DataSource]] = [StreamSource, ManifestLogSource, KvSource]
-    return [TableSource, ChangesSource, PagesSource, SqliteSource, DiffSource, *plain]
+    pages: list[type[DataSource]] = [PagesSource, SqliteSource, DiffSource]
+    return [TableSource, ChangesSource, *pages, StreamSource, ManifestLogSource, KvSource]

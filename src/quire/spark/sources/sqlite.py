@@ -10,35 +10,37 @@ Rules
   1. Executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.reader`): the owner is asked when
      the query is planned, and not again.
   2. Large tables are cut by the upper pages of their trees (`sqlite_ranges.py`); databases below `PIECE_BYTES` are one piece.
-  3. With `databases` rows begin with `_database`, the name of theirs; filters on it leave databases out before they are opened.
-  4. Filters are told to SQLite as far as both mean the same (`predicates.py`); Spark applies all of them again.
+  3. With `databases` rows begin with `_database`, the name of theirs.
+  4. `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/condition.py`).
+     Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
+     (docs/decisions/013-no-filter-pushdown.md).
   5. Columns of whole numbers and texts are put together by SQLite (`sqlite_columns.py`), others row by row (`sqlite_rows.py`).
 
-Options: `table`, `columns` (with commas), `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases without the
-table), and those of `views.py`. For writing: `sqlite_writer.py`.
+Options: `table`, `columns` (with commas), `where`, `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases
+without the table), and those of `views.py`. For writing: `sqlite_writer.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, EqualTo, Filter, In, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import InvalidInput, NotFound
 from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.options import Options
-from quire.spark.sources.predicates import conditions
 from quire.spark.sources.shapes import arrow_schema, default_partitions
 from quire.spark.sources.sqlite_columns import ColumnQuery, windows
 from quire.spark.sources.sqlite_ranges import LEAST, MOST, rowid_ranges
 from quire.spark.sources.sqlite_rows import batches, gathered
 from quire.spark.sources.sqlite_tables import DATABASE, Table, find_table, quoted, table_schema
 from quire.spark.sources.views import Asked, Piece, ReadAhead, Version, dealt, opened
+from quire.sqlite.condition import bracketed, check_condition
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from quire.service.client import Client
     from quire.sqlite.connect import Connection
 
-OPTIONS = (*views.OPTIONS, "table", "columns", "misfits", "absent")
+OPTIONS = (*views.OPTIONS, "table", "columns", "where", "misfits", "absent")
 WRITING = ("database", "table", "fork_of", "fork_at", "create")
 
 PIECE_BYTES = 16 * MIB
@@ -58,7 +60,7 @@ EVERYTHING: Rowids = (LEAST, MOST)
 
 
 class SqliteSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -68,7 +70,7 @@ class SqliteSource(DataSource):
         options = _options(self.options)
         asked = Asked(options)
         with options.access().connect() as client:
-            table = _described(client, asked, options.need("table"), skip=options.text("absent") == "skip")
+            table = _described(client, asked, options)
         return table_schema(table, options.names("columns"), with_database=asked.is_many)
 
     def reader(self, schema: StructType) -> SqliteReader:
@@ -79,13 +81,6 @@ class SqliteSource(DataSource):
 
         options = Options(self.options, source="writing to quire.sqlite", known=WRITING)
         return SqliteWriter(options, schema, overwrite=overwrite)
-
-
-class FilteredSqliteSource(SqliteSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> SqliteReader:
-        return FilteredSqliteReader(_options(self.options), schema)
 
 
 class SqlitePartition(InputPartition):
@@ -100,6 +95,7 @@ class Query:
     """What executors need to know beside their pieces."""
 
     table: str
+    where: str
     null_misfits: bool
     skip_absent: bool
 
@@ -112,31 +108,39 @@ class SqliteReader(DataSourceReader):
         self.asked = Asked(options)
         self.query = Query(
             options.need("table"),
+            options.text("where"),
             options.one_of("misfits", ("error", "null")) == "null",
             options.one_of("absent", ("error", "skip")) == "skip",
         )
         self.schema = schema
-        self.filters: list[Filter] = []
         self._wanted = options.number("partitions", default_partitions(), least=1)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Rules 2 and 3."""
         with self.access.connect() as client:
-            names = [name for name in self.asked.names(client) if self._passes(name)]
-            versions = self.asked.versions(client, names)
+            versions = self.asked.versions(client, self.asked.names(client))
+        if self.query.where:
+            self._check(versions)
         total = sum(version.size_bytes for version in versions)
         pieces = [piece for version in versions for piece in self._pieces(version, max(total // self._wanted, 1))]
         return [SqlitePartition(heap) for heap in dealt(pieces, self._wanted)]
 
-    def _passes(self, database: str) -> bool:
-        """Whether rows of this database can pass the filters on `_database`."""
-        for each in self.filters:
-            if self.asked.is_many and getattr(each, "attribute", ()) == (DATABASE,):
-                if isinstance(each, EqualTo) and each.value != database:
-                    return False
-                if isinstance(each, In) and database not in each.value:
-                    return False
-        return True
+    def _check(self, versions: list[Version]) -> None:
+        """Rule 4, in the first database that has the table: before a task runs, also where a schema was given."""
+        for version in versions:
+            with opened(version) as source, connected(source) as connection:
+                if (table := self._find(connection, version)) is not None:
+                    check_condition(connection, table.name, self.query.where, database=version.database)
+                    return
+
+    def _find(self, connection: Connection, version: Version) -> Table | None:
+        """The table in a database; `None` where it is absent and that is to be passed over."""
+        try:
+            return find_table(connection, self.query.table, version.database)
+        except NotFound:
+            if self.query.skip_absent:
+                return None
+            raise
 
     def _pieces(self, version: Version, share: int) -> Iterator[Piece[Rowids]]:
         """A database as pieces of about a share of everything."""
@@ -145,12 +149,8 @@ class SqliteReader(DataSourceReader):
             yield Piece(version, EVERYTHING, size)
             return
         with opened(version) as source, connected(source) as connection:
-            try:
-                table = find_table(connection, self.query.table, version.database)
-            except NotFound:
-                if self.query.skip_absent:
-                    return
-                raise
+            if (table := self._find(connection, version)) is None:
+                return
             ranges = [EVERYTHING]
             if table.rowid and table.root:
                 ranges = rowid_ranges(source.read_page, table.root, max(2, -(-2 * size // share)))
@@ -162,13 +162,8 @@ class SqliteReader(DataSourceReader):
         wanted = arrow_schema(self.schema)
         for piece in partition.value or ():
             with opened(piece.version) as source, connected(ReadAhead(source)) as connection:
-                try:
-                    table = find_table(connection, self.query.table, piece.version.database)
-                except NotFound:
-                    if self.query.skip_absent:
-                        continue
-                    raise
-                yield from gathered(self._rows(connection, table, piece, wanted))
+                if (table := self._find(connection, piece.version)) is not None:
+                    yield from gathered(self._rows(connection, table, piece, wanted))
 
     def _rows(
         self, connection: Connection, table: Table, piece: Piece[Rowids], wanted: pa.Schema
@@ -176,34 +171,25 @@ class SqliteReader(DataSourceReader):
         """Rule 5."""
 
         def as_rows(rowids: Rowids) -> Iterator[pa.RecordBatch]:
-            sql, values = self._sql(table, piece.version.database, rowids, told)
+            sql, values = self._sql(table, piece.version.database, rowids)
             return batches(iter(connection.execute(sql, values)), wanted, null_misfits=self.query.null_misfits)
 
-        told = conditions(self.filters, table, self.schema, null_misfits=self.query.null_misfits)
+        if self.query.where:  # databases of one pattern may have different columns
+            check_condition(connection, table.name, self.query.where, database=piece.version.database)
+            return as_rows(piece.part)
         by_column = ColumnQuery(table, wanted, piece.version.database if self.asked.is_many else "")
-        if by_column.is_allowed and not told[0]:
+        if by_column.is_allowed:
             return windows(connection, by_column, piece.part, as_rows)
         return as_rows(piece.part)
 
-    def _sql(
-        self, table: Table, database: str, rowids: Rowids, conditions_told: tuple[list[str], list[Any]]
-    ) -> tuple[str, list[Any]]:
-        shown, shown_values = _selected(table, self.schema, database, self.asked.is_many)
-        told, values = list(conditions_told[0]), list(conditions_told[1])
+    def _sql(self, table: Table, database: str, rowids: Rowids) -> tuple[str, list[Any]]:
+        shown, values = _selected(table, self.schema, database, self.asked.is_many)
+        conditions = [bracketed(self.query.where)] if self.query.where else []
         if rowids != EVERYTHING:
-            told.append(f"{table.rowid} BETWEEN ? AND ?")
+            conditions.append(f"{table.rowid} BETWEEN ? AND ?")
             values += rowids
-        where = f" WHERE {' AND '.join(told)}" if told else ""
-        return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{where}", shown_values + values
-
-
-class FilteredSqliteReader(SqliteReader):
-    """Rule 4."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Remember them for SQLite; every filter stays Spark's too."""
-        self.filters = list(filters)
-        return filters
+        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+        return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{where}", values
 
 
 def _selected(table: Table, schema: StructType, database: str, is_many: bool) -> tuple[list[str], list[Any]]:
@@ -235,27 +221,35 @@ def connected(source: Any) -> Iterator[Connection]:
         connection.close()
 
 
-def _described(client: Client, asked: Asked, name: str, *, skip: bool) -> Table:
+def _described(client: Client, asked: Asked, options: Options) -> Table:
     """The table whose columns the query has: of the first database, or of the first one that has it."""
-    first, *others = asked.names(client)
+    skip, (first, *others) = options.text("absent") == "skip", asked.names(client)
+    name, where = options.need("table"), options.text("where")
     try:
-        return find_in(client, asked, first, name)
+        return find_in(client, asked, first, name, where)
     except NotFound as error:
         if not skip or type(error) is not NotFound or not others:  # an unknown snapshot is something else
             raise
     for database in others[:-1]:
         with suppress(NotFound):
-            return find_in(client, asked, database, name)
-    return find_in(client, asked, others[-1], name)
+            return find_in(client, asked, database, name, where)
+    return find_in(client, asked, others[-1], name, where)
 
 
-def find_in(client: Client, asked: Asked, database: str, name: str) -> Table:
+def find_in(client: Client, asked: Asked, database: str, name: str, where: str = "") -> Table:
     """A table of a database, at the version that is asked for or as it is now; then nothing is lent for it."""
+
+    def found(connection: Connection) -> Table:
+        table = find_table(connection, name, database)
+        if where:
+            check_condition(connection, table.name, where, database=database)
+        return table
+
     if asked.snapshot:
         with opened(asked.version(client, database)) as source, connected(source) as connection:
-            return find_table(connection, name, database)
+            return found(connection)
     with client.reader(database) as lease, connected(lease) as connection:
-        return find_table(connection, name, database)
+        return found(connection)
 
 
 def _options(given: Any) -> Options:

@@ -13,35 +13,25 @@ Rules
   2. Parts are about the same size by their bytes, and begin with a segment where segments are small enough.
   3. Executors that see the store's directory read its files; others read ranges of objects, and what is in none yet they have
      uploaded first (`upload`: `auto`; `true`: before the query runs; `false`: never). See `stream/shared.py`.
-  4. Filters on `id` narrow the range; a lower bound of `timestamp` lets whole segments out. Spark applies all of them again.
+  4. With `since` (a time, or milliseconds since 1970) records that became durable before it are left out, whole segments of
+     them without being read.
 
 Options: `stream`; `columns` (with commas), `upload`, `partitions` at most. Of a range: `start` (default: the first record
-kept), `end`, exclusive. Those of a streaming query: `stream_queries.py`.
+kept), `end`, exclusive, `since`. Those of a streaming query: `stream_queries.py`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
@@ -61,7 +51,7 @@ if TYPE_CHECKING:
 
     from quire.service.channel import Channel
 
-OPTIONS = ("stream", "columns", "upload", "partitions", "start", "end", "consumer", "max_records")
+OPTIONS = ("stream", "columns", "upload", "partitions", "start", "end", "since", "consumer", "max_records")
 
 PART_BYTES_MIN = MIB
 """Fewer bytes are not worth a task of their own."""
@@ -87,7 +77,7 @@ class StreamPartition(InputPartition):
 
 
 class StreamSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -105,13 +95,6 @@ class StreamSource(DataSource):
         return StreamQueryReader(_options(self.options), schema)
 
 
-class FilteredStreamSource(StreamSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> StreamReader:
-        return FilteredStreamReader(_options(self.options), schema)
-
-
 class Records:
     """The records of one stream: found where a query is planned, read on executors. Small, picklable."""
 
@@ -123,6 +106,8 @@ class Records:
         self.schema = schema
         self.upload = options.one_of("upload", ("auto", "true", "false"))
         self.wanted = options.number("partitions", default_partitions(), least=1)
+        self.since_ms = 0
+        """Rule 4; streaming queries have none, they begin where their consumer stands."""
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> Share:
         """Where records are; no more segments than one answer has room for."""
@@ -133,7 +118,7 @@ class Records:
         found: Share = channel.ask(STREAM_SHARE, request, **how)
         return found
 
-    def parts(self, channel: Channel, start: int | None, stop: int | None, *, since_ms: int = 0) -> list[Part]:
+    def parts(self, channel: Channel, start: int | None, stop: int | None) -> list[Part]:
         """The parts of a range (rules 1 and 2)."""
         upload = self.upload == "true"
         whole = self.share(channel, start, stop, upload=upload)
@@ -145,7 +130,7 @@ class Records:
             if not more:
                 break  # the rest is being sealed: whoever reads it asks again
             segments += more
-        while segments and 0 < segments[0].sealed_ms < since_ms:  # rule 4: nothing in it is as young as that
+        while segments and 0 < segments[0].sealed_ms < self.since_ms:  # rule 4: nothing in it is as young as that
             first = max(first, segments.pop(0).end_record)
         return split(whole, segments, first, last, self.wanted)
 
@@ -164,7 +149,7 @@ class Records:
                 uploads=self.upload != "false",
             )
             for batch in reader.batches(share.segments, part.start, part.stop):
-                yield fitted(batch, wanted)
+                yield fitted(_since(batch, self.since_ms), wanted)
         finally:
             channel.close()
             for store in stores:
@@ -187,8 +172,7 @@ class StreamReader(DataSourceReader):
         self.records = Records(options, schema)
         self._start = options.number("start", 0)
         self._end = options.number("end", 0)
-        self.least, self.most, self.since_ms = 0, 0, 0
-        """What filters leave: ids in [least, most), segments sealed since; 0: everything."""
+        self.records.since_ms = moment_ms(options.text("since"))
 
     def partitions(self) -> Sequence[InputPartition]:
         """Rule 1, as far as it can be known before."""
@@ -199,44 +183,15 @@ class StreamReader(DataSourceReader):
             start, stop = self._start or whole.first_record, self._end or whole.end_record
             if stop > whole.end_record:
                 raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
-            start, stop = max(start, self.least), min(stop, self.most) if self.most else stop
             if start >= stop:
                 return []
-            return [StreamPartition(each) for each in records.parts(channel, start, stop, since_ms=self.since_ms)]
+            return [StreamPartition(part) for part in records.parts(channel, start, stop)]
         finally:
             channel.close()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The records of a part."""
         return self.records.read(partition.value)
-
-
-class FilteredStreamReader(StreamReader):
-    """Rule 4."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Narrow the range; every filter stays Spark's too."""
-        self.least, self.most = bounds(filters, "id", _whole)
-        self.since_ms, _ = bounds(filters, "timestamp", _milliseconds)
-        return filters
-
-
-def bounds(filters: Iterable[Filter], column: str, number: Callable[[Any], int | None]) -> tuple[int, int]:
-    """[least, most) of a column by these filters; 0 where nothing is said.
-
-    >>> bounds([GreaterThan(("id",), 3), LessThanOrEqual(("id",), 9), EqualTo(("id",), 7)], "id", int)
-    (7, 8)
-    """
-    least = most = 0
-    for each in filters:
-        if getattr(each, "attribute", ()) != (column,) or (value := number(getattr(each, "value", None))) is None:
-            continue
-        if isinstance(each, GreaterThan | GreaterThanOrEqual | EqualTo):
-            least = max(least, value + isinstance(each, GreaterThan))
-        if isinstance(each, LessThan | LessThanOrEqual | EqualTo):
-            end = max(value + (not isinstance(each, LessThan)), 1)
-            most = min(most, end) if most else end
-    return max(least, 0), most
 
 
 def split(whole: Share, segments: Sequence[SharedSegment], start: int, stop: int, parts: int) -> list[Part]:
@@ -277,6 +232,17 @@ def shape(options: Options) -> StructType:
     return spark_schema(pa.schema([SCHEMA.field(name) for name in names]))
 
 
+def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
+    """The records of a batch that are at least as young as this (rule 4)."""
+    if not since_ms:
+        return batch
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = batch.schema.field("timestamp").type
+    return batch.filter(pc.greater_equal(batch.column("timestamp"), pa.scalar(since_ms, pa.int64()).cast(kind)))
+
+
 def _opened(stores: list[ObjectStore], url: str) -> ObjectStore:
     """The object store, opened when the first object is wanted."""
     if not stores:
@@ -284,13 +250,21 @@ def _opened(stores: list[ObjectStore], url: str) -> ObjectStore:
     return stores[0]
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def moment_ms(text: str) -> int:
+    """A time in milliseconds, rounded up; without a zone it is UTC. 0 if none is given.
 
-
-def _milliseconds(value: Any) -> int | None:
-    """A moment in milliseconds, rounded down: a bound that is a little lower leaves more, never less."""
-    return int(value.timestamp() * 1000) - 1 if isinstance(value, datetime) else None
+    >>> moment_ms("2024-02-29T12:00:00+01:00") == moment_ms("2024-02-29 11:00") == moment_ms("1709204400000")
+    True
+    """
+    if text.isdecimal():
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text) if text else datetime.fromtimestamp(0, UTC)
+    except ValueError as error:
+        hint = "like 2024-02-29T12:00:00Z, or milliseconds since 1970"
+        raise InvalidInput("the option `since` is no time", hint=hint, given=text) from error
+    zoned = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return -int(-zoned.timestamp() * 1000 // 1)
 
 
 def _options(given: Any) -> Options:

@@ -4,35 +4,25 @@
 
 Terms
   table      one of docs/formats/manifest.md; its columns are the key's fields, then the record's
-  window     the keys that are read: all, or those that the pushed filters leave
+  window     the keys that are read: all, or those that begin with `key`
 
 Rules
   1. A table is read in batches, each of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
   2. The window is cut at keys of the table's own; a table of few rows is one partition.
-  3. Filters on the first fields of the key narrow the window; Spark applies all of them again, so that what is read may be
-     more than was asked for, never less. Other filters are Spark's alone.
+  3. `key` has values of the first fields of the key, with commas (`"7"`, `"7,3"`): only rows with these are read. Of a field of
+     text or bytes the beginning is enough.
 
-Options: `table`; `columns` (with commas: the API prunes none by itself, K5), `partitions` at most.
+Options: `table`; `key`; `columns` (with commas: the API prunes none by itself, K5), `partitions` at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import InvalidInput
@@ -46,14 +36,14 @@ from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted,
 if TYPE_CHECKING:
     import pyarrow as pa
 
-OPTIONS = ("table", "columns", "partitions")
+OPTIONS = ("table", "key", "columns", "partitions")
 _WIDTHS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 assert CHANGE_LOG.name in t.TABLES, "importing change.py declares the change log"
 
 
 class TableSource(DataSource):
-    """See the rules above; this one takes no filters (K5)."""
+    """See the rules above."""
 
     @classmethod
     def name(cls) -> str:
@@ -65,13 +55,6 @@ class TableSource(DataSource):
 
     def reader(self, schema: StructType) -> TableReader:
         return TableReader(_options(self.options), schema)
-
-
-class FilteredTableSource(TableSource):
-    """The same, where filters may be pushed."""
-
-    def reader(self, schema: StructType) -> TableReader:
-        return FilteredTableReader(_options(self.options), schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +78,10 @@ class TableReader(DataSourceReader):
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.access: Access = options.access()
-        self.table = _table(options).name
+        table = _table(options)
+        self.table = table.name
         self.schema = schema
-        self.window = Window()
+        self.window = Window(prefix_of(table, options.text("key")))
         self._wanted = options.number("partitions", default_partitions(), least=1)
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -125,69 +109,43 @@ class TableReader(DataSourceReader):
             channel.close()
 
 
-class FilteredTableReader(TableReader):
-    """Rule 3."""
+def prefix_of(table: t.Table[Any], text: str) -> tuple[Any, ...]:
+    """The first fields of a key, as the option `key` has them (rule 3).
 
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark gives the name
-        """Narrow the window; every filter stays Spark's too."""
-        self.window = window_of(t.TABLES[self.table], filters)
-        return filters
-
-
-def window_of(table: t.Table[Any], filters: Iterable[Filter]) -> Window:
-    """The keys that can pass these filters.
-
-    >>> window_of(t.TABLES["wal_catalog"], [EqualTo(("db_id",), 7), GreaterThan(("segment_id",), 3)])
-    Window(prefix=(7,), start=(7, 4), stop=None)
+    >>> prefix_of(t.TABLES["wal_catalog"], "7, 3"), prefix_of(t.TABLES["db_names"], "shop, old")
+    ((7, 3), ('shop, old',))
     """
-    columns = arrow_schema_of(table).names[: len(table.key.fields)]
-    of_column: dict[str, list[Filter]] = {name: [] for name in columns}
-    for each in filters:
-        attribute: tuple[str, ...] = getattr(each, "attribute", ())
-        if len(attribute) == 1 and attribute[0] in of_column:
-            of_column[attribute[0]].append(each)
-    prefix: list[Any] = []
-    for column, (_, kind) in zip(columns, table.key.fields):
-        equal = [each.value for each in of_column[column] if isinstance(each, EqualTo) and _fits(each.value, kind)]
-        if not equal:
-            break
-        prefix.append(equal[0])
-    if len(prefix) == len(columns):
-        return Window(tuple(prefix))
-    rest = table.key.fields[len(prefix) :]
-    if any(kind not in _WIDTHS for _, kind in rest):
-        return Window(tuple(prefix))
-    low, high = _bounds(of_column[columns[len(prefix)]], rest[0][1])
-    zeros = (0,) * (len(rest) - 1)
-    return Window(
-        tuple(prefix),
-        None if low is None else (*prefix, low, *zeros),
-        None if high is None else (*prefix, high, *zeros),
+    if not text:
+        return ()
+    fields = table.key.fields
+    parts = text.split(",", len(fields) - 1 if fields[-1][1] not in _WIDTHS else -1)
+    if len(parts) > len(fields):
+        raise _no_key(table, text)
+    return tuple(_part(table, kind, part, text) for (_, kind), part in zip(fields, parts))
+
+
+def _part(table: t.Table[Any], kind: str, part: str, text: str) -> Any:
+    if kind == "text" and part:
+        return part
+    number = part.strip()
+    if kind in _WIDTHS and number.isdecimal() and int(number) < 1 << _WIDTHS[kind]:
+        return int(number)
+    try:
+        if kind == "raw" and part:
+            return bytes.fromhex(part)
+    except ValueError:
+        pass  # said below
+    raise _no_key(table, text)
+
+
+def _no_key(table: t.Table[Any], text: str) -> InvalidInput:
+    fields = ", ".join(f"{name} ({kind})" for name, kind in table.key.fields)
+    return InvalidInput(
+        "the option `key` does not fit the table's key",
+        hint=f"fields: {fields}; bytes are hexadecimal",
+        table=table.name,
+        key=text,
     )
-
-
-def _bounds(filters: Iterable[Filter], kind: str) -> tuple[int | None, int | None]:
-    """[low, high) of a number, `None` where nothing is said."""
-    low: int | None = None
-    high: int | None = None
-    for each in filters:
-        value: Any = getattr(each, "value", None)
-        if not _fits(value, kind):
-            continue
-        if isinstance(each, GreaterThan | GreaterThanOrEqual):
-            least = value + isinstance(each, GreaterThan)
-            low = least if low is None else max(low, least)
-        elif isinstance(each, LessThan | LessThanOrEqual):
-            most = value + isinstance(each, LessThanOrEqual)
-            high = most if high is None else min(high, most)
-    return (low if _fits(low, kind) else None), (high if _fits(high, kind) else None)
-
-
-def _fits(value: Any, kind: str) -> bool:
-    """Whether a filter's value can be a part of a key."""
-    if kind in _WIDTHS:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << _WIDTHS[kind]
-    return isinstance(value, str) and bool(value) if kind == "text" else isinstance(value, bytes) and bool(value)
 
 
 def _options(given: Any) -> Options:

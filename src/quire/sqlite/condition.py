@@ -1,0 +1,130 @@
+"""A condition that somebody else wrote, checked by SQLite itself before anything is read by it.
+
+Rules
+  1. It is one expression over the columns of its table. SQLite parses it in two places where the text could end early, in
+     brackets and in a CASE: what closes the one (`1) OR (1`) is no expression in the other; what passes both leaves neither.
+  2. It reads no other table, by name or by subselect, and calls only functions that give the same answer each time: whoever
+     reads a second time must find the same rows.
+  3. It has no parameters, and a name in double quotes is a column, never a text.
+  4. Rules 1 to 3 are tried in an empty database that has nothing but a table with the same columns, so that what a view is made
+     of does not matter. Then the real one prepares it too: it knows collations, and whether there are rowids.
+
+    >>> connection = apsw.Connection(":memory:")
+    >>> _ = connection.execute("create table t(id)")
+    >>> check_condition(connection, "t", "id < 5")
+    >>> check_condition(connection, "t", "id < 5) or (1")
+    Traceback (most recent call last):
+        ...
+    quire.core.errors.InvalidInput: not a condition on this table: near ")": syntax error...
+
+Executor-safe. Raises `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+import apsw
+
+from quire.core.errors import InvalidInput
+
+CONDITION_BYTES_MAX = 64 * 1024
+"""SQLite takes a thousand times as much, and conditions are kept in Spark's plans."""
+
+_DETERMINISTIC, _DIRECT_ONLY = 0x800, 0x80000
+"""SQLite's flags of functions."""
+
+_MATCH = "match"
+"""What full-text tables are asked with: a function that each of them brings, so SQLite lists it without flags."""
+
+
+def bracketed(condition: str) -> str:
+    """A condition as part of a larger one; on lines of its own, because it may end in a comment."""
+    return f"(\n{condition}\n)"
+
+
+def check_condition(connection: apsw.Connection, table: str, condition: str, **where: object) -> None:
+    """Refuse what is not a condition on this table of the main database; `where` is for the error.
+
+    The connection must be the caller's alone: double quotes mean columns from here on.
+    """
+    if not condition.strip() or "\0" in condition or len(condition.encode()) > CONDITION_BYTES_MAX:
+        raise _refused("it is empty, longer than 64 KiB, or has a NUL in it", condition, table, where)
+    rules = _Rules()
+    try:
+        scratch = _scratch(connection, table)
+        try:
+            rules.functions = _steady_functions(scratch)
+            scratch.authorizer = rules
+            for text in (bracketed(condition), f"CASE WHEN\n{condition}\nTHEN 1 END"):
+                rules.selects = 0
+                _prepare(scratch, table, text)
+        finally:
+            scratch.close()
+        _prepare(connection, table, bracketed(condition))
+    except apsw.BindingsError as error:
+        raise _refused("it has parameters", condition, table, where) from error
+    except apsw.Error as error:
+        raise _refused(rules.why or str(error), condition, table, where) from error
+
+
+def _scratch(connection: apsw.Connection, table: str) -> apsw.Connection:
+    """A database with an empty table of this name, and columns of these names (rule 4)."""
+    columns = [row[0] for row in connection.execute("SELECT name FROM pragma_table_xinfo(?)", (table,))]
+    scratch = apsw.Connection(":memory:")
+    try:
+        scratch.execute(f"CREATE TABLE main.{_quoted(table)}({', '.join(map(_quoted, columns))})")
+    except BaseException:
+        scratch.close()
+        raise
+    return scratch
+
+
+def _prepare(connection: apsw.Connection, table: str, text: str) -> None:
+    connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 0)  # else "prcie" > 5 would compare a text, and find nothing
+    # EXPLAIN makes SQLite prepare the statement, and run nothing of it.
+    connection.execute(f"EXPLAIN SELECT 1 FROM main.{_quoted(table)} WHERE {text}").fetchall()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+class _Rules:
+    """SQLite's authorizer: asked about everything that a statement would touch, while it is prepared."""
+
+    def __init__(self) -> None:
+        self.functions: frozenset[str] = frozenset()
+        self.selects = 0
+        self.why = ""
+
+    def __call__(self, action: int, _: str | None, name: str | None, __: str | None, ___: str | None) -> int:
+        if action == apsw.SQLITE_READ:  # there is no other table
+            return apsw.SQLITE_OK
+        if action == apsw.SQLITE_SELECT:
+            self.selects += 1
+            return self._answer(self.selects == 1, "it has a subselect")
+        if action == apsw.SQLITE_FUNCTION:
+            steady = (name or "").lower() in self.functions
+            return self._answer(steady, f"the function {name} may give another answer each time")
+        return self._answer(False, "it does more than compare")
+
+    def _answer(self, allowed: bool, why: str) -> int:
+        if allowed:
+            return apsw.SQLITE_OK
+        self.why = self.why or why
+        return apsw.SQLITE_DENY
+
+
+def _steady_functions(connection: apsw.Connection) -> frozenset[str]:
+    """Names of functions whose every form gives the same answer each time (rule 2); of aggregates SQLite itself says no."""
+    steady: dict[str, bool] = {}
+    for name, kind, flags in connection.execute("SELECT lower(name), type, flags FROM pragma_function_list"):
+        fits = kind != "s" or (bool(flags & _DETERMINISTIC) and not flags & _DIRECT_ONLY)
+        steady[name] = steady.get(name, True) and fits
+    return frozenset([_MATCH, *(name for name, fits in steady.items() if fits)])
+
+
+def _refused(why: str, condition: str, table: str, where: dict[str, object]) -> InvalidInput:
+    hint = "one expression of SQLite's over the columns of the table, like: id < 5 AND who = 'ada'"
+    return InvalidInput(
+        f"not a condition on this table: {why}", hint=hint, condition=condition[:200], table=table, **where
+    )
