@@ -248,7 +248,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
             def raw_get() -> float:
                 def work() -> None:
                     for number in numbers:
-                        unpack(raw_txn.get(pack(1, number, 1), db=handle)[2:])
+                        unpack(raw_txn.get(pack(1, number, 1), db=handle)[2:-4])
 
                 return seconds(work) / len(numbers)
 
@@ -262,7 +262,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
             def raw_scan() -> float:
                 def work() -> None:
                     for _, raw in raw_txn.cursor(db=handle).iternext():
-                        unpack(raw[2:])
+                        unpack(raw[2:-4])
 
                 return seconds(work) / count
 
@@ -338,7 +338,7 @@ def scan_and_decode(path: str) -> None:
         handle = env.open_db(table.name.encode(), create=False)
         with env.begin() as txn:
             for _, raw in txn.cursor(db=handle).iternext():
-                decode(raw[2:])
+                decode(raw[2:-4])
     env.close()
 
 

@@ -296,12 +296,13 @@ def wal_reads(report: Report, directory: Path, quick: bool) -> None:
             each: world.engine.sources.segment(store.db_id, each)
             for each in {h.segment_id for h in heads.values() if h}
         }
-        pack, decode = t.PAGE_VERSION_HEAD.key.fast, t.PAGE_VERSION_HEAD.codec.decode
+        pack, decode = t.PAGE_VERSION_HEAD.key.fast, t.PAGE_VERSION_HEAD.rows.decode
         with store.open_snapshot() as reader:
 
             def raw(page: int) -> None:
                 with env.begin() as txn:
-                    head = decode(txn.get(pack(store.db_id, page), db=handle) or b"")
+                    key = pack(store.db_id, page)
+                    head = decode(key, txn.get(key, db=handle) or b"")
                 file = files[head.segment_id]
                 offset = file.header.geometry.frame_offset(head.lsn - file.header.first_lsn)
                 crc64(os.pread(file._file.fileno(), STRIDE, offset))

@@ -236,7 +236,8 @@ def test_example_is_what_the_code_writes(tmp_path: Path) -> None:
 def test_example_decodes_to_what_the_page_says() -> None:
     rows = {name: (bytes.fromhex(key), bytes.fromhex(value)) for name, key, value in example_rows()}
     decoded = {
-        name: (TABLES[name].key.unpack(key), TABLES[name].codec.decode(value)) for name, (key, value) in rows.items()
+        name: (TABLES[name].key.unpack(key), TABLES[name].rows.decode(key, value))
+        for name, (key, value) in rows.items()
     }
     assert decoded["db"] == (
         (1,),

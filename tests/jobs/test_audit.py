@@ -155,8 +155,8 @@ def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pyte
         damage: Any = env.begin_write()
         key = t.SLOT_LEAF.key.pack(1, 0, 1)
         sound = damage.get(key, db=env.handles["slot_leaf"])
-        entries = t.SLOT_LEAF.codec.decode(sound).entries
-        twice = t.SLOT_LEAF.codec.encode(LeafRecord(entries * 2))
+        entries = t.SLOT_LEAF.rows.decode(key, sound).entries
+        twice = t.SLOT_LEAF.rows.encode(key, LeafRecord(entries * 2))
         damage.put(key, twice, db=env.handles["slot_leaf"])
         damage.commit()
         states = store.heavy.audit(runner="threads").column("state").to_pylist()

@@ -59,13 +59,14 @@ class Vandal:
         self.txn: Any = self.env.begin_write()
 
     def put(self, table: t.Table[Any], record: Any, *key: Any) -> None:
-        raw = record if isinstance(record, bytes) else table.codec.encode(record)
-        self.txn.put(table.key.pack(*key), raw, db=self.env.handles[table.name])
+        packed = table.key.pack(*key)
+        raw = record if isinstance(record, bytes) else table.rows.encode(packed, record)
+        self.txn.put(packed, raw, db=self.env.handles[table.name])
 
     def get(self, table: t.Table[Any], *key: Any) -> Any:
         raw = self.txn.get(table.key.pack(*key), db=self.env.handles[table.name])
         assert raw is not None, (table, key)
-        return table.codec.decode(raw)
+        return table.rows.decode(table.key.pack(*key), raw)
 
     def change(self, table: t.Table[Any], *key: Any, **fields: Any) -> None:
         self.put(table, replace(self.get(table, *key), **fields), *key)
@@ -99,16 +100,16 @@ MENDABLE: dict[str, tuple[str, Damage]] = {
     "a living artifact in the queue of the doomed": ("R3", lambda v: v.put(t.GC_ZERO, INDEX(5), *BASE_COUNT)),
     "a job missing from its state": ("J1", lambda v: v.delete(t.JOBS_BY_STATE, r.JobState.IN_FLIGHT, 1)),
     "a job in a state it is not in": ("J1", lambda v: v.put(t.JOBS_BY_STATE, INDEX(1), r.JobState.PENDING, 1)),
+    "a count that does not decode": ("R1", lambda v: v.put(t.GC_REFCOUNTS, b"\x01\x00", *BASE_COUNT)),
+    "a row that does not decode": ("K1", lambda v: v.put(t.DB, b"\x01\x00\xc1", 2)),
+    "a chunk that does not decode": ("K1", lambda v: v.put(t.CHUNK_CATALOG, b"\x01\x00\xc1", 1, 0, 1)),
+    "a leaf that does not decode": ("K1", lambda v: v.put(t.SLOT_LEAF, b"\x01\x00\xc1", 1, 9, 1)),
+    "a head that does not decode": ("K1", lambda v: v.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 1, 1)),
     "a cursor's name is missing": ("F2", lambda v: v.delete(t.CURSOR_NAMES, "tail")),
 }
 
 FATAL: dict[str, tuple[str, Damage]] = {
-    "a row that does not decode": ("K1", lambda v: v.put(t.DB, b"\x01\x00\xc1", 2)),
-    "a chunk that does not decode": ("K1", lambda v: v.put(t.CHUNK_CATALOG, b"\x01\x00\xc1", 1, 0, 1)),
-    "a leaf that does not decode": ("K1", lambda v: v.put(t.SLOT_LEAF, b"\x01\x00\xc1", 1, 9, 1)),
     "a change that does not decode": ("K1", lambda v: v.put(CHANGE_LOG, b"\x01\x00\xc1", 2)),
-    "a count that does not decode": ("K1", lambda v: v.put(t.GC_REFCOUNTS, b"\x01\x00", *BASE_COUNT)),
-    "a head that does not decode": ("K1", lambda v: v.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 1, 1)),
     "two databases of one name": ("D1", lambda v: v.change(t.DB, 2, name="a")),
     "rows of no database": ("D2", lambda v: v.put(t.CHUNK_CATALOG, r.ChunkRecord(r.Residency.LOCAL, 1, 0), 99, 1, 1)),
     "no WAL state": ("D2", lambda v: v.delete(t.WAL_STATE, 2, 0)),

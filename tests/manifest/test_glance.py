@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.core.settings import ManifestSettings
-from quire.manifest import env, glance, kinds, migrations, records
+from quire.manifest import env, glance, kinds, migrations, records, rows
 from quire.manifest import tables as t
 from quire.manifest.glance import Glance, Unfamiliar, record, unpacked
 
@@ -36,7 +36,8 @@ def test_the_fields_are_those_of_the_records(fields: dict[str, Any], table: t.Ta
         else:
             default = each.default if each.default is not msgspec.NODEFAULT else each.default_factory()
             assert fields[each.name] == default
-    assert table.codec.head == glance._HEAD
+    assert table.rows.marked == glance._HEAD
+    assert glance._RESIDUE == rows.RESIDUE
 
 
 def test_the_constants_are_those_of_the_usual_way() -> None:
@@ -44,6 +45,7 @@ def test_the_constants_are_those_of_the_usual_way() -> None:
     assert (settings.map_bytes, settings.readers_max) == (glance.MAP_BYTES, glance.READERS_MAX)
     assert env.TABLES_MAX == glance.TABLES_MAX
     assert migrations.BASE_SCHEMA + len(migrations.STEPS) == glance.SCHEMA, "a migrated store needs a new look"
+    assert tuple(sorted(step.name.encode() for step in migrations.STEPS)) == glance.STEPS
     assert records.DbKind is kinds.DbKind
 
 
@@ -53,10 +55,14 @@ def test_msgpack_is_read_as_msgspec_reads_it(value: Any) -> None:
     assert unpacked(packed, 0) == (value, len(packed))
 
 
+def stored(plain: bytes, fields: Any) -> Any:
+    return record("meta", b"k", rows.sealed("meta", b"k", plain), fields)
+
+
 @given(st.binary(max_size=60))
 def test_other_bytes_are_declined_or_read_as_msgspec_does(raw: bytes) -> None:
     try:
-        found = record(glance._HEAD + raw, glance.META)
+        found = stored(b"\x01\x00" + raw, glance.META)
     except (Unfamiliar, IndexError, UnicodeDecodeError, TypeError):
         return
     assert found.number == (msgspec.msgpack.decode(raw) or [0])[0]
@@ -64,14 +70,21 @@ def test_other_bytes_are_declined_or_read_as_msgspec_does(raw: bytes) -> None:
 
 def test_older_rows_get_defaults_and_newer_ones_are_declined() -> None:
     body = msgspec.msgpack.encode(["shop", 1, 7])
-    assert record(b"\x01\x00" + body, glance.DB).tags == {}
-    assert record(b"\x01\x00" + msgspec.msgpack.encode([1, "x", "from the future"]), glance.META).text == "x"
+    assert stored(b"\x01\x00" + body, glance.DB).tags == {}
+    assert stored(b"\x01\x00" + msgspec.msgpack.encode([1, "x", "from the future"]), glance.META).text == "x"
     with pytest.raises(Unfamiliar):
-        record(b"\x02\x00" + body, glance.DB)
+        stored(b"\x02\x00" + body, glance.DB)
     with pytest.raises(Unfamiliar):
-        record(b"\x01\x00" + msgspec.msgpack.encode(["shop"]), glance.DB)
+        stored(b"\x01\x00" + msgspec.msgpack.encode(["shop"]), glance.DB)
     with pytest.raises(Unfamiliar):
-        record(b"\x01\x00" + body + b"\x00", glance.DB)
+        stored(b"\x01\x00" + body + b"\x00", glance.DB)
+    with pytest.raises(Unfamiliar):
+        record("meta", b"k", b"\x01\x00" + msgspec.msgpack.encode([1]), glance.META)  # a row without a checksum
+    whole = rows.sealed("meta", b"k", b"\x01\x00" + msgspec.msgpack.encode([1]))
+    for bit in range(8 * len(whole)):
+        flipped = (int.from_bytes(whole, "little") ^ (1 << bit)).to_bytes(len(whole), "little")
+        with pytest.raises(Unfamiliar):
+            record("meta", b"k", flipped, glance.META)
 
 
 def test_a_newer_schema_and_a_short_file_are_declined(tmp_path: Path) -> None:
@@ -87,7 +100,7 @@ def test_a_newer_schema_and_a_short_file_are_declined(tmp_path: Path) -> None:
     manifest.write_bytes(whole)
     with quire.open(path) as store:
         writer = store.manifest.env.begin_write()
-        writer.put(b"schema", t.META.codec.encode(records.MetaRecord(number=2)), db=store.manifest.env.handles["meta"])
+        writer.put(b"schema", t.META.codec.encode(records.MetaRecord(number=99)), db=store.manifest.env.handles["meta"])
         writer.commit()
     with pytest.raises(Unfamiliar):
         Glance(str(manifest))

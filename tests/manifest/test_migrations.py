@@ -32,8 +32,8 @@ POINTS = ("manifest.migration.ran", "manifest.migration.recorded", "manifest.mig
 def count_up(env: ManifestEnv, txn: lmdb.Transaction) -> None:
     """A step that must not be carried out twice: each time it runs it counts."""
     raw = txn.get(COUNT, db=env.handles["meta"])
-    number = t.META.codec.decode(bytes(raw)).number if raw is not None else 0
-    txn.put(COUNT, t.META.codec.encode(MetaRecord(number=number + 1)), db=env.handles["meta"])
+    number = t.META.rows.decode(COUNT, bytes(raw)).number if raw is not None else 0
+    txn.put(COUNT, t.META.rows.encode(COUNT, MetaRecord(number=number + 1)), db=env.handles["meta"])
 
 
 STEPS = [Step("001-first", count_up), Step("002-second", count_up), Step("003-third", count_up)]

@@ -290,7 +290,10 @@ def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest
         assert not difference(logged, dump(manifest, t.Policy.LOGGED)), op
     assert manifest.writer.head == head
     tested = {type(op) for op in LOCAL}
-    assert {op.__name__ for op in OPS.values() if not op.logged} - {op.__name__ for op in tested} == {"CorrectIndex"}
+    assert {op.__name__ for op in OPS.values() if not op.logged} - {op.__name__ for op in tested} == {
+        "CorrectIndex",
+        "RestoreLocalRow",
+    }
 
 
 def test_a_mixed_batch_logs_only_its_logged_part(manifest: ManifestStore) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import IntEnum
 from random import Random
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -18,7 +20,14 @@ from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op, ReserveIds
-from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
+from quire.manifest.ops.corrections import (
+    RESTORED,
+    RESTORED_LOCAL,
+    CorrectIndex,
+    CorrectRefcount,
+    RestoreLocalRow,
+    RestoreRow,
+)
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
     DropCursor,
@@ -264,6 +273,16 @@ NEVER: dict[tuple[type[Op], str], str] = {}
 """Declared tables that no story reaches, with the reason."""
 
 
+def _some(kind: Any) -> Any:
+    """A value of a field's type."""
+    if isinstance(kind, type) and issubclass(kind, IntEnum):
+        return int(next(iter(kind)))
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _some(get_args(kind)[0])
+    return (origin or kind)()
+
+
 def test_operations_change_what_they_declare_and_nothing_else(
     witness: Witness, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +307,13 @@ def test_operations_change_what_they_declare_and_nothing_else(
         witness.sees(op)
     for op in (LoseCursor(21, "too slow"), DropCursor(22), DropCursor(20), RetainChanges(20)):
         witness.sees(op)
+    for table in (*RESTORED, *RESTORED_LOCAL):
+        kind = RestoreRow if table in RESTORED else RestoreLocalRow
+        required = [field.type for field in msgspec.structs.fields(table.codec.record_type) if field.required]
+        row = table.codec.encode(msgspec.convert([_some(each) for each in required], table.codec.record_type))
+        key = (b"\0\0\0\x03" + b"\xfe" * 40)[: table.key.width]
+        witness.sees(kind(table.name, key, row))
+        witness.sees(kind(table.name, key, None))
     unseen = {
         (op.__name__, table)
         for op, declared in TOUCHES.items()

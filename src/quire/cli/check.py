@@ -98,11 +98,12 @@ def _problems_now(cli: Cli) -> list[Problem]:
 
 def _problems(manifest: ManifestStore) -> list[Problem]:
     from quire.manifest.check import Problem, check
+    from quire.manifest.repair import propose
 
     found: list[Problem] = []
     try:
         with manifest.read() as txn:
-            found.extend(check(txn))
+            found = propose(txn, list(check(txn)))
     except QuireError as error:  # rule 1
         found.append(Problem("K1", f"the check could not go on: {error}"))
     return found

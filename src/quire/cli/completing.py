@@ -76,7 +76,8 @@ def _in_store(word: str, ctx: Any) -> Iterator[str]:
             from quire.cli.quick_lists import CURSOR
             from quire.manifest.glance import record
 
-            yield from sorted(name for _, raw in store.rows("change_cursors") if (name := record(raw, CURSOR).name))
+            rows = [record("change_cursors", key, raw, CURSOR) for key, raw in store.rows("change_cursors")]
+            yield from sorted(row.name for row in rows if row.name)
             return
         live = {db_id: each for db_id, each in store.databases().items() if each.status.name != "TOMBSTONED"}
         if word not in SNAPSHOTS:

@@ -52,8 +52,10 @@ def jobs_ls(cli: Cli, state: str, limit: int) -> Listing:
         if store.count("job_queue") > JOBS_MAX:
             raise Unfamiliar("so many jobs")
         names = {db_id: each.name for db_id, each in store.databases().items()}
-        leases = {_number(key): record(raw, LEASE) for key, raw in store.rows("job_leases")}
-        found: Any = [_job(_number(key), record(raw, JOB), leases) for key, raw in store.rows("job_queue")]
+        leases = {_number(key): record("job_leases", key, raw, LEASE) for key, raw in store.rows("job_leases")}
+        found: Any = [
+            _job(_number(key), record("job_queue", key, raw, JOB), leases) for key, raw in store.rows("job_queue")
+        ]
     chosen = [each for each in found if wanted in ("", each.state.name)]
     return jobs.listing(chosen, names, SystemClock().now_ms(), state, limit)
 
@@ -75,7 +77,8 @@ def feed_cursors(cli: Cli) -> Listing:
     with Looked(cli) as store:
         oldest, head = store.feed_bounds()
         found: Any = [
-            _cursor(_number(key), record(raw, CURSOR), oldest, head) for key, raw in store.rows("change_cursors")
+            _cursor(_number(key), record("change_cursors", key, raw, CURSOR), oldest, head)
+            for key, raw in store.rows("change_cursors")
         ]
     return feed.listing(found, [Ready({**vars(each), "state": each.state.name.lower()}) for each in found])
 

@@ -18,7 +18,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 
-from quire.core.errors import JobAlreadyPending, NameTaken, QuireError, StoreClosed, StoreUnusable, WouldDropEverything
+from quire.core.errors import (
+    JobAlreadyPending,
+    ManifestDamaged,
+    NameTaken,
+    QuireError,
+    StoreClosed,
+    StoreUnusable,
+    WouldDropEverything,
+)
 from quire.core.events import emit
 from quire.jobs.context import JobContext
 from quire.jobs.stream_checkpoint.plan import unpublished
@@ -26,6 +34,7 @@ from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbStatus, JobKind, WalState
 from quire.manifest.retention import SCHEDULE_TAG, has_scheduled, scheduled
 
@@ -169,10 +178,10 @@ class Upkeep:
     def _retention(self, done: Round) -> None:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            with_snapshots = sorted({key[0] for key, _ in txn.scan(t.SNAPSHOT_INDEX)})
+            with_snapshots = list(txn.owners(t.SNAPSHOT_INDEX))
         for db_id in with_snapshots:
-            plan = manifest.retention.plan(db_id)
             try:
+                plan = manifest.retention.plan(db_id)
                 try:
                     done.dropped += len(manifest.retention.apply(plan))
                 except WouldDropEverything as error:
@@ -180,7 +189,9 @@ class Upkeep:
                     done.dropped += len(manifest.retention.apply(plan.expired_only()))
             except (StoreClosed, StoreUnusable):
                 raise
-            except QuireError as error:  # a snapshot that was dropped meanwhile, say
+            except (
+                QuireError
+            ) as error:  # a snapshot that was dropped meanwhile, say, or a damaged policy: it drops nothing
                 emit("warning", "retention.failed", db_id=db_id, error=str(error))
 
     def _leases(self, done: Round) -> None:
@@ -200,12 +211,11 @@ class Upkeep:
         due: list[int] = []
         with manifest.read() as txn:
             for db_id in txn.owners(t.WAL_CATALOG):
-                sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
-                heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
-                if sealed and (heavy or min(row.sealed_at_ms for row in sealed) <= oldest):
-                    record = txn.database(db_id)
-                    if record is not None and record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED:
+                try:
+                    if self._is_due(txn, db_id, oldest):
                         due.append(db_id)
+                except ManifestDamaged as error:
+                    emit("error", "upkeep.skipped", db_id=db_id, step="checkpoints", error=str(error))
         for db_id in due:
             if not manifest.jobs.outstanding(db_id, JobKind.CHECKPOINT):
                 try:
@@ -213,6 +223,15 @@ class Upkeep:
                     done.checkpoints += 1
                 except JobAlreadyPending:
                     pass  # somebody was quicker
+
+    def _is_due(self, txn: ReadTxn, db_id: int, oldest_ms: int) -> bool:
+        """Whether a page database has enough, or old enough, sealed WAL."""
+        sealed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state in UNABSORBED]
+        heavy = sum(row.used_bytes for row in sealed) >= self._ctx.settings.checkpoint_bytes
+        if not sealed or not (heavy or min(row.sealed_at_ms for row in sealed) <= oldest_ms):
+            return False
+        record = txn.database(db_id)
+        return record is not None and record.kind is DbKind.PAGES and record.status is not DbStatus.TOMBSTONED
 
     def _stream_checkpoints(self, done: Round) -> None:
         """The same for streams, once a minute: their sealed segments become chunks."""

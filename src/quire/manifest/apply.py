@@ -101,8 +101,8 @@ class Applier:
             kind.apply_all(ops, self._overlay, state.at_ms)
             operations += len(ops)
             batches = min(batches + SLICE, len(group))
-        encode, version, pack = CHANGE_LOG.codec.body, CHANGE_LOG.codec.head, CHANGE_LOG.key.fast
-        component, touched, at_ms, changes = kind.component, (kind.component,), state.at_ms, state.changes
+        pack, records = CHANGE_LOG.key.fast, list[tuple[bytes, ChangeRecord]]()
+        component, touched, at_ms = kind.component, (kind.component,), state.at_ms
         ahead = state.generations.get(component, 0) - state.head
         sequence = state.head
         for guard in group[:batches]:
@@ -110,8 +110,9 @@ class Applier:
             sequence += 1
             reached = sequence + ahead
             record = ChangeRecord(sequence, at_ms, done, ((component, reached),), guard.trace_id)
-            changes.append((pack(sequence), version + encode(record)))
+            records.append((pack(sequence), record))
             guard.sequence, guard.reached, guard.touched, guard.committed_at_ms = sequence, reached, touched, at_ms
+        state.changes += CHANGE_LOG.rows.encode_all(records)
         state.generations[component] = sequence + ahead
         state.head = self._overlay.head = sequence
         state.operations += operations
@@ -147,7 +148,8 @@ class Applier:
             if logged:
                 state.head = overlay.head = sequence
                 state.generations.update(updates)
-                state.changes.append((CHANGE_LOG.key.pack(sequence), row))
+                key = CHANGE_LOG.key.pack(sequence)
+                state.changes.append((key, CHANGE_LOG.rows.sealed(key, row)))
             guard.sequence, guard.generations, guard.committed_at_ms = sequence, updates, at_ms
             if overlay.tracking:
                 overlay.undo.clear()

@@ -49,7 +49,7 @@ def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterato
     """The rows of a table in steps."""
     layout = schema(table)
     for keys, values in txn.steps(table, rows):
-        columns = [*_key_columns(table, keys), *_value_columns(table, values)]
+        columns = [*_key_columns(table, keys), *_value_columns(table, keys, values)]
         yield pa.RecordBatch.from_arrays(columns, schema=layout)
 
 
@@ -62,7 +62,7 @@ def one_batch(
     keys, values = keys[first : first + rows], values[first : first + rows]
     if not keys:
         return None, None
-    columns = [*_key_columns(table, keys), *_value_columns(table, values)]
+    columns = [*_key_columns(table, keys), *_value_columns(table, keys, values)]
     return pa.RecordBatch.from_arrays(columns, schema=schema(table)), keys[-1]
 
 
@@ -99,35 +99,32 @@ def _key_columns(table: t.Table[Any], keys: list[bytes]) -> list[pa.Array]:
     return [pa.array(_native(packed[name])) for name, _ in table.key.fields]
 
 
-def _value_columns(table: t.Table[Any], values: list[bytes]) -> list[pa.Array]:
-    codec = table.codec
+def _value_columns(table: t.Table[Any], keys: list[bytes], values: list[bytes]) -> list[pa.Array]:
+    codec, rows = table.codec, table.rows
     if codec.packed is not None:
-        if set(map(len, values)) != {codec.packed.size}:
-            return _transposed(table, [msgspec.structs.astuple(codec.decode(raw)) for raw in values])
-        packed = np.frombuffer(b"".join(values), dtype=codec.numpy_fields())
+        packed = rows.columns(keys, values)
         return [pa.array(_native(packed[name]).astype(np.uint64)) for name in codec.record_type.__struct_fields__]
     fields = _record_fields(table)
-    if all(_is_plain(hint) for _, hint in fields):
-        cells = _cells(codec.head, len(fields), values)
+    if all(_is_plain(hint) for _, hint in fields) and rows.are_intact(keys, values):
+        cells = _cells(rows.marked, len(fields), values)
         if cells is not None:
             return [_plain_column(cells[index :: len(fields)], hint) for index, (_, hint) in enumerate(fields)]
-    return _transposed(table, [tuple(msgspec.to_builtins(codec.decode(raw), builtin_types=(bytes,))) for raw in values])
+    records = [rows.decode(key, raw) for key, raw in zip(keys, values, strict=True)]
+    return _transposed(table, [tuple(msgspec.to_builtins(record, builtin_types=(bytes,))) for record in records])
 
 
 def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
     """The fields of all rows in one flat list, or `None` if some row is of another version or has fewer fields.
 
-    A row is its version and a msgpack array. Without the array headers, and behind one header for all of them, the rows are
-    one long array: one call of the decoder, and no object per row for the garbage collector to look at.
+    A row is its version, a msgpack array and its checksum. Without the array headers, and behind one header for all of them,
+    the rows are one long array: one call of the decoder, and no object per row for the garbage collector to look at.
     """
     header = version + (bytes([0x90 | width]) if width < 16 else b"\xdc" + width.to_bytes(2, "big"))
     if not all(map(bytes.startswith, values, repeat(header))):
         return None
-    joined = b"".join(values)
-    bodies = joined.replace(header, b"")
-    if len(joined) - len(bodies) != len(header) * len(values):
-        return None  # some field contains the bytes of a header
+    begin = len(header)
     try:
+        bodies = b"".join([raw[begin:-4] for raw in values])
         cells = _DECODE_LIST(b"\xdd" + (width * len(values)).to_bytes(4, "big") + bodies)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None  # the slow path names the row that does not decode

@@ -42,7 +42,7 @@ CHANGE_LOG = t.Table("change_log", (("sequence", "u64"),), ChangeRecord, t.Polic
 
 
 def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
-    """The records of rows of the log: what its codec does for one, without a call in between."""
+    """The records of plain rows of the log: what its codec does for one, without a call in between."""
     head, body, decode = CHANGE_LOG.codec.head, CHANGE_LOG.codec.decode_body, CHANGE_LOG.codec.decode
     assert body is not None, "the change log is not packed"
     try:

@@ -1,7 +1,7 @@
 """The one checker of the manifest: walks everything, yields what is wrong, stops at nothing.
 
 Rules it holds, by number (cited in problems, tests and reviews):
-  K1  every key and every record decodes
+  K1  every row has the checksum of its bytes, and decodes
   D1  `db_names` names exactly the live databases
   D2  rows belong to a database that exists; every database has a WAL state
   D3  every id in use is below its watermark
@@ -38,12 +38,12 @@ from typing import Any
 import lmdb
 import msgspec
 
-from quire.core.errors import QuireError
+from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.corrections import CorrectIndex
+from quire.manifest.ops.corrections import CorrectIndex, RestoreRow
 from quire.manifest.ops.cursors import LoseCursor
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
@@ -51,9 +51,13 @@ from quire.manifest.records import (
     TERMINAL_JOB_STATES,
     CursorState,
     DbStatus,
+    IndexRecord,
     JobState,
     SnapshotKind,
 )
+
+DAMAGED = "damaged"
+"""What stands for the value of an index row that cannot be read."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -65,6 +69,8 @@ class Problem(msgspec.Struct, frozen=True):
     fix: Op | None = None
     leak: bool = False
     """Costs space, endangers nothing: does not keep a store from opening."""
+    contained: bool = False
+    """A damaged row that stops only what it steers (whoever asks for it gets the error): the store opens all the same."""
 
     def __str__(self) -> str:
         place = ", ".join(f"{name}={value}" for name, value in self.where.items())
@@ -73,16 +79,30 @@ class Problem(msgspec.Struct, frozen=True):
 
 def check(txn: ReadTxn, *, without: Set[str] = frozenset()) -> Iterator[Problem]:
     """Every broken rule of the snapshot, except those that are named in `without`: work that only they need is not done."""
+    is_whole = True
     for look, rules in _CHECKS:
         if rules <= without:
             continue
         try:
             found = _check_holders(txn, without) if look is _check_holders else look(txn)
-            yield from (each for each in found if each.rule not in without)
+            for problem in found:
+                is_whole = is_whole and (problem.rule != "K1" or problem.contained)
+                if not is_whole and problem.rule in _FROM_HOLDERS:
+                    # A row that cannot be read may hold references: a count without them would be too low, and delete.
+                    problem = msgspec.structs.replace(problem, fix=None)
+                if problem.rule not in without:
+                    yield problem
         except (QuireError, lmdb.Error, ValueError, struct.error) as error:
             # A row that does not decode: K1 names it. What this rule would have found behind it stays unknown.
+            is_whole = False
             yield Problem("K1", f"{look.__name__.removeprefix('_check_')} cannot be checked: {error}")
 
+
+_FROM_HOLDERS = frozenset({"R1", "R2"})
+"""Rules whose fixes are counted from other rows."""
+
+CONTAINED = (t.RETENTION, t.AUDIT, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
+"""Tables whose damaged rows concern one database, subscriber or reader."""
 
 _COUNTING = frozenset({"R1", "R4", "S2"})
 """Rules for which every reference has to be counted."""
@@ -119,22 +139,38 @@ def _decoded(
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for raw_key, raw in txn.raw_scan(table):
         try:
-            yield table.key.unpack(raw_key), table.codec.decode(raw)
-        except (QuireError, ValueError) as error:
-            report(Problem("K1", f"a row of {table.name} does not decode: {error}", {"key": raw_key.hex()}))
+            yield table.key.unpack(raw_key), table.rows.decode(raw_key, raw)
+        except (QuireError, ValueError, struct.error) as error:
+            where = {"table": table.name, "key": raw_key.hex()}
+            report(
+                Problem("K1", f"a row of {table.name} does not decode: {error}", where, contained=table in CONTAINED)
+            )
 
 
 def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int], rule: str) -> Iterator[Problem]:
-    """A derived index says what it should, no more and no less."""
-    actual = {key: table.codec.decode(raw).value for key, raw in txn.raw_scan(table)}
+    """An index says what it should, no more and no less. A damaged row of it says nothing."""
+    actual: dict[bytes, int | str] = {}
+    for key, raw in txn.raw_scan(table):
+        try:
+            actual[key] = table.rows.decode(key, raw).value
+        except ManifestDamaged:
+            actual[key] = DAMAGED
     for key in sorted(expected.keys() | actual.keys()):
         if expected.get(key) != actual.get(key):
             yield Problem(
                 rule,
                 f"{table.name} is wrong",
-                {"key": table.key.unpack(key), "is": actual.get(key), "should_be": expected.get(key)},
-                CorrectIndex(table.name, key, expected.get(key)) if table.policy is t.Policy.DERIVED else None,
+                {"key": table.rows.key_of(key), "is": actual.get(key), "should_be": expected.get(key)},
+                _index_fix(table, key, expected.get(key), is_damaged=actual.get(key) == DAMAGED),
             )
+
+
+def _index_fix(table: t.Table[Any], key: bytes, value: int | None, *, is_damaged: bool) -> Op | None:
+    """Derived rows are rebuilt; a logged one only if its bytes are damaged: another value has another cause."""
+    if table.policy is t.Policy.DERIVED:
+        return CorrectIndex(table.name, key, value)
+    row = None if value is None else table.codec.encode(IndexRecord(value))
+    return RestoreRow(table.name, key, row) if is_damaged else None
 
 
 def _check_databases(txn: ReadTxn) -> Iterator[Problem]:

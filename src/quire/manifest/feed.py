@@ -397,15 +397,17 @@ def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tu
     rows, changes, following, used = txn.raw_scan(CHANGE_LOG, start=(first,)), list[ChangeRecord](), first, 0
     step = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
     while len(changes) < limit and following - first < SCAN_ROWS_MAX and used <= PAGE_BYTES:
+        keys: list[bytes] = []
         raws: list[bytes] = []
-        for _, raw in islice(rows, step):
+        for key, raw in islice(rows, step):
+            keys.append(key)
             raws.append(raw)
             used += len(raw)
             if used > PAGE_BYTES:
                 break
         if not raws:
             break
-        records = decode_changes(raws)
+        records = decode_changes(CHANGE_LOG.rows.opened_all(keys, raws))
         following += len(records)
         if records[-1].sequence != following - 1:
             raise _gap(following - 1, records[-1].sequence)

@@ -15,7 +15,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 from typing import Any
 
-from quire.core.errors import QuireError
+from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
@@ -28,6 +28,9 @@ from quire.manifest.slots import ENTRY
 
 FEW = 20_000
 """References up to which this is quicker than loading numpy, about."""
+
+UNREADABLE = -1
+"""Stands for `in_use` of a row whose checksum is wrong."""
 
 Code = tuple[int, int, int, int, int]
 
@@ -82,9 +85,9 @@ def _chains(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fin
         origin, leaf, generation = key
         rows.add((origin, ArtifactKind.LEAF, 0, leaf, generation))
         try:
-            record: LeafRecord = t.SLOT_LEAF.codec.decode(raw)
+            record: LeafRecord = t.SLOT_LEAF.rows.decode(raw_key, raw)
         except QuireError as error:
-            findings.append(("K1", f"a leaf does not decode: {error}", raw[:16].hex(), None, False))
+            findings.append(("K1", f"a leaf does not decode: {error}", raw_key.hex(), None, False))
             continue
         last = (-1, 0)
         for offset, kind, delta, owner, number, covered in ENTRY.iter_unpack(
@@ -116,7 +119,7 @@ def _catalog(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fi
             origin, chunk, generation, *delta = table.key.unpack(raw_key)
             rows.add((origin, kind, delta[0] if delta else 0, chunk, generation))
             try:
-                namespaces.append(table.codec.decode(raw).namespace_id)
+                namespaces.append(table.rows.decode(raw_key, raw).namespace_id)
             except QuireError as error:
                 what = f"a row of {table.name} does not decode: {error}"
                 findings.append(("K1", what, raw_key.hex(), None, False))
@@ -136,19 +139,17 @@ def _compare_counts(txn: ReadTxn, held: Tally[Code]) -> Iterator[Finding]:
     stored = dict(_stored_counts(txn))
     uploads = outstanding_uploads(txn)
     # R3 first: a corrected count puts its own index row right, whatever was done to it before.
-    zeros = {key for key, _ in txn.raw_scan(t.GC_ZERO)}
+    damaged: list[bytes] = []
+    zeros = set(intact_zeros(txn, damaged))
     doomed = {_key(code) for code, row in stored.items() if not (row.in_use or row.pending_upload)}
-    for key in sorted(zeros ^ doomed):
-        artifact = unpack_artifact(key)
-        row = txn.refcount(artifact)
-        since = None if key in zeros or row is None else row.zero_since_ms
-        yield "R3", "gc_zero is wrong", artifact, CorrectIndex("gc_zero", key, since), False
+    for key in sorted((zeros ^ doomed).union(damaged)):
+        yield wrong_zero(txn, key, is_doomed=key in doomed)
     for code in sorted(stored.keys() | held.keys()):
         have = stored[code].in_use if code in stored else 0
         if have != held[code]:
             key = _key(code)
             fix = CorrectRefcount(key, held[code], uploads.get(key, 0))
-            yield "R1", f"in_use is {have}, held {held[code]} times", _decoded(code), fix, False
+            yield "R1", wrong_count(have, held[code]), _decoded(code), fix, False
     waiting = {_key(code): row.pending_upload for code, row in stored.items() if row.pending_upload}
     for key in sorted(waiting.keys() | uploads.keys()):
         if waiting.get(key, 0) != uploads.get(key, 0):
@@ -159,8 +160,39 @@ def _compare_counts(txn: ReadTxn, held: Tally[Code]) -> Iterator[Finding]:
 
 
 def _stored_counts(txn: ReadTxn) -> Iterator[tuple[Code, RefcountRecord]]:
-    for (origin, kind, number, generation, delta), row in txn.scan(t.GC_REFCOUNTS):
+    for key, raw in txn.raw_scan(t.GC_REFCOUNTS):
+        origin, kind, number, generation, delta = t.GC_REFCOUNTS.key.unpack(key)
+        try:
+            row = t.GC_REFCOUNTS.rows.decode(key, raw)
+        except ManifestDamaged:
+            row = RefcountRecord(UNREADABLE)
         yield (origin, kind, delta, number, generation), row
+
+
+def intact_zeros(txn: ReadTxn, damaged: list[bytes]) -> Iterator[bytes]:
+    """The keys of `gc_zero` in order; those of damaged rows go into `damaged`, and count as missing."""
+    for key, raw in txn.raw_scan(t.GC_ZERO):
+        try:
+            t.GC_ZERO.rows.decode(key, raw)
+        except ManifestDamaged:
+            damaged.append(key)
+        else:
+            yield key
+
+
+def wrong_zero(txn: ReadTxn, key: bytes, *, is_doomed: bool) -> Finding:
+    """What R3 says of a row of `gc_zero`: it is missing, too many, or damaged."""
+    artifact = unpack_artifact(key)
+    row = txn.refcount(artifact) if is_doomed else None
+    fix = CorrectIndex("gc_zero", key, None if row is None else row.zero_since_ms)
+    return "R3", "gc_zero is wrong", artifact, fix, False
+
+
+def wrong_count(have: int, held: int) -> str:
+    """What R1 says of a count."""
+    return (
+        f"the row of its counts is damaged, held {held} times" if have < 0 else f"in_use is {have}, held {held} times"
+    )
 
 
 def _key(code: Code) -> bytes:

@@ -14,6 +14,7 @@ Threads: one. Raises `Unfamiliar`, and what LMDB and the file system raise: to a
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Self
@@ -26,8 +27,9 @@ from quire.manifest.kinds import DbKind, DbStatus, SnapshotKind
 MAP_BYTES = 256 * GIB
 READERS_MAX = 1024
 TABLES_MAX = 96
-SCHEMA = 1
-"""What stores are that no migration has touched: another schema is unfamiliar."""
+SCHEMA = 2
+STEPS = (b"row_checksums",)
+"""What stores are that today's code has made or migrated: another schema, or another step, is unfamiliar."""
 
 _REQUIRED = object()
 
@@ -43,8 +45,10 @@ SNAPSHOT: Mapping[str, Any] = {
 }  # fmt: skip
 META: Mapping[str, Any] = {"number": 0, "text": ""}
 
-_HEAD = b"\x01\x00"
-"""Version 1 of a record, as it stands before its body."""
+_HEAD = b"\x01\x80"
+"""Version 1 of a record, with the mark of a row that ends with its checksum, as it stands before its body."""
+_RESIDUE = 0x2144DF1C
+"""See `quire.manifest.rows`."""
 
 
 class Unfamiliar(Exception):
@@ -74,7 +78,7 @@ class Glance:
             self._env.reader_check()
             self._tables: dict[str, Any] = {}
             self._txn = self._env.begin()
-            if self.meta("schema").number != SCHEMA or self.count("migrations"):
+            if self.meta("schema").number != SCHEMA or tuple(key for key, _ in self._rows("migrations")) != STEPS:
                 raise Unfamiliar("another schema")
         except BaseException:
             self._env.close()
@@ -106,7 +110,7 @@ class Glance:
 
     def databases(self) -> dict[int, SimpleNamespace]:
         """Every database by its id, dropped ones included."""
-        found = {int.from_bytes(key, "big"): record(raw, DB) for key, raw in self._rows("db")}
+        found = {int.from_bytes(key, "big"): record("db", key, raw, DB) for key, raw in self._rows("db")}
         for each in found.values():
             each.kind, each.status = DbKind(each.kind), DbStatus(each.status)
         return found
@@ -114,14 +118,14 @@ class Glance:
     def snapshots(self, db_id: int) -> list[SimpleNamespace]:
         """The snapshots of a database, oldest first, as `SnapshotInfo` tells them."""
         return [
-            _snapshot(db_id, int.from_bytes(key[4:], "big"), record(raw, SNAPSHOT))
+            _snapshot(db_id, int.from_bytes(key[4:], "big"), record("snapshot_index", key, raw, SNAPSHOT))
             for key, raw in self._rows("snapshot_index", db_id)
         ]
 
     def meta(self, name: str) -> SimpleNamespace:
         """A fact about the environment."""
         raw = self._txn.get(name.encode(), db=self._table("meta"))
-        return record(raw if raw is not None else _HEAD + b"\x90", META)
+        return SimpleNamespace(**META) if raw is None else record("meta", name.encode(), raw, META)
 
     def feed_bounds(self) -> tuple[int, int]:
         """As `ReadTxn.feed_bounds`."""
@@ -160,16 +164,17 @@ def _snapshot(db_id: int, snapshot_id: int, row: SimpleNamespace) -> SimpleNames
     )
 
 
-def record(raw: bytes, fields: Mapping[str, Any]) -> SimpleNamespace:
+def record(table: str, key: bytes, raw: bytes, fields: Mapping[str, Any]) -> SimpleNamespace:
     """A row: its fields by name, with defaults for those that older bytes do not have; newer ones are left out.
 
-    >>> record(b"\\x01\\x00\\x91\\x07", META)
-    namespace(number=7, text='')
+    >>> record("meta", b"x", b"\\x01\\x80\\x91\\x07" + bytes.fromhex("00000000"), META)
+    Traceback (most recent call last):
+    quire.manifest.glance.Unfamiliar: another version of a record, or a damaged one
     """
-    if raw[:2] != _HEAD:
-        raise Unfamiliar("another version of a record")
+    if raw[:2] != _HEAD or zlib.crc32(raw, zlib.crc32(key, zlib.crc32(table.encode()))) != _RESIDUE:
+        raise Unfamiliar("another version of a record, or a damaged one")
     values, end = unpacked(raw, 2)
-    if type(values) is not list or end != len(raw):
+    if type(values) is not list or end != len(raw) - 4:
         raise Unfamiliar("no record")
     found = {**fields, **dict(zip(fields, values))}
     if _REQUIRED in found.values():

@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.errors import QuireError
+from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
-from quire.manifest.few_holders import Finding, outstanding_uploads
-from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
+from quire.manifest.few_holders import UNREADABLE, Finding, intact_zeros, outstanding_uploads, wrong_count, wrong_zero
+from quire.manifest.ops.corrections import CorrectRefcount
 from quire.manifest.ops.refs import artifact_key, unpack_artifact
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
@@ -101,9 +101,13 @@ def check_rows(txn: ReadTxn) -> Iterator[Finding]:
         yield from findings
         findings.clear()
     waiting: dict[bytes, tuple[int, int]] = {}
-    zeros = (key for key, _ in txn.raw_scan(t.GC_ZERO))
+    damaged: list[bytes] = []
+    zeros = intact_zeros(txn, damaged)
     for key in _in_one_only(zeros, _doomed(txn, waiting)):
-        yield _wrong_zero(txn, key, is_listed=txn.get(t.GC_ZERO, *t.GC_ZERO.key.unpack(key)) is not None)
+        yield wrong_zero(txn, key, is_doomed=_is_doomed(txn, key))
+    for key in damaged:
+        if not _is_doomed(txn, key):  # else it was missing above
+            yield wrong_zero(txn, key, is_doomed=False)
     uploads = outstanding_uploads(txn)
     for key in sorted(waiting.keys() | uploads.keys()):
         in_use, pending = waiting.get(key, (0, 0))
@@ -148,11 +152,11 @@ def _leaf_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Any, An
     for keys, values in txn.steps(t.SLOT_LEAF, LEAF_ROWS):
         leaves = _packed(t.SLOT_LEAF, keys)
         bodies = []
-        for raw in values:
+        for key, raw in zip(keys, values, strict=True):
             try:
-                bodies.append(t.SLOT_LEAF.codec.decode(raw).entries)
+                bodies.append(t.SLOT_LEAF.rows.decode(key, raw).entries)
             except QuireError as error:
-                findings.append(("K1", f"a leaf does not decode: {error}", raw[:16].hex(), None, False))
+                findings.append(("K1", f"a leaf does not decode: {error}", key.hex(), None, False))
                 bodies.append(b"")
         sizes = np.array([len(body) // ENTRY.size for body in bodies])
         entries = np.frombuffer(b"".join(body[: len(body) // ENTRY.size * ENTRY.size] for body in bodies), ENTRY_FIELDS)
@@ -232,17 +236,17 @@ def _catalog_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Arti
 
 def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], findings: list[Finding]) -> list[int]:
     """The namespace of every row; decodes each (K1), all in one go unless something is odd."""
-    head, body = table.codec.head, table.codec.decode_body
+    body = table.codec.decode_body
     assert body is not None, "catalog tables are not packed"
     try:
-        if {raw[:2] for raw in values} == {head}:
-            return [body(raw[2:]).namespace_id for raw in values]
+        if table.rows.are_intact(keys, values):
+            return [body(raw[2:-4]).namespace_id for raw in values]
     except (msgspec.MsgspecError, UnicodeDecodeError):
         pass  # found and named below
     found = []
     for key, raw in zip(keys, values):
         try:
-            found.append(table.codec.decode(raw).namespace_id)
+            found.append(table.rows.decode(key, raw).namespace_id)
         except QuireError as error:
             findings.append(("K1", f"a row of {table.name} does not decode: {error}", key.hex(), None, False))
     return found
@@ -253,11 +257,12 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
     stored, in_use, pending = _stored_counts(txn)
     uploads = outstanding_uploads(txn)
     # R3 first: a corrected count puts its own index row right, whatever was done to it before.
-    zeros = {key for key, _ in txn.raw_scan(t.GC_ZERO)}
+    damaged: list[bytes] = []
+    zeros = set(intact_zeros(txn, damaged))
     doomed = {artifact_key(decode(code)) for code in stored[(in_use == 0) & (pending == 0)]}
-    for key in sorted(zeros ^ doomed):
-        yield _wrong_zero(txn, key, is_listed=key in zeros)
-    positive = in_use > 0
+    for key in sorted((zeros ^ doomed).union(damaged)):
+        yield wrong_zero(txn, key, is_doomed=key in doomed)
+    positive = in_use != 0  # of a row that cannot be read too: it equals nothing that is held
     if not (np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts)):
         yield from _differences(stored, in_use, uploads, held, counts)
     waiting = {artifact_key(decode(code)): int(n) for code, n in zip(stored[pending > 0], pending[pending > 0])}
@@ -269,13 +274,6 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
             yield _wrong_uploads(key, holders, waiting.get(key, 0), uploads.get(key, 0))
 
 
-def _wrong_zero(txn: ReadTxn, key: bytes, *, is_listed: bool) -> Finding:
-    artifact = unpack_artifact(key)
-    row = txn.refcount(artifact)
-    since = None if is_listed or row is None else row.zero_since_ms
-    return "R3", "gc_zero is wrong", artifact, CorrectIndex("gc_zero", key, since), False
-
-
 def _wrong_uploads(key: bytes, holders: int, pending: int, outstanding: int) -> Finding:
     what = f"pending_upload is {pending}, {outstanding} uploads are outstanding"
     return "R2", what, unpack_artifact(key), CorrectRefcount(key, holders, outstanding), False
@@ -284,7 +282,7 @@ def _wrong_uploads(key: bytes, holders: int, pending: int, outstanding: int) -> 
 def _doomed(txn: ReadTxn, waiting: dict[bytes, tuple[int, int]]) -> Iterator[bytes]:
     """The keys of artifacts at zero, in order; into `waiting` (`in_use`, `pending_upload`) of those that are being uploaded."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
-        rows = np.frombuffer(b"".join(values), dtype=t.GC_REFCOUNTS.codec.numpy_fields())
+        rows = _counts(keys, values)
         for place in np.flatnonzero(rows["pending_upload"]).tolist():
             waiting[keys[place]] = int(rows["in_use"][place]), int(rows["pending_upload"][place])
         for place in np.flatnonzero((rows["in_use"] == 0) & (rows["pending_upload"] == 0)).tolist():
@@ -318,9 +316,32 @@ def _stored_steps(txn: ReadTxn) -> Iterator[tuple[Codes, npt.NDArray[np.int64], 
     """(codes, `in_use`, `pending_upload`) as they are stored."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
-        row = np.frombuffer(b"".join(values), dtype=t.GC_REFCOUNTS.codec.numpy_fields())
+        row = _counts(keys, values)
         codes = encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"])
         yield codes, row["in_use"].astype(np.int64), row["pending_upload"].astype(np.int64)
+
+
+def _counts(keys: list[bytes], values: list[bytes]) -> Any:
+    """Rows of counts; one that is damaged has `UNREADABLE` references, which no artifact has."""
+    try:
+        return t.GC_REFCOUNTS.rows.columns(keys, values)
+    except ManifestDamaged:
+        counts = np.zeros(len(keys), [("in_use", np.int64), ("pending_upload", np.int64)])
+        for place, (key, raw) in enumerate(zip(keys, values, strict=True)):
+            try:
+                row = t.GC_REFCOUNTS.rows.decode(key, raw)
+                counts[place] = row.in_use, row.pending_upload
+            except ManifestDamaged:
+                counts[place] = UNREADABLE, 0
+        return counts
+
+
+def _is_doomed(txn: ReadTxn, key: bytes) -> bool:
+    try:
+        row = txn.refcount(unpack_artifact(key))
+    except ManifestDamaged:
+        return False
+    return row is not None and not (row.in_use or row.pending_upload)
 
 
 def _differences(
@@ -338,7 +359,7 @@ def _differences(
             artifact = decode(code)
             key = artifact_key(artifact)
             fix = CorrectRefcount(key, want, uploads.get(key, 0))
-            yield "R1", f"in_use is {have}, held {want} times", artifact, fix, False
+            yield "R1", wrong_count(have, want), artifact, fix, False
 
 
 def _compare_catalog(held: Codes, catalog: Codes, txn: ReadTxn) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import lmdb
@@ -28,9 +29,11 @@ from quire.core.clock import Clock
 from quire.core.errors import FormatTooNew, ManifestDamaged
 from quire.core.events import emit
 from quire.manifest import tables as t
+from quire.manifest.codec import VERSION
 from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import MetaRecord, MigrationRecord
+from quire.manifest.rows import is_marked, sealed
 
 SCHEMA = t.META.key.pack("schema")
 STORE_ID = t.META.key.pack("store_id")
@@ -46,7 +49,44 @@ class Step(msgspec.Struct, frozen=True):
     """Called with no transaction open. It begins its own (`env.begin_write`) and commits them, in this thread."""
 
 
-STEPS: Sequence[Step] = ()
+MIGRATED_ROWS = 32_768
+"""Rows that a step looks at in one transaction."""
+
+
+def _add_checksums(env: ManifestEnv) -> None:
+    """Give every row of an older store its checksum (`rows.py`). What a crash left half done is gone on with: rows that have
+    one are left alone. Nothing vouches for what is in a row until then; one that makes no sense is the check's to find."""
+    for name, handle in env.handles.items():
+        after: bytes | None = b""
+        while after is not None:
+            after = _add_some(env, name, handle, after)
+
+
+def _add_some(env: ManifestEnv, name: str, handle: Any, after: bytes) -> bytes | None:
+    """Checksums for the next rows of a table, in a transaction; the last key that was looked at, `None` at the end."""
+    while True:
+        txn: Any = env.begin_write()
+        try:
+            with txn.cursor(db=handle) as cursor:
+                looked = list(islice(cursor.iternext(), MIGRATED_ROWS + 1)) if cursor.set_range(after) else []
+                bare = [(key, raw) for key, raw in looked if len(raw) >= VERSION.size and not is_marked(raw)]
+                cursor.putmulti([(key, sealed(name, key, raw)) for key, raw in bare])
+            txn.commit()
+        except lmdb.MapFullError:
+            txn.abort()
+            env.grow()
+            continue
+        except BaseException:
+            txn.abort()
+            raise
+        return looked[-1][0] if len(looked) > MIGRATED_ROWS else None
+
+
+def _nothing_more(env: ManifestEnv, txn: lmdb.Transaction) -> None:
+    """All of a step was done by its `prepare`."""
+
+
+STEPS: Sequence[Step] = (Step("row_checksums", _nothing_more, _add_checksums),)
 """All steps, oldest first. The schema of a store is `BASE_SCHEMA` plus the number of steps it has been through."""
 
 
@@ -86,7 +126,7 @@ def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> N
         raise ManifestDamaged(
             f"the manifest is damaged: {error}", hint="restore it from a backup", path=env.path
         ) from error
-    found = t.META.codec.decode(raw).number if raw is not None else 0
+    found = t.META.rows.decode(SCHEMA, raw).number if raw is not None else 0
     if found > known or strangers:
         raise FormatTooNew(
             "the store was written by a newer quire",
@@ -100,9 +140,9 @@ def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> N
 def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: Sequence[Step]) -> None:
     """A new store: born with every step done."""
     for step in steps:
-        txn.put(t.MIGRATIONS.key.pack(step.name), _ledger_row(clock), db=ledger)
-    txn.put(SCHEMA, t.META.codec.encode(MetaRecord(number=BASE_SCHEMA + len(steps))), db=meta)
-    txn.put(STORE_ID, t.META.codec.encode(MetaRecord(text=str(uuid.uuid4()))), db=meta)
+        txn.put(*_ledger_row(step, clock), db=ledger)
+    txn.put(SCHEMA, t.META.rows.encode(SCHEMA, MetaRecord(number=BASE_SCHEMA + len(steps))), db=meta)
+    txn.put(STORE_ID, t.META.rows.encode(STORE_ID, MetaRecord(text=str(uuid.uuid4()))), db=meta)
 
 
 def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
@@ -119,8 +159,8 @@ def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
     try:
         step.run(env, txn)
         hit("manifest.migration.ran")
-        txn.put(t.MIGRATIONS.key.pack(step.name), _ledger_row(clock), db=env.handles[t.MIGRATIONS.name])
-        txn.put(SCHEMA, t.META.codec.encode(MetaRecord(number=schema)), db=env.handles[t.META.name])
+        txn.put(*_ledger_row(step, clock), db=env.handles[t.MIGRATIONS.name])
+        txn.put(SCHEMA, t.META.rows.encode(SCHEMA, MetaRecord(number=schema)), db=env.handles[t.META.name])
         hit("manifest.migration.recorded")
         txn.commit()
         hit("manifest.migration.durable")
@@ -130,8 +170,9 @@ def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
     return True
 
 
-def _ledger_row(clock: Clock) -> bytes:
-    return t.MIGRATIONS.codec.encode(MigrationRecord(clock.now_ms(), _quire_version()))
+def _ledger_row(step: Step, clock: Clock) -> tuple[bytes, bytes]:
+    key = t.MIGRATIONS.key.pack(step.name)
+    return key, t.MIGRATIONS.rows.encode(key, MigrationRecord(clock.now_ms(), _quire_version()))
 
 
 def _quire_version() -> str:

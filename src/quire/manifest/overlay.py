@@ -5,7 +5,8 @@ Terms
   inserted  pending rows that their op claims are new
   undo      how pending rows looked before the current batch
   kept      decoded rows of small, hot tables that stay in memory across groups
-  encoded   a pending row that is `bytes` already: an op that makes thousands of rows makes them with numpy, not one by one
+  encoded   a pending row that is `bytes` already, without its checksum: an op that makes thousands of rows makes them with
+            numpy, not one by one
 
 Rules
   1. A batch reads its own writes and those of the batches before it, in every table.
@@ -52,6 +53,7 @@ class TableView(Generic[R]):
 
     __slots__ = (
         "_decode",
+        "_decode_plain",
         "_deleted",
         "_handle",
         "_kept",
@@ -73,7 +75,8 @@ class TableView(Generic[R]):
         """Insert or replace the row. A bound C method unless the overlay is tracking."""
         self.insert: Callable[[bytes, R], R | None] = self._insert_optimistic
         """Put a row that should be new; returns the row that is in the way, if there is one (rule 3)."""
-        self._decode = table.codec.decode
+        self._decode = table.rows.decode
+        self._decode_plain = table.codec.decode
         self._deleted = False
         self._handle = handle
         self._scanned = (0, 0)
@@ -87,7 +90,7 @@ class TableView(Generic[R]):
         """The row, or `None`."""
         found: Any = self.pending.get(key, _ABSENT)
         if found is not _ABSENT:
-            return self._decode(found) if type(found) is bytes else found
+            return self._decode_plain(found) if type(found) is bytes else found
         if key in self.inserted:
             return self.inserted[key]
         kept = self._kept
@@ -96,7 +99,7 @@ class TableView(Generic[R]):
         raw = self._overlay.txn.get(key, db=self._handle)
         if raw is None:
             return None
-        record = self._decode(raw)
+        record = self._decode(key, raw)
         if kept is not None:
             if len(kept) >= KEPT_ROWS_MAX:
                 kept.clear()
@@ -124,9 +127,11 @@ class TableView(Generic[R]):
             self.pending.update(encoded)
 
     def get_encoded(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        """Those of the rows that exist, as bytes: in one call, 0.4 µs for each."""
+        """Those of the rows that exist, as plain bytes: in one call, 0.7 µs for each."""
         with self._overlay.txn.cursor(db=self._handle) as cursor:
-            rows: dict[bytes, bytes] = dict(cursor.getmulti(keys))
+            stored = cursor.getmulti(keys)
+        present = [key for key, _ in stored]
+        rows = dict(zip(present, self.table.rows.opened_all(present, [raw for _, raw in stored]), strict=True))
         encode = self.table.codec.encode
         for waiting in (self.inserted, self.pending):
             for key in keys if waiting else ():
@@ -171,7 +176,7 @@ class TableView(Generic[R]):
     def _row(self, key: bytes) -> R | None:
         """A pending row, `None` if deleted. REQUIRES that the key is pending."""
         row: Any = self.pending[key] if key in self.pending else self.inserted[key]
-        return self._decode(row) if type(row) is bytes else row
+        return self._decode_plain(row) if type(row) is bytes else row
 
     def scan(self, prefix: bytes = b"", *, after: bytes | None = None) -> Iterator[tuple[bytes, R]]:
         """Rows whose key starts with `prefix` (and lies above `after`), in key order."""
@@ -187,7 +192,7 @@ class TableView(Generic[R]):
                     yield key, record
                 ours = next(merged, None)
             else:
-                yield key, self._decode(raw)
+                yield key, self._decode(key, raw)
         while ours is not None:
             if (record := self._row(ours)) is not None:
                 yield ours, record
@@ -237,7 +242,7 @@ class TableView(Generic[R]):
 
     def flush(self) -> int:
         """Write pending rows into the LMDB transaction, in key order; the number of rows."""
-        txn, codec, pending = self._overlay.txn, self.table.codec, self.pending
+        txn, codec, pending = self._overlay.txn, self.table.rows, self.pending
         if len(pending) + len(self.inserted) == 1 and not self._deleted:
             return self._flush_one()
         with txn.cursor(db=self._handle) as cursor:
@@ -248,7 +253,7 @@ class TableView(Generic[R]):
                     if any(txn.get(key, db=self._handle) is not None for key in both):
                         raise KeysTaken  # written again in the same group: the check below would not see it
                     fresh = [item for item in fresh if item[0] not in pending]
-                consumed, added = cursor.putmulti(_encoded(codec, fresh), overwrite=False)
+                consumed, added = cursor.putmulti(codec.encode_all(fresh), overwrite=False)
                 if added < consumed:
                     raise KeysTaken
             if pending:
@@ -258,7 +263,7 @@ class TableView(Generic[R]):
                         if record is None:
                             txn.delete(key, db=self._handle)
                     rows = [item for item in rows if item[1] is not None]
-                cursor.putmulti(_encoded(codec, rows))
+                cursor.putmulti(codec.encode_all(rows))
         return len(pending) + len(self.inserted)
 
     def _flush_one(self) -> int:
@@ -266,7 +271,7 @@ class TableView(Generic[R]):
         record: Any
         ((key, record),) = (self.pending or self.inserted).items()
         assert record is not None, "deletions go the other way"
-        row = record if type(record) is bytes else self.table.codec.encode(record)
+        ((key, row),) = self.table.rows.encode_all([(key, record)])
         if not self._overlay.txn.put(key, row, db=self._handle, overwrite=bool(self.pending)):
             raise KeysTaken
         return 1
@@ -292,14 +297,6 @@ class TableView(Generic[R]):
 
 def _first(item: tuple[bytes, Any]) -> bytes:
     return item[0]
-
-
-def _encoded(codec: Any, rows: list[tuple[bytes, Any]]) -> list[tuple[bytes, bytes]]:
-    if codec.packed is None:
-        head, body = codec.head, codec.body
-        return [(key, head + body(record)) for key, record in rows]
-    encode = codec.encode
-    return [(key, record if type(record) is bytes else encode(record)) for key, record in rows]
 
 
 class Overlay:

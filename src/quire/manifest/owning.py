@@ -17,20 +17,29 @@ from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import migrate
 from quire.manifest.reads import ReadTxn
 from quire.manifest.rehydrate import Rehydrated, refuse, rehydrate
+from quire.manifest.repair import propose
 from quire.manifest.writer import ManifestWriter
 
 MEND_OPS = 4_096
 """Fixes in one batch."""
+
+MEND_ROUNDS = 2
+"""Rows that are restored show what else is wrong: then that is mended too."""
 
 
 def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, Rehydrated]:
     """The writer, started, and what was in the manifest; `repair` mends what can be recomputed first."""
     migrate(env, clock)
     problems = _problems(env)
-    if problems and repair:
+    rounds = MEND_ROUNDS if repair else 0
+    while rounds and any(problem.fix is not None for problem in problems):
         _mend(env, clock, problems)
         problems = _problems(env)
+        rounds -= 1
     refuse(problems, env.path)
+    for problem in problems:
+        hint = "nothing is decided by it; `quire manifest check` says what to do"
+        emit("error", "manifest.row_damaged", **problem.where, what=problem.what, hint=hint)
     with ReadTxn(env) as txn:
         recovered = rehydrate(txn)
     writer = ManifestWriter(env, clock)
@@ -40,7 +49,7 @@ def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter
 
 def _problems(env: ManifestEnv) -> list[Problem]:
     with ReadTxn(env) as txn:
-        return [problem for problem in check(txn) if not problem.leak]
+        return propose(txn, [problem for problem in check(txn) if not problem.leak])
 
 
 def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:

@@ -26,6 +26,7 @@ import msgspec
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
+from quire.durable.checksums import crc32
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
@@ -41,6 +42,7 @@ from quire.manifest.records import (
     SnapshotRecord,
     WalStateRecord,
 )
+from quire.manifest.rows import RESIDUE
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,31 +99,32 @@ class ReadTxn:
         if handle is None:
             return None
         try:
-            raw = self._get(table.key.pack(*key), db=handle)
+            packed = table.key.pack(*key)
+            raw = self._get(packed, db=handle)
         except lmdb.Error as error:
             raise self._explain(error) from error
-        return None if raw is None else table.codec.decode(raw)
+        return None if raw is None else table.rows.decode(packed, raw)
 
     def scan(
         self, table: t.Table[R], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[tuple[Any, ...], R]]:
         """(key, record) of all rows whose key begins with `prefix`, in order, from `start` on if given."""
-        unpack, decode = table.key.fast_unpack, table.codec.decode
-        head, body = table.codec.head, table.codec.decode_body
+        unpack, decode, marked, salt = table.key.fast_unpack, table.rows.decode, table.rows.marked, table.rows.salt
+        body = table.codec.decode_body
         for key, raw in self.raw_scan(table, *prefix, start=start):
-            if body is None or raw[:2] != head:
-                yield unpack(key), decode(raw)
+            if body is None or raw[:2] != marked or crc32(raw, crc32(key, salt)) != RESIDUE:
+                yield unpack(key), decode(key, raw)
             else:  # what `decode` does, without a call in between
                 try:
-                    record = body(raw[2:])
+                    record = body(raw[2:-4])
                 except (msgspec.MsgspecError, UnicodeDecodeError):
-                    record = decode(raw)
+                    record = decode(key, raw)
                 yield unpack(key), record
 
     def raw_scan(
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
-        """The same rows as bytes: for exports, which decode many at once."""
+        """The same rows as they are stored, unchecked: for exports, which decode many at once (`Table.rows`)."""
         first = table.key.prefix(*prefix)
         try:
             cursor = self._cursor(table.name)
@@ -236,10 +239,11 @@ class ReadTxn:
         from quire.manifest.ops.refs import artifact_key
 
         try:
-            raw = self._get(artifact_key(artifact), db=self._handles[t.GC_REFCOUNTS.name])
+            key = artifact_key(artifact)
+            raw = self._get(key, db=self._handles[t.GC_REFCOUNTS.name])
         except lmdb.Error as error:
             raise self._explain(error) from error
-        return None if raw is None else t.GC_REFCOUNTS.codec.decode(raw)
+        return None if raw is None else t.GC_REFCOUNTS.rows.decode(key, raw)
 
     def namespace(self, namespace_id: int) -> NamespaceRecord | None:
         """A remote namespace by id."""
@@ -281,7 +285,7 @@ class ReadTxn:
             raise self._explain(error) from error
         if not found.startswith(table.key.prefix(*key[:-1])):
             return None
-        return table.key.unpack(found), table.codec.decode(value)
+        return table.key.unpack(found), table.rows.decode(found, value)
 
     def owners(self, table: t.Table[Any]) -> Iterator[int]:
         """The databases that have rows in a table whose key begins with one; one look per database."""

@@ -55,7 +55,7 @@ def rehydrate(txn: ReadTxn) -> Rehydrated:
 
 def refuse(problems: Iterable[Problem], path: str) -> None:
     """Raise if any of the problems endangers data."""
-    bad = [problem for problem in problems if not problem.leak]
+    bad = [problem for problem in problems if not problem.leak and not problem.contained]
     if bad:
         named = "; ".join(map(str, bad[:SHOWN])) + (f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
         mendable = all(problem.fix is not None for problem in bad)

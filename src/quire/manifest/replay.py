@@ -121,7 +121,7 @@ def _apply_one(overlay: Overlay, record: ChangeRecord) -> None:
 
 def _flush(overlay: Overlay, env: ManifestEnv, txn: lmdb.Transaction, records: list[ChangeRecord]) -> lmdb.Transaction:
     """Write the step; a full map is grown and the step written again, as the writer does."""
-    rows = [(CHANGE_LOG.key.pack(record.sequence), CHANGE_LOG.codec.encode(record)) for record in records]
+    rows = CHANGE_LOG.rows.encode_all([(CHANGE_LOG.key.pack(record.sequence), record) for record in records])
     while True:
         try:
             overlay.flush()

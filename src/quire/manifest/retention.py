@@ -30,7 +30,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput, UnknownDatabase, WouldDropEverything
+from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase, WouldDropEverything
+from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.records import RetentionRecord, SnapshotKind
@@ -289,6 +290,13 @@ class Retention:
         return [*ops, *self._manifest.jobs.deletions(origins)]
 
     def databases(self) -> list[tuple[int, RetentionRecord]]:
-        """(database, policy) of every database that has one."""
+        """(database, policy) of every database that has one. A policy whose row is damaged is left out, and reported: nothing
+        is made and nothing is dropped by it."""
+        policies = []
         with self._manifest.read() as txn:
-            return [(key[0], record) for key, record in txn.scan(t.RETENTION)]
+            for key, raw in txn.raw_scan(t.RETENTION):
+                try:
+                    policies.append((t.RETENTION.key.unpack(key)[0], t.RETENTION.rows.decode(key, raw)))
+                except ManifestDamaged as error:
+                    emit("error", "retention.damaged", error=str(error))
+        return policies

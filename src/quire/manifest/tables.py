@@ -22,6 +22,7 @@ from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
 from quire.manifest.keys import KeyCodec, Width
 from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.rows import RowCodec
 
 
 class Policy(Enum):
@@ -55,6 +56,11 @@ class Table(Generic[R]):
     def codec(self) -> RecordCodec[R]:
         """Made with the first row: most commands look at few tables, and a decoder takes time to make."""
         return RecordCodec(self._record, version=self._version, packed=self._packed)
+
+    @cached_property
+    def rows(self) -> RowCodec[R]:
+        """Rows as LMDB has them: a record's bytes under a checksum."""
+        return RowCodec(self.name, self.key, self.codec)
 
     def __repr__(self) -> str:
         return f"Table({self.name})"

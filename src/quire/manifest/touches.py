@@ -99,6 +99,16 @@ _CATALOGS = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
 _JOB = (t.JOB_QUEUE, t.JOBS_BY_STATE)
 _CURSOR = (t.CHANGE_CURSORS, t.META, CHANGE_LOG)
 _PAGES = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
+
+
+def _of_row(op: corrections.RestoreRow | corrections.RestoreLocalRow) -> tuple[int, ...]:
+    """The database that a row belongs to, where keys begin with one."""
+    table = t.TABLES.get(op.table)
+    if table is None or table.key.fields[0][0] not in ("db_id", "origin_db_id"):
+        return ()
+    return (int.from_bytes(op.key[:4], "big"),)
+
+
 _DERIVED = tuple(table for table in t.TABLES.values() if table.policy is t.Policy.DERIVED)
 _DB, _ORIGIN = _fields("db_id"), _fields("origin_db_id")
 _ENQUEUED = _touches(*_JOB, t.JOB_PENDING_INDEX, t.GC_REFCOUNTS, t.ID_WATERMARKS, databases=_of_job)
@@ -145,6 +155,8 @@ TOUCHES: dict[type[Op], Touches] = {
     refs.RemoveArtifact: _touches(*_CATALOGS, t.REMOTE_NAMESPACE, t.AUDIT, *_COUNTS, databases=_ORIGIN),
     corrections.CorrectRefcount: _touches(*_COUNTS, databases=_of_count),
     corrections.CorrectIndex: _touches(*_DERIVED),
+    corrections.RestoreRow: _touches(*corrections.RESTORED, databases=_of_row),
+    corrections.RestoreLocalRow: _touches(*corrections.RESTORED_LOCAL, databases=_of_row),
     audit.PruneAudit: _touches(t.AUDIT, databases=_DB),
     # write-ahead log and pages
     wal.OpenSegment: _touches(t.WAL_CATALOG, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),

@@ -121,13 +121,13 @@ class TableReader:
 def _raw_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
-    """As `one_batch`, with keys and records as they are."""
+    """As `one_batch`, with keys and plain rows: their checksums are looked at here."""
     keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
     first = int(bool(keys) and keys[0] == after)
     keys, values = keys[first : first + rows], values[first : first + rows]
     if not keys:
         return None, None
-    columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary())]
+    columns = [pa.array(keys, pa.binary()), pa.array(table.rows.opened_all(keys, values), pa.binary())]
     return pa.RecordBatch.from_arrays(columns, schema=_RAW), keys[-1]
 
 

@@ -158,7 +158,7 @@ def _references(txn: ReadTxn) -> Iterator[Block]:
 def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:
     for keys, values in txn.steps(table, STEP_ROWS):
         key = np.frombuffer(b"".join(keys), table.key.numpy_fields())
-        row = np.frombuffer(b"".join(values), table.codec.numpy_fields())
+        row = table.rows.columns(keys, values)
         lsns: NDArray[Any] = key["lsn"] if sort == "version" else row["lsn"]
         columns = [np.asarray(each, np.uint64) for each in (key["db_id"], key["page"], lsns, row["segment_id"])]
         yield Block(sort, np.stack(columns, axis=1))

@@ -6,6 +6,8 @@ Rules
      that found the name a moment ago finish. Leaves have no bytes and go at once.
   3. Steps are bounded: a job over a million artifacts is many small commits, between which others write.
   4. The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding.
+  5. Nothing is deleted by a damaged row: an artifact goes only if its row in `gc_zero`, its counts and its catalog row are
+     intact and agree. The others go; then the job fails with what it met.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.delete.run import DeleteTask
@@ -63,13 +66,18 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
     places: list[Place] = []
     rowless: list[ArtifactKey] = []
     due_at = 0
+    damaged: ManifestDamaged | None = None
     for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
-        key = unpack_artifact(raw)
+        try:
+            since = t.GC_ZERO.rows.decode(raw, value).value  # first: it looks at the key too
+            key = unpack_artifact(raw)
+            row = _doomed_row(txn, key)
+        except ManifestDamaged as error:
+            damaged = damaged or error
+            continue
         if key.kind is ArtifactKind.LEAF:
             leaves.append(key)
         else:
-            row = artifact_row(txn, key)
-            since = t.GC_ZERO.codec.decode(value).value
             due = max(since + grace, getattr(row, "purge_after_ms", 0))
             if due > now:
                 due_at = min(due_at or due, due)
@@ -81,6 +89,8 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
                     places.append(place)
         if len(leaves) >= STEP_LEAVES or len(places) + len(rowless) >= STEP_ARTIFACTS:
             break
+    if damaged is not None and not (leaves or places or rowless or due_at):
+        raise damaged  # everything else is done: the job says what is in its way
     orphans: list[ArtifactKey] = []
     plans: list[int] = []
     stale_pages = False
@@ -98,6 +108,16 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
         plans=tuple(plans),
         due_at_ms=due_at,
     )
+
+
+def _doomed_row(txn: ReadTxn, key: ArtifactKey) -> Any:
+    """The catalog row of an artifact that is to go; `ManifestDamaged` unless its counts are provably at zero (rule 5)."""
+    counts = txn.refcount(key)
+    if counts is not None and (counts.in_use or counts.pending_upload):
+        raise ManifestDamaged(
+            "gc_zero names an artifact that is in use", hint="`quire manifest check --repair` mends it", artifact=key
+        )
+    return artifact_row(txn, key)
 
 
 def is_bare(txn: ReadTxn, db_id: int) -> bool:

@@ -1,9 +1,12 @@
-"""Operations that repair what `check` found. They are the only ones that set a count or an index row to a given value.
+"""Operations that repair what `check` found. They are the only ones that set a row to a given value.
 
 Rules
   1. A corrected count is logged like any change, so replicas are corrected too; derived rows are local and are not.
-  2. Only `check` proposes corrections, each for a row it has recomputed from the rows that own the truth.
+  2. Only `check` and `repair` propose corrections, each for a row that was recomputed from the rows that own the truth, found
+     in the change log, or given up because nothing knows what it was.
 """
+
+from typing import Any
 
 from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
@@ -51,3 +54,49 @@ class CorrectIndex(Op, frozen=True, tag=62):
                     view.put(self.key, IndexRecord(self.value))
                 return
         raise InvalidInput("not a derived table", table=self.table)
+
+
+RESTORED = tuple(
+    table
+    for table in t.TABLES.values()
+    if table.policy is t.Policy.LOGGED and table is not t.GENERATION_WATERMARKS  # the writer's own
+)
+"""Tables whose rows `RestoreRow` sets."""
+RESTORED_LOCAL = (t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY)
+"""Tables whose rows `RestoreLocalRow` sets."""
+
+
+class RestoreRow(Op, frozen=True, tag=140):
+    """Set a row of a logged table that was damaged to what it was, without its checksum; with none, remove it."""
+
+    component = int(Component.DATABASE)
+    table: str
+    key: bytes
+    row: bytes | None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _restore(tables, RESTORED, self.table, self.key, self.row)
+
+
+class RestoreLocalRow(Op, frozen=True, tag=141):
+    """The same for a local table, whose rows never enter the feed."""
+
+    logged = False
+    table: str
+    key: bytes
+    row: bytes | None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        _restore(tables, RESTORED_LOCAL, self.table, self.key, self.row)
+
+
+def _restore(tables: Overlay, allowed: tuple[t.Table[Any], ...], name: str, key: bytes, row: bytes | None) -> None:
+    for view in tables.views:
+        if view.table.name == name and view.table in allowed:
+            if row is None:
+                view.delete(key)
+            else:
+                view.put(key, view.table.codec.decode(row))
+            tables.active_ids.clear()  # it may be of a database
+            return
+    raise InvalidInput("rows of this table cannot be restored", table=name)

@@ -15,7 +15,7 @@ Rules
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, CursorLost, NameTaken, OutOfRange, UnknownCursor
+from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, NameTaken, OutOfRange, UnknownCursor
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
@@ -60,7 +60,10 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
 def settle_oldest(tables: Overlay, wish: int = 0) -> None:
     """Raise the oldest sequence as far as live cursors allow; without any, to `wish` (rule 2). Begins to trim (rule 3)."""
     oldest, following = sequence_bounds(tables)
-    needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
+    try:
+        needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
+    except ManifestDamaged:
+        return  # where that cursor stands is not known: until it is mended everything stays
     target = min(min(needed) if needed else wish, following)
     if target > oldest:
         tables.meta.put(OLDEST_SEQUENCE, MetaRecord(target))

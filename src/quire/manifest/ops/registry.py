@@ -7,7 +7,7 @@ from typing import get_args
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Op, ReserveIds
-from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
     DropCursor,
@@ -74,6 +74,8 @@ AnyOp = (
     | RemoveArtifact
     | CorrectRefcount
     | CorrectIndex
+    | RestoreRow
+    | RestoreLocalRow
     | PruneAudit
     | EnqueueJob
     | EnsureJob

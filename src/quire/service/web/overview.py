@@ -148,7 +148,7 @@ def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
                     found[job_id] = Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
         for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
-            found.setdefault(job_id, Job(job_id, t.JOB_QUEUE.codec.decode(raw)))
+            found.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
         names = {each: record.name for each, record in txn.databases()}
         total = txn.count(t.JOB_QUEUE)
     shown = [found[job_id] for job_id in sorted(found, reverse=True) if not db_id or found[job_id].db_id == db_id]

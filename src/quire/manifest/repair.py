@@ -1,0 +1,147 @@
+"""What damaged rows were: found again in the change log, or given up where one subscriber, reader or policy depends on them.
+
+Terms
+  damaged row   a row whose checksum is wrong, or that does not decode (K1)
+
+Rules
+  1. A logged row is what replaying the change log makes of it, if the log still begins with the first change. A retention
+     policy is what the last change of it said, if the log still has that.
+  2. What nothing knows any more is removed only where that deletes nothing and cheats nobody: a policy (nothing is dropped
+     without one, and it has to be set again), an entry of the audit, a metric, the answer to a keyed batch, a reader's lease.
+     A cursor becomes a lost one, which says so to its subscriber.
+  3. Everything else has no fix here: the manifest has to come from a backup.
+  4. Rows that can be restored hide what else is wrong: whoever mends them checks again.
+
+Called only where a check has found a damaged row. Threads: the caller's. Raises what reading raises.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from quire.core.errors import ManifestDamaged, QuireError
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
+from quire.manifest.check import CONTAINED, Problem
+from quire.manifest.env import ManifestEnv
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.corrections import RESTORED, RestoreLocalRow, RestoreRow
+from quire.manifest.ops.databases import SetRetention
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import CursorRecord, CursorState
+from quire.manifest.replay import replay
+
+STEP_ROWS = 8_192
+
+GIVEN_UP: dict[t.Table[Any], str] = {
+    t.RETENTION: "the policy is not in the change log any more: without it nothing is dropped; then set it again",
+    t.AUDIT: "an entry of the audit is lost",
+    t.SNAPSHOT_READERS: "the lease of a reader is lost: it has to begin again",
+    t.METRICS: "a rolling metric begins anew",
+    t.IDEMPOTENCY: "the answer to a keyed batch is lost: a repeat of it would be applied again",
+}
+"""Tables whose rows may go (rule 2), and what that means."""
+
+
+def propose(txn: ReadTxn, problems: list[Problem]) -> list[Problem]:
+    """The problems, with every damaged row named, and with fixes for those that can be restored (rule 4)."""
+    if not any(problem.rule == "K1" for problem in problems):
+        return problems
+    rows = list(_restorations(txn, list(damaged_rows(txn))))
+    if not rows:
+        return problems  # LMDB itself cannot be read
+    others = [problem for problem in problems if problem.rule != "K1"]
+    if all(problem.fix is not None for problem in rows):
+        return [*rows, *(problem for problem in others if problem.fix is not None or problem.leak)]
+    return [*rows, *others]
+
+
+def damaged_rows(txn: ReadTxn) -> Iterator[tuple[t.Table[Any], bytes, str]]:
+    """(table, key, what is wrong) of every damaged row of a table that is not derived: those are rebuilt by their own rules."""
+    for table in dict.fromkeys((*t.TABLES.values(), CHANGE_LOG)):
+        if table.policy is t.Policy.DERIVED or table in (t.GC_REFCOUNTS, t.JOB_PENDING_INDEX):
+            continue
+        for keys, values in txn.steps(table, STEP_ROWS):
+            for key, raw in zip(keys, values, strict=True):
+                try:
+                    table.key.unpack(key)
+                    table.rows.decode(key, raw)
+                except (QuireError, ValueError, struct.error) as error:
+                    yield table, key, error.what if isinstance(error, QuireError) else str(error)
+
+
+def _restorations(txn: ReadTxn, damaged: list[tuple[t.Table[Any], bytes, str]]) -> Iterator[Problem]:
+    wanted = [(table, key) for table, key, _ in damaged if table in RESTORED]
+    known = _replayed(txn, wanted) if wanted else {}
+    for table, key, what in damaged:
+        fix, remark = _restoration(txn, table, key, known)
+        where = {"table": table.name, "key": table.rows.key_of(key)}
+        yield Problem("K1", f"{what}; {remark}" if remark else what, where, fix, contained=table in CONTAINED)
+
+
+def _restoration(
+    txn: ReadTxn, table: t.Table[Any], key: bytes, known: dict[tuple[str, bytes], bytes | None]
+) -> tuple[Op | None, str]:
+    """The operation that puts a row right, and what it means; none if there is no such operation."""
+    if (table.name, key) in known:
+        return RestoreRow(table.name, key, known[table.name, key]), "the change log tells what it was"
+    if table is t.RETENTION:
+        for change in txn.changes(txn.feed_bounds()[0]) if _is_readable(txn) else ():
+            for op in change.operations:
+                if isinstance(op, SetRetention) and t.RETENTION.key.pack(op.db_id) == key:
+                    row = None if op.record is None else t.RETENTION.codec.encode(op.record)
+                    known[table.name, key] = row
+        if (table.name, key) in known:
+            return RestoreRow(table.name, key, known[table.name, key]), "the change log tells what it was"
+    if table is t.CHANGE_CURSORS:
+        row = t.CHANGE_CURSORS.codec.encode(_lost_cursor(txn, key))
+        return RestoreLocalRow(table.name, key, row), "where it stood is not known: its subscriber has to begin again"
+    if table in GIVEN_UP:
+        kind = RestoreRow if table.policy is t.Policy.LOGGED else RestoreLocalRow
+        return kind(table.name, key, None), GIVEN_UP[table]
+    return None, ""
+
+
+def _lost_cursor(txn: ReadTxn, key: bytes) -> CursorRecord:
+    (cursor_id,) = t.CHANGE_CURSORS.key.unpack(key)
+    named = [name for (name,), row in txn.scan(t.CURSOR_NAMES) if row.value == cursor_id]
+    return CursorRecord(
+        0, 0, 0, named[0] if named else "", state=CursorState.LOST, lost_reason="its row in the manifest was damaged"
+    )
+
+
+def _is_readable(txn: ReadTxn) -> bool:
+    """Whether every change of the log can be read."""
+    try:
+        return all(True for _ in txn.changes(txn.feed_bounds()[0]))
+    except QuireError:
+        return False
+
+
+def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tuple[str, bytes], bytes | None]:
+    """What the whole change log makes of these rows; nothing if it is not whole any more (rule 1)."""
+    try:
+        if txn.feed_bounds()[0] != 1:
+            return {}
+        with tempfile.TemporaryDirectory(prefix="quire-replay-") as directory:
+            env = ManifestEnv(str(Path(directory) / "manifest.lmdb"), ManifestSettings(), write=True)
+            try:
+                replay(txn.changes(1), env)
+                with ReadTxn(env) as told:
+                    return {(table.name, key): _plain(told, table, key) for table, key in wanted}
+            finally:
+                env.close()
+    except (ManifestDamaged, lmdb.Error):
+        return {}  # the log is damaged too
+
+
+def _plain(txn: ReadTxn, table: t.Table[Any], key: bytes) -> bytes | None:
+    record = txn.get(table, *table.key.unpack(key))
+    return None if record is None else table.codec.encode(record)

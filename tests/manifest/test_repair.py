@@ -1,0 +1,129 @@
+"""Damaged rows are named, and restored from what is known of them; a count is never lowered because a holder is unreadable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.core.errors import CursorLost, ManifestDamaged
+from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
+from quire.manifest.env import ManifestEnv
+from quire.manifest.records import DbKind, RetentionRecord
+from quire.manifest.repair import propose
+from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean, assert_replays
+from tests.manifest.helpers import checkpoint, does, register
+
+
+def flip(path: str, table: t.Table[Any], key: bytes | None = None) -> bytes:
+    """Flip a bit of a row, the first one if none is named. Its key."""
+    env = ManifestEnv(path, ManifestSettings(), write=True)
+    with env.begin_write() as txn:
+        with txn.cursor(db=env.handles[table.name]) as cursor:
+            assert cursor.set_key(key) if key is not None else cursor.first()
+            found, raw = bytes(cursor.key()), bytes(cursor.value())
+        txn.put(found, raw[:3] + bytes([raw[3] ^ 1]) + raw[4:], db=env.handles[table.name])
+    env.close()
+    return found
+
+
+def forget_the_beginning(path: str) -> None:
+    """The change log no longer begins with the first change."""
+    with ManifestStore.open(path) as manifest:
+        cursor = manifest.feed.register(name="trim")
+        manifest.feed.acknowledge("trim", manifest.feed.head())
+        manifest.feed.drop(cursor.cursor_id)
+        with manifest.read() as txn:
+            assert txn.feed_bounds()[0] > 1
+
+
+def problems_of(path: str) -> list[Any]:
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
+        return propose(txn, manifest.check())
+
+
+def test_a_damaged_policy_is_restored_from_the_change_log_and_keeps_nobody_out(path: str) -> None:
+    """Issue 18: the store opens, the policy is nobody's until it is mended, and mended it is what it was."""
+    policy = RetentionRecord(keep_last=6, schedules=["daily"])
+    with ManifestStore.open(path) as manifest:
+        manifest.register_db("shop", DbKind.PAGES)
+        manifest.retention.set("shop", RetentionRecord(keep_last=2))
+        manifest.retention.set("shop", policy)
+    flip(path, t.RETENTION)
+    (problem,) = problems_of(path)
+    assert (problem.rule, problem.where["table"], problem.where["key"]) == ("K1", "retention", (1,))
+    assert problem.contained
+    with ManifestStore.open(path) as manifest, pytest.raises(ManifestDamaged):
+        manifest.retention.get("shop")
+    with ManifestStore.open(path, repair=True) as manifest:
+        assert manifest.retention.get("shop") == policy
+        assert_clean(manifest)
+        assert_replays(manifest)
+
+
+def test_a_policy_that_the_log_does_not_know_any_more_is_removed_by_a_repair_and_by_setting_it(path: str) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.register_db("shop", DbKind.PAGES)
+        manifest.register_db("blog", DbKind.PAGES)
+        for name in ("shop", "blog"):
+            manifest.retention.set(name, RetentionRecord(keep_last=6))
+    forget_the_beginning(path)
+    for db_id in (1, 2):
+        flip(path, t.RETENTION, t.RETENTION.key.pack(db_id))
+    assert [("set it again" in problem.what, problem.fix is not None) for problem in problems_of(path)] == [
+        (True, True)
+    ] * 2
+    with ManifestStore.open(path) as manifest:
+        manifest.retention.set("blog", RetentionRecord(keep_last=3))
+        assert manifest.retention.get("blog") == RetentionRecord(keep_last=3)
+    with ManifestStore.open(path, repair=True) as manifest:
+        assert manifest.retention.get("shop") is None
+        assert manifest.retention.get("blog") == RetentionRecord(keep_last=3)
+        assert_clean(manifest)
+
+
+def test_a_damaged_cursor_is_lost_and_says_so(path: str) -> None:
+    with ManifestStore.open(path) as manifest:
+        manifest.register_db("shop", DbKind.PAGES)
+        manifest.feed.register(name="tail")
+    flip(path, t.CHANGE_CURSORS)
+    with ManifestStore.open(path, repair=True) as manifest:
+        with pytest.raises(CursorLost, match="damaged"):
+            manifest.feed.fetch("tail")
+        assert_clean(manifest)
+
+
+@pytest.mark.parametrize("table", [t.SLOT_LEAF, t.LIVE_LEAF, t.CHUNK_CATALOG, t.DB])
+def test_any_logged_row_is_what_the_whole_log_says(path: str, table: t.Table[Any]) -> None:
+    with ManifestStore.open(path) as manifest:
+        does(manifest, register(1, "a"))
+        checkpoint(manifest, 1, 0)
+        manifest.jobs.ensure_deletions([1])
+        with manifest.read() as txn:
+            before = list(txn.raw_scan(table))
+    flip(path, table)
+    with pytest.raises(ManifestDamaged, match=table.name):
+        ManifestStore.open(path)
+    with ManifestStore.open(path, repair=True) as manifest:
+        with manifest.read() as txn:
+            assert list(txn.raw_scan(table)) == before
+        assert_clean(manifest)
+        assert_replays(manifest)
+
+
+def test_counts_are_not_lowered_because_a_holder_cannot_be_read(path: str) -> None:
+    """A repair that counted without the unreadable leaf would hand its chunks to the collector."""
+    with ManifestStore.open(path) as manifest:
+        does(manifest, register(1, "a"))
+        checkpoint(manifest, 1, 0)
+    forget_the_beginning(path)
+    flip(path, t.SLOT_LEAF)
+    found = problems_of(path)
+    assert any(problem.rule == "R1" for problem in found)
+    assert not [problem for problem in found if problem.fix is not None]
+    with pytest.raises(ManifestDamaged):
+        ManifestStore.open(path, repair=True)
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
+        assert all(row.in_use for _, row in txn.scan(t.GC_REFCOUNTS))
