@@ -19,7 +19,7 @@ Three ways in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -90,7 +90,7 @@ def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]
     for sort, codes in _references(txn, unread):
         unread.clear()
         yield (sort, *tally(codes))
-    for codes, in_use, _ in _stored_steps(txn):
+    for codes, in_use, _ in _stored_steps(txn, t.GC_REFCOUNTS.rows.columns):
         yield "stored", codes, in_use
 
 
@@ -306,17 +306,19 @@ def _in_one_only(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[by
 
 def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     none = np.zeros(0, np.int64)
-    found = [(np.zeros((0, 2), np.uint64), none, none), *_stored_steps(txn)]
+    found = [(np.zeros((0, 2), np.uint64), none, none), *_stored_steps(txn, _counts)]
     stored, in_use, pending = (np.concatenate(column) for column in zip(*found))
     order = np.lexsort((stored[:, 1], stored[:, 0]))
     return stored[order], in_use[order], pending[order]
 
 
-def _stored_steps(txn: ReadTxn) -> Iterator[tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(codes, `in_use`, `pending_upload`) as they are stored."""
+def _stored_steps(
+    txn: ReadTxn, counts: Callable[[list[bytes], list[bytes]], Any]
+) -> Iterator[tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(codes, `in_use`, `pending_upload`) as they are stored; `counts` reads a step's rows."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
-        row = _counts(keys, values)
+        row = counts(keys, values)
         codes = encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"])
         yield codes, row["in_use"].astype(np.int64), row["pending_upload"].astype(np.int64)
 
