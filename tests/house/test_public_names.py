@@ -53,6 +53,7 @@ ERRORS = [
     "Overloaded",
     "ObjectStoreUnavailable",
     "SparkUnavailable",
+    "TooManyOpenFiles",
     "TooManyReaders",
     "StorageFault",
     "DiskFull",

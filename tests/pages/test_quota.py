@@ -53,7 +53,7 @@ def test_a_writer_over_the_databases_budget_hears_what_blocks_and_goes_on_after_
     old.close()
     tight.checkpoint(store)
     _fill(store, model, 1)
-    assert tight.engine.wal_bytes(store.db_id) < 8 * MIB
+    assert tight.engine.wal_bytes(store.db_id) <= 16 * MIB, "its open segment, with the zeros it has ahead"
     tight.stop()
 
 

@@ -19,9 +19,9 @@ def test_a_room_is_made_alone(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
         store.kv("cart", create=True).put(b"ann", b"3")
         rooms = store._need_rooms()
-        assert set(rooms._made) == {"kv"}
+        assert set(rooms._made) == {"files", "kv"}
         store.stream("clicks", create=True).append([b"one"]).result()
-        assert set(rooms._made) <= {"kv", "streams", "stores"}
+        assert set(rooms._made) <= {"files", "kv", "streams", "stores"}
         assert store.worker is rooms.worker, "there is one of each"
         assert {"worker", "context", "pages", "handlers"} <= set(rooms._made)
         assert "upkeep" not in rooms._made
@@ -60,7 +60,7 @@ def test_nothing_is_made_once_the_store_is_closed(path: Path) -> None:
     with pytest.raises(quire.StoreClosed):
         _ = rooms.kv
     assert rooms.pages is pages, "who has it may ask it, and hears that it is closed"
-    assert rooms._made.keys() == {"pages", "stores"}
+    assert rooms._made.keys() == {"files", "pages", "stores"}
 
 
 def test_jobs_that_a_crash_left_running_are_taken_back(path: Path) -> None:

@@ -96,6 +96,8 @@ def _parent(record: SimpleNamespace | None) -> str:
 
 def info(cli: Cli) -> Facts:
     """As `quire.cli.show.info`."""
+    from quire.durable.space import given_below  # for this command alone
+
     with Looked(cli) as store:
         records = store.databases().values()
         live = [each.kind for each in records if each.status is not DbStatus.TOMBSTONED]
@@ -119,6 +121,7 @@ def info(cli: Cli) -> Facts:
             manifest_bytes=store.file_bytes,
             map_bytes=store.figures["map_size"],
             readers=store.readers(),
+            disk_bytes=sum(given for _, given in given_below(store.root)),
         )
     return facts(found, _told(found))
 

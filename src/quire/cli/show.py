@@ -82,6 +82,7 @@ def facts(found: StoreInfo, data: Any) -> Facts:
             ("change feed", changes),
             ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
             ("readers", f"{count_of(found.readers, 'slot')} in use"),
+            ("on disk", size(found.disk_bytes)),
         ],
         data=data,
     )

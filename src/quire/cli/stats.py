@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.bar import bar
@@ -12,6 +13,7 @@ from quire.cli.output import Facts, Listing, Report, Row
 from quire.cli.plain import plain, size
 
 if TYPE_CHECKING:
+    from quire.durable.space import Space
     from quire.jobs.stats.compute import Usage
     from quire.manifest.store import ManifestStore
 
@@ -30,9 +32,10 @@ def stats(
     """Show what each database takes, alone and shared.
 
     Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
-    its snapshots. `alone` is what dropping it would free.
+    its snapshots. `alone` is what dropping it would free; `on disk` is what its files take, as `du` says.
     """
-    from quire.jobs.stats.compute import usage
+    from quire.durable.space import measure
+    from quire.jobs.stats.compute import usage, with_disk
 
     need_runner(runner)
     if dry_run:
@@ -44,11 +47,14 @@ def stats(
     else:
         with cli.reader() as manifest, manifest.read() as txn:
             found = usage(txn, manifest.clock.now_ms())
+    space = measure(os.path.abspath(cli.path))
+    found = with_disk(found, space)
     shown = [each for each in found if snapshots or not each.snapshot]
     return Listing(
-        columns=["database", ">size", ">alone", ">shared", ">WAL", ">compression", ">last day", "tiers"],
+        columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[Row(_cells(each), {**plain(each), "compression": round(each.compression, 3)}) for each in shown],
         empty="there are no databases",
+        closing=_on_disk(found, space),
     )
 
 
@@ -65,9 +71,19 @@ def _outlook(manifest: ManifestStore) -> Report:
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)
 
 
+def _on_disk(found: list[Usage], space: Space) -> str:
+    """What the store's directory takes, and what of it is no live database's."""
+    others = {name: amount for name, amount in sorted(space.others.items()) if name != "store"}
+    others["dropped databases"] = sum(space.databases.values()) - sum(each.disk_bytes for each in found)
+    others["other files"] = space.others.get("store", 0)
+    told = ", ".join(f"{name} {size(amount)}" for name, amount in others.items() if amount)
+    return f"on disk: {size(space.total_bytes)} in all; beside the databases: {told}"
+
+
 def _cells(each: Usage) -> list[str]:
     tiers = ", ".join(f"{name.replace('_', ' ')} {size(amount)}" for name, amount in sorted(each.tiers.items()))
     name = f"  {each.snapshot}" if each.snapshot else each.database
     ratio = f"{each.compression:.2f}" if each.chunk_bytes else "-"
     amounts = (each.size_bytes, each.exclusive_bytes, each.shared_bytes, each.wal_bytes)
-    return [name, *(size(amount) for amount in amounts), ratio, size(each.churn_bytes), tiers or "-"]
+    disk = "-" if each.snapshot else size(each.disk_bytes)
+    return [name, *(size(amount) for amount in amounts), disk, ratio, size(each.churn_bytes), tiers or "-"]

@@ -25,10 +25,14 @@ def why(
 ) -> Report:
     """Say what keeps something, and what would release it."""
     from quire.store.why import why as ask
+    from quire.store.why_owned import on_disk
 
     with cli.reader() as manifest, manifest.read() as txn:
-        answer = ask(txn, _within(cli, subject), lambda path: _size(cli, path))
+        asked = _within(cli, subject)
+        answer = on_disk(txn, os.path.abspath(cli.path), asked, ask(txn, asked, lambda path: _size(cli, path)))
     facts = [("what", f"{answer.kind} {answer.subject}"), ("state", answer.state), ("bytes", size(answer.size_bytes))]
+    if answer.disk_bytes:
+        facts.append(("on disk", size(answer.disk_bytes)))
     if answer.kind in ("segment", "base", "delta"):
         facts.append(("references", str(answer.references)))
     rows = [Row([each.kind, each.name, each.what, each.release], each) for each in answer.holders]

@@ -219,6 +219,10 @@ class NotWritable(StorageFault):
     """The directory or file cannot be written by this process."""
 
 
+class TooManyOpenFiles(StorageFault):
+    """The process, or the machine, may open no more files. Nothing is wrong with the disk."""
+
+
 class AccessDenied(StorageFault):
     """The object store refused the credentials."""
 

@@ -312,6 +312,8 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     object_store: str = ""
     """URL of the object store; empty means `objects/` inside the store."""
+    open_files_max: int = 256
+    """Files that databases of all kinds keep open to write to, and tables; what is idle is closed after a second."""
     manifest: ManifestSettings = ManifestSettings()
     feed: FeedSettings = FeedSettings()
     maintenance: MaintenanceSettings = MaintenanceSettings()
@@ -320,6 +322,9 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_log: ManifestLogSettings = ManifestLogSettings()
     stream: StreamSettings = StreamSettings()
     lsm: LsmSettings = LsmSettings()
+
+    def __post_init__(self) -> None:
+        _require(4 <= self.open_files_max <= 65_536, "open_files_max lies in [4, 65536]")
 
 
 def load(text: bytes) -> StoreSettings:
@@ -335,6 +340,9 @@ EXAMPLE = """\
 
 # Where objects live: a path, s3://bucket/prefix, gs://…, az://… Empty: the directory objects/ of this store.
 object_store = "{object_store}"
+
+# Files that databases keep open; beyond it the one opened longest ago is closed until it is used again.
+# open_files_max = 256
 
 [manifest]
 # queue_ops_max = 2048         # operations that may wait before submit blocks

@@ -10,8 +10,8 @@ Rules
   2. `File.write_at` writes everything or raises: a short write is retried by `OsFile`, never seen by callers.
   3. After a failed `sync` the state on disk is unknown: the caller must stop using the file (see `StoreUnusable`).
   4. Operating-system errors are translated here, once: ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and
-     EROFS become `NotWritable`; everything else `StorageFault`. `FileNotFoundError` and `FileExistsError` pass
-     unchanged: they are answers, not faults.
+     EROFS become `NotWritable`; EMFILE and ENFILE `TooManyOpenFiles`; everything else `StorageFault`.
+     `FileNotFoundError` and `FileExistsError` pass unchanged: they are answers, not faults.
 
 Objects are confined to no thread: positional reads and writes carry no shared offset.
 """
@@ -25,10 +25,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Protocol
 
-from quire.core.errors import DiskFull, NotWritable, StorageFault
+from quire.core.errors import DiskFull, NotWritable, StorageFault, TooManyOpenFiles
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What a kernel or file system says that does not know a flag of a write."""
 ADVICE_ERRNOS = UNSUPPORTED_ERRNOS | {errno.ESPIPE, errno.EPERM, errno.EACCES, errno.EINTR, errno.EAGAIN}
@@ -122,7 +123,29 @@ def translate(error: OSError, path: str, doing: str) -> StorageFault:
         )
     if number in DENIED_ERRNOS:
         return NotWritable(f"no permission while {doing}", hint="check owner and mode of the directory", **where)
+    if number in FILES_ERRNOS:
+        return too_many_open_files(doing, number, **where)
     return StorageFault(f"{error.strerror or error} while {doing}", hint="check the disk and the system log", **where)
+
+
+def too_many_open_files(doing: str, number: int = errno.EMFILE, **where: object) -> TooManyOpenFiles:
+    """The error for a process without a descriptor left, or with ENFILE a machine."""
+    if number == errno.ENFILE:
+        hint = "close files of other programs, or raise fs.file-max (sysctl)"
+        return TooManyOpenFiles(f"too many open files on this machine while {doing}", hint=hint, **where)
+    limit, most = descriptor_limits()
+    hint = (
+        "raise it with `ulimit -n` before the program starts, lower open_files_max in quire.toml, or close what is open"
+    )
+    what = f"too many open files while {doing}: the limit of this process is {limit}"
+    return TooManyOpenFiles(what, hint=hint, **where, limit=limit, limit_max=most)
+
+
+def descriptor_limits() -> tuple[int, int]:
+    """How many descriptors this process may have, and how many it may ask for; -1 for no limit."""
+    import resource  # only who is short of them needs it
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class OsFile:
@@ -288,9 +311,10 @@ class OsDisk:
 
 
 def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` and make it durable; of a file that is not the system's in the two steps that it has."""
-    if isinstance(file, OsFile):
-        file.write_synced_at(data, offset)
+    """Write all of `data` at `offset` and make it durable; of a file that cannot do it at once in the two steps that it has."""
+    at_once = getattr(file, "write_synced_at", None)
+    if at_once is not None:
+        at_once(data, offset)
     else:
         file.write_at(data, offset)
         file.sync()
@@ -298,8 +322,23 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
 
 def begin_write_back(file: File, size: int, offset: int) -> None:
     """Have the disk begin with bytes that will be synced soon; a file that is not the system's has no such step."""
-    if isinstance(file, OsFile):
-        file.begin_write_back(size, offset)
+    begin = getattr(file, "begin_write_back", None)
+    if begin is not None:
+        begin(size, offset)
+
+
+def forget_cached(file: File) -> None:
+    """Drop clean cached pages, so that what is read is what is on disk.
+
+    After a failed fsync Linux keeps the pages but calls them clean: a reopened log would read records that are not on
+    disk, and a second sync would report success. Advice only: where it is not taken, nothing is worse than before.
+    """
+    own = getattr(file, "forget_cached", None)
+    if own is not None:
+        own()
+        return
+    with suppress(OSError, AttributeError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @cache

@@ -35,7 +35,7 @@ from typing import Self
 
 from quire.core.errors import AlreadyExists, StorageFault, StoreClosed, StoreUnusable
 from quire.durable.checksums import Bytes
-from quire.durable.files import Disk, File, write_atomic
+from quire.durable.files import Disk, File, forget_cached, write_atomic
 from quire.durable.log_format import HEADER_BYTES, encode_frames, encode_header, encode_mark
 from quire.durable.log_reader import LogContents, scan
 
@@ -74,7 +74,7 @@ class LogWriter:
         file = disk.open(path)
         try:
             file.sync()
-            _forget_cached(file)
+            forget_cached(file)
             contents = scan(file.read_at(file.size(), 0), path, kind=kind, durable_upto=durable_upto)
             if contents.torn_bytes:
                 file.truncate(contents.end)
@@ -184,13 +184,3 @@ class LogWriter:
             self.close()
         else:
             self.abandon()
-
-
-def _forget_cached(file: File) -> None:
-    """Drop clean cached pages, so that what is read is what is on disk.
-
-    After a failed fsync Linux keeps the pages but calls them clean: a reopened log would read records that are not on
-    disk, and a second sync would report success. Advice only: where it is not taken, nothing is worse than before.
-    """
-    with suppress(OSError, AttributeError):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from quire.core.errors import StorageFault
 from quire.core.limits import KIB
-from quire.durable.files import Disk, File
+from quire.durable.files import Disk, File, forget_cached
 
 AHEAD_BYTES = 256 * KIB
 SMALL_BYTES = 8 * KIB
@@ -70,6 +70,9 @@ class AheadFile:
 
     def fileno(self) -> int:
         return self._inner.fileno()
+
+    def forget_cached(self) -> None:
+        forget_cached(self._inner)
 
     def close(self) -> None:
         if self._open:

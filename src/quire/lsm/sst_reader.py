@@ -28,6 +28,7 @@ import pyarrow as pa
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.durable.files import Disk, File
+from quire.durable.open_files import open_to_read
 from quire.lsm.bloom import Bloom, hash_keys
 from quire.lsm.cache import BlockCache
 from quire.lsm.sst_format import SCHEMA, TableMeta, decode_blocks, read_section
@@ -107,7 +108,7 @@ class Table:
     def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache[Block] | None = None) -> Table:
         """The table at `path`, which must be number `sst_id` if one is given."""
         try:
-            file = disk.open(path, write=False)
+            file = open_to_read(disk, path)
         except FileNotFoundError:
             hint = "restore the database from a backup: `quire kv restore`"
             raise Corruption("a table is missing", hint=hint, path=path, sst_id=sst_id) from None

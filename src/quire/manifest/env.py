@@ -49,7 +49,7 @@ from quire.core.errors import (
     TooManyReaders,
 )
 from quire.core.limits import GIB, MIB
-from quire.durable.files import FULL_ERRNOS
+from quire.durable.files import FULL_ERRNOS, too_many_open_files
 from quire.manifest.access import denied
 from quire.manifest.gate import Gate, Ticket, Visitor
 from quire.manifest.report import report
@@ -89,6 +89,9 @@ def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
         )
     if isinstance(error, (lmdb.DiskError,)) or getattr(error, "errno", None) in FULL_ERRNOS or _is_full(error):
         return DiskFull("the disk is full", hint="free space, then try again", path=path)
+    for number in (errno.ENFILE, errno.EMFILE):  # in this order: the text of one begins with that of the other
+        if _mentions(error, number):
+            return too_many_open_files("opening the manifest", number, path=path)
     if isinstance(error, (lmdb.ReadonlyError, lmdb.LockError)) or _mentions(
         error, errno.EACCES, errno.EROFS, errno.EPERM
     ):

@@ -19,6 +19,8 @@ Pure functions, any thread. Raises nothing.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from enum import Enum, auto
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 from obstore import exceptions as foreign
 
 from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, QuireError, StorageFault
+from quire.durable.files import too_many_open_files
 from quire.objects.retry import Transient
 from quire.objects.rules import NameIsTaken
 
@@ -82,6 +85,8 @@ _LOST_UPLOAD = "<Code>NoSuchUpload<"
 """The answer to completing a multipart upload got lost; obstore then tries to abort it and reports only that failure.
 Uploading again replaces the object with itself."""
 _BAD_RANGE = "Invalid range"
+_NO_DESCRIPTOR = os.strerror(errno.EMFILE)
+"""A connection needs a descriptor: trying again would only take longer to say so."""
 
 
 def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
@@ -90,6 +95,8 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
     full = str(error)
     text = readable(full)
     where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
+    if _NO_DESCRIPTOR in full:
+        return too_many_open_files(doing, **where)
     if answer in (Answer.LOOK_CLOSER, Answer.NOT_FOUND):
         answer = _look_closer(full, answer)
     match answer:

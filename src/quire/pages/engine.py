@@ -14,9 +14,8 @@ Rules
   5. Readers of other processes (`published.py`, `remote.py`) hold the floor as those of this one do (M10).
   6. After fork() the child's engine is closed: files and threads are the parent's (M12).
 
-Threads: any; the ticker has one of its own.
-Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`, `ConfigMismatch`, `StoreClosed`; `Corruption` for a
-database whose WAL is damaged: `open_damaged` reads what the manifest knows of it, `open(…, salvage=True)` cuts the damage off.
+Threads: any; the ticker has one. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`, `ConfigMismatch`,
+`StoreClosed`; `Corruption` of a damaged WAL: `open_damaged` reads what the manifest knows, `salvage=True` cuts the damage off.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class PageEngine:
         )
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        self.quota = StorageQuota(manifest, settings, clock, self.stores, self._stopping)
+        self.quota = StorageQuota(manifest, root, settings, clock, self.stores, self._stopping)
         # guarded by _lock
         self._lock = threading.Lock()
         self._gates: dict[int, threading.Lock] = {}
@@ -373,6 +372,7 @@ class PageEngine:
             self._wake.clear()
             self.quota.tick()
             self._files.tick()
+            self.sources.drop_unused()
             for store in self.stores():
                 if self._stopping.is_set():
                     return

@@ -5,7 +5,8 @@ Terms
   given up the cache has dropped a handle; readers in the middle of it finish, then it is closed
 
 Rules
-  1. At most so many handles are kept; beyond that the one unused for longest is given up.
+  1. At most so many handles are kept; beyond that the one unused for longest is given up. What was not asked for between two
+     looks (`drop_unused`) is too, so that an idle database holds none.
   2. A handle is closed when nobody holds it, never under a reader: a descriptor that is closed too early may be reused, and
      the read would return another file's bytes.
   3. Two threads that open the same file at once both get a handle; one of them is kept.
@@ -31,12 +32,14 @@ H = TypeVar("H")
 class Handles(Generic[H]):
     """At most `limit` handles by key (rule 1)."""
 
-    __slots__ = ("_kept", "_limit", "_lock")
+    __slots__ = ("_kept", "_limit", "_lock", "_used")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, H] = OrderedDict()
+        self._used: set[Hashable] = set()
+        """Keys that were asked for since the last look."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -47,6 +50,7 @@ class Handles(Generic[H]):
             handle = self._kept.get(key)
             if handle is not None:
                 self._kept.move_to_end(key)
+                self._used.add(key)
         return handle
 
     def peek(self, key: Hashable) -> H | None:
@@ -62,6 +66,7 @@ class Handles(Generic[H]):
         given_up: list[H] = []  # dropped outside the lock: closing takes a system call
         with self._lock:
             handle = self._kept.setdefault(key, opened)
+            self._used.add(key)
             while len(self._kept) > self._limit:
                 given_up.append(self._kept.popitem(last=False)[1])
         return handle
@@ -70,6 +75,13 @@ class Handles(Generic[H]):
         """Give a handle up."""
         with self._lock:
             self._kept.pop(key, None)
+
+    def drop_unused(self) -> None:
+        """Give up what was not asked for since the last time; what is only peeked at is opened anew, now and then."""
+        with self._lock:
+            unused = [self._kept.pop(key) for key in list(self._kept) if key not in self._used]
+            self._used = set()
+        unused.clear()  # outside the lock: closing takes a system call
 
     def clear(self) -> None:
         """Give all up."""

@@ -15,7 +15,10 @@ Rules
      (P6).
   4. A segment's row has the size at its end; one that ends within a transaction has the larger of the sizes before and after
      it, so that no checkpoint takes pages for gone that the rest of the transaction keeps (P15).
-  5. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
+  5. Before its row says Sealed a segment's file is cut to what is used, unless it was filled: from then on nobody writes to it,
+     and as long as it is open nobody recycles it. A crash in between leaves an open segment whose file ends behind its last
+     frame, which recovery reads like any other.
+  6. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
 
 Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by
 any, one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
@@ -45,6 +48,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import as_rows, entries_of, parse_heads
+from quire.pages.wal_files import trim
 
 PUBLISH_ROWS = 8_192
 """Rows of the page index in one batch, about: it holds the manifest's writer for some 25 ms."""
@@ -175,7 +179,7 @@ class Publication:
         """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([each.heads for each in pieces])))
-        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 5)
+        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 6)
             try:
                 index.write(pieces[0].first_frame, entries.tobytes())
             except BaseException as error:
@@ -189,6 +193,9 @@ class Publication:
             segment = self.ended[0]
             file, header = segment.file, segment.file.header
             used = header.geometry.frame_offset(file.used)
+            if file.room:
+                trim(self._disk, file.path, used)
+                hit("pages.wal.trimmed")
             sealed = AppendWalChunk(
                 self._db_id,
                 0,

@@ -1,7 +1,8 @@
 """How much WAL may wait for a checkpoint: per database and for the store; who is over it waits in `begin` (P7).
 
 Terms
-  used      bytes of a database's own segments that no checkpoint has absorbed; what a fork has inherited is its origin's
+  used      what the file system has given to a database's own segments that no checkpoint has absorbed, an open one's zeros
+            included; what a fork has inherited is its origin's
   look      to add up what the manifest says; between two looks what was appended since is added
   blocking  what keeps the bytes from being given back: the oldest reader, or the oldest segment
 
@@ -16,12 +17,15 @@ Threads: any.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
 from quire.core.clock import Clock
 from quire.core.errors import QuotaExceeded, StoreClosed
 from quire.core.settings import PagesSettings
+from quire.durable.names import WalSegmentFile
+from quire.durable.space import given_bytes
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
 from quire.manifest.store import ManifestStore
@@ -30,6 +34,7 @@ from quire.pages.pagestore import PageStore
 LOOK_SECONDS = 0.05
 """Between two looks of who waits."""
 
+_UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _WAITING = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 
@@ -39,6 +44,7 @@ class StorageQuota:
     def __init__(
         self,
         manifest: ManifestStore,
+        root: str,
         settings: PagesSettings,
         clock: Clock,
         stores: Callable[[], list[PageStore]],
@@ -46,6 +52,7 @@ class StorageQuota:
     ) -> None:
         # constant after construction
         self._manifest = manifest
+        self._root = root
         self._settings = settings
         self._clock = clock
         self._stores = stores
@@ -98,19 +105,21 @@ class StorageQuota:
         with self._lock:
             stores = {store.db_id: store for store in self._stores()}
             used: dict[int, int] = {}
-            # Before the manifest is asked: what is sealed meanwhile is counted twice rather than not at all.
+            # Before the manifest is asked: what is appended meanwhile is counted twice rather than not at all.
             appended = {db_id: store.wal.appended_bytes for db_id, store in stores.items()}
-            unsealed = {db_id: store.wal.open_bytes() for db_id, store in stores.items()}
             with self._manifest.read() as txn:
                 databases = [db_id for db_id, record in txn.databases() if record.kind is DbKind.PAGES]
                 for db_id in databases:
-                    used[db_id] = unsealed.get(db_id, 0) + sum(
-                        row.used_bytes
-                        for _, row in txn.scan(t.WAL_CATALOG, db_id)
-                        if row.origin_db_id == db_id and row.state in _WAITING
+                    used[db_id] = sum(
+                        given_bytes(self._path(db_id, segment_id))
+                        for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
+                        if row.origin_db_id == db_id and row.state in _UNABSORBED
                     )
             self._used, self._appended, self._total = used, appended, sum(used.values())
             self._give()
+
+    def _path(self, db_id: int, segment_id: int) -> str:
+        return os.path.join(self._root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
 
     def _give(self) -> None:
         """Rule 2. REQUIRES the lock. A database that was never looked at gets nothing: its first writer looks."""

@@ -1,13 +1,16 @@
 """What an owner does with a database's WAL before it writes again: find the last commit, and forget what lies behind it.
 
 What a crash can leave, and what is done about it
-  a segment file without a row           garbage: removed (P1)
+  a segment file without a row           garbage if it has no frame, because the row is committed before the first one is
+                                         written (P1): removed. With frames it is newer than the manifest, which was restored
+                                         from an older copy, or it is damaged: quarantined, with what is in it (rule 5)
   an open segment that holds nothing     discarded: its row ends, its file is deleted by the collector
   an open segment with commits           cut after its last whole transaction, sealed there, indexed; never appended to (P4)
   several open segments                  in order; once one is cut, what later ones hold never happened either
   a sealed segment that is not indexed   indexed from what it holds
   frames without index entries           their entries are made from the frames and written, before they are published
   published rows without the seal        the same batch again: rows are the same, marks only rise
+  a sealed segment with unused zeros     cut to what is used (`wal_files.trim`); stores of earlier versions have many
 
 Terms
   verdict   how many frames of each open segment are kept, for all of them at once
@@ -22,6 +25,10 @@ Rules
   3. Nothing at or below `indexed_upto_lsn` is read but the index region, and nothing above it but the frames; what is published
      from them is first written into the region and synced (publication.py, rule 2).
   4. A segment that ends within a transaction has the larger of the sizes before and after it (publication.py, rule 4).
+  5. Nothing is removed that is not proven to be garbage: the spare, a file of zeros, a segment without a single frame of its
+     life. Everything else without a row may hold acknowledged commits.
+  6. A file with a row must be that segment, in the life that the row says (its salt); a sealed one that is missing or shorter
+     than what was sealed is told when the database is opened, and refused when what is in it is read.
 
 Thread: the opener's.
 """
@@ -35,8 +42,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.errors import Corruption, UnknownDatabase
+from quire.core.errors import Corruption, FormatTooNew, UnknownDatabase
 from quire.core.events import emit
+from quire.core.limits import MIB
+from quire.durable import quarantine
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import WalSegmentFile, pages_wal_dir, parse_path
@@ -44,7 +53,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.pageindex import PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, DiscardSegment, MoveWalState
-from quire.manifest.records import WalRecord, WalState, WalStateRecord
+from quire.manifest.records import Residency, WalRecord, WalState, WalStateRecord
 from quire.manifest.store import ManifestStore
 from quire.pages.publication import PUBLISH_ROWS, Mark
 from quire.pages.segment import SegmentHeader
@@ -52,6 +61,10 @@ from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
 from quire.pages.wal import Start
+from quire.pages.wal_files import SPARE, trim
+
+ZEROS_BYTES = 1 * MIB
+"""Read at a time when a file is looked through for anything but zeros."""
 
 Rows = list[tuple[int, WalRecord]]
 """(segment, row), oldest first."""
@@ -81,7 +94,7 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     """Bring a database's WAL into order; where writing goes on."""
     state, rows = _read(manifest, db_id)
     own = [(segment_id, row) for segment_id, row in rows if row.origin_db_id == db_id]
-    _sweep(disk, root, db_id, {segment_id for segment_id, _ in own})
+    _sweep(disk, root, db_id, {segment_id for segment_id, _ in own}, manifest.clock.now_ms())
     for segment_id, row in own:
         if row.state is WalState.SEALED:
             _index(manifest, disk, root, db_id, segment_id, row, state)
@@ -92,6 +105,7 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
             _write_index(disk, root, db_id, each.scan.header, each.entries, state.indexed_upto_lsn)
         _carry_out(manifest, db_id, found, state)
     state, rows = _read(manifest, db_id)
+    _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, found))
     return Start(state.lsn_reserved + 1, state.next_segment_id, mark)
@@ -113,25 +127,76 @@ def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
     return state, rows
 
 
-def _sweep(disk: Disk, root: str, db_id: int, known: set[int]) -> None:
+def _sweep(disk: Disk, root: str, db_id: int, known: set[int], now_ms: int) -> None:
+    """Files without a row: what is garbage goes, what may not be is quarantined (rule 5)."""
     folder = os.path.join(root, pages_wal_dir(db_id))
     if not disk.exists(folder):
         return  # it has never written: its first segment makes the directory
     for name in disk.names(folder):
         parsed = parse_path(f"{pages_wal_dir(db_id)}/{name}")
-        if isinstance(parsed, WalSegmentFile) and parsed.segment_id not in known:
+        if not isinstance(parsed, WalSegmentFile) or parsed.segment_id in known:
+            continue
+        holds = "" if parsed.segment_id == SPARE else _contents(disk, root, parsed)
+        if holds:
+            why = f"a WAL segment that the manifest has no row of; {holds}"
+            quarantine.move(disk, root, parsed.path, why=why, at_ms=now_ms, database=db_id)
+        else:
             emit("info", "wal.file_without_row", db_id=db_id, segment_id=parsed.segment_id)
-            disk.remove(os.path.join(folder, name))
+            disk.remove(os.path.join(root, parsed.path))
+
+
+def _contents(disk: Disk, root: str, name: WalSegmentFile) -> str:
+    """What a file without a row has in it, in words; empty if that is proven to be nothing."""
+    path = os.path.join(root, name.path)
+    try:
+        with SegmentFile.open(disk, path, db_id=name.db_id, segment_id=name.segment_id) as file:
+            scan = recover_segment(file, indexed_upto_lsn=0)
+    except (Corruption, FormatTooNew) as error:
+        return "" if _is_zero(disk, path) else f"it cannot be read as one: {error.what}"
+    shown = scan.cut + scan.cut_frames
+    if not shown:
+        return ""
+    first = scan.header.first_lsn
+    return f"it has {shown} page versions from lsn {first} on, up to {first + shown - 1}"
+
+
+def _is_zero(disk: Disk, path: str) -> bool:
+    """Whether a file never got its header: a crash came while its zeros were written."""
+    file = disk.open(path, write=False)
+    try:
+        size = file.size()
+        return not any(any(file.read_at(ZEROS_BYTES, offset)) for offset in range(0, size, ZEROS_BYTES))
+    finally:
+        file.close()
+
+
+def _trim(disk: Disk, root: str, db_id: int, rows: Rows) -> None:
+    """Give back what sealed segments do not use, and tell which are not whole (rule 6)."""
+    for segment_id, row in rows:
+        if row.origin_db_id != db_id or row.state in (WalState.OPEN, WalState.TRUNCATED) or not row.used_bytes:
+            continue
+        path = _path(root, db_id, segment_id)
+        try:
+            size = disk.size(path)
+        except FileNotFoundError:
+            if row.residency is Residency.LOCAL:
+                emit("error", "wal.segment_missing", db_id=db_id, segment_id=segment_id, path=path)
+            continue
+        if size < row.used_bytes:
+            where = {"db_id": db_id, "segment_id": segment_id, "path": path}
+            emit("error", "wal.segment_cut_short", **where, size=size, sealed_bytes=row.used_bytes)
+        elif row.used_bytes < row.file_bytes:  # a filled one may be recycled as it is
+            trim(disk, path, row.used_bytes)
 
 
 def _path(root: str, db_id: int, segment_id: int) -> str:
     return os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
 
 
-def _open(disk: Disk, root: str, db_id: int, segment_id: int) -> SegmentFile:
+def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) -> SegmentFile:
     path = _path(root, db_id, segment_id)
     try:
-        return SegmentFile.open(disk, path, db_id=db_id, segment_id=segment_id)
+        file = SegmentFile.open(disk, path, db_id=db_id, segment_id=segment_id)
     except FileNotFoundError as error:
         raise Corruption(
             "a WAL segment's file is missing",
@@ -140,6 +205,16 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int) -> SegmentFile:
             db_id=db_id,
             segment_id=segment_id,
         ) from error
+    if row.salt and file.header.salt.to_bytes(8, "little") != row.salt:
+        file.close()
+        raise Corruption(
+            "a WAL segment's file is of another life than the manifest says",
+            hint="restore it from a copy that was made together with the manifest",
+            path=path,
+            db_id=db_id,
+            segment_id=segment_id,
+        )
+    return file
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +224,7 @@ def _scan(disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, 
     proven = state.indexed_upto_lsn
     following: int | None = None
     for segment_id, row in reversed(rows):
-        with _open(disk, root, db_id, segment_id) as file:
+        with _open(disk, root, db_id, segment_id, row) as file:
             header = file.header
             if following is None:
                 limit = None
@@ -218,7 +293,7 @@ def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, found: Sequence[_Fou
     for segment_id, row in rows:
         if row.first_lsn <= lsn <= row.last_lsn:
             try:
-                with _open(disk, root, row.origin_db_id, segment_id) as file:
+                with _open(disk, root, row.origin_db_id, segment_id, row) as file:
                     return file.read_head(lsn - file.header.first_lsn).commit_ms
             except Corruption:
                 return row.sealed_at_ms  # whoever reads the page will hear of it
@@ -269,7 +344,7 @@ def _sizes(kept: Sequence[_Found], before: int) -> list[int]:
 def _index(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord, state: WalStateRecord
 ) -> None:
-    with _open(disk, root, db_id, segment_id) as file:
+    with _open(disk, root, db_id, segment_id, row) as file:
         # Everything of a sealed segment was synced, so that a bad frame in it is never a torn tail.
         scan = recover_segment(
             file, indexed_upto_lsn=state.indexed_upto_lsn, proven_lsn=row.last_lsn, limit=row.frame_count

@@ -86,12 +86,15 @@ PageWrite = tuple[int, Bytes | None, int, int]
 
 
 def next_file_bytes(previous: int = 0, wanted: int = 0) -> int:
-    """How large the segment after one of `previous` bytes is: twice that, or more if `wanted` bytes are to be written.
+    """How large the next segment is: the smallest size above `previous` bytes that holds `wanted` bytes, up to the largest one.
+
+    After a segment that was filled `previous` is its size, so that the next one is twice as large; after one that was not,
+    what was used of it less one byte, so that the next one would just have held that (`SegmentMaker.ended`).
 
     >>> next_file_bytes() // 1024, next_file_bytes(256 * 1024) // 1024, next_file_bytes(16 << 20) // 1024
     (256, 512, 16384)
-    >>> next_file_bytes(wanted=5_000_000) // 1024
-    8192
+    >>> next_file_bytes(wanted=5_000_000) // 1024, next_file_bytes(256 * 1024 - 1) // 1024
+    (8192, 256)
     """
     size = FILE_BYTES_MIN
     while size < FILE_BYTES_MAX and (size <= previous or size < wanted):

@@ -45,6 +45,8 @@ FILES_MAX = 64
 """Descriptors held for segments, and for files of chunks: a process has 1,024 unless it asked for more."""
 CHUNKS_MAX = 256
 """Loaded footers: that of a full chunk of 4 KiB pages takes about 150 KiB."""
+UNUSED_LOOKS = 8
+"""Handles that were not asked for in so many looks of the engine, about two seconds, are given up."""
 RUN_BYTES = 4 << 20
 """Neighbouring frames are read this much at a time."""
 
@@ -96,8 +98,17 @@ class Sources:
         self._segments: Handles[ReadSegment] = Handles(SEGMENTS_MAX)
         self._chunks: Handles[ChunkReader] = Handles(CHUNKS_MAX)
         self._files: Handles[ReadFile] = Handles(FILES_MAX)
+        self._looks = 0
         self._last_groups: dict[ArtifactKey, int] = {}
         """Chunk → where in it the last page was that no cache had, roughly: rule 5."""
+
+    def drop_unused(self) -> None:
+        """Now and then, give up handles that nobody has asked for since the last time: an idle database holds none. Footers
+        of chunks are memory, and stay. The engine calls it at each of its looks."""
+        self._looks += 1
+        if self._looks % UNUSED_LOOKS == 0:
+            self._segments.drop_unused()
+            self._files.drop_unused()
 
     def close(self) -> None:
         """Give all handles up; reads that are under way finish."""

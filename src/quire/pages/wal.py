@@ -273,6 +273,7 @@ class Wal:
         """The open segment takes no more frames. REQUIRES the append lock."""
         if segment is not None:
             self._publication.end(segment)
+            self._maker.ended(segment.file)
             self._segment = None
 
     def seal(self) -> Mark:
@@ -361,15 +362,11 @@ class Wal:
         """Whether a segment has ended whose row does not say so yet."""
         return bool(self._publication.ended)
 
-    def open_bytes(self) -> int:
-        """Bytes in segments whose rows do not say yet how much they hold."""
-        segment = self._segment
-        segments = [*list(self._publication.ended), *([segment] if segment is not None else [])]
-        return sum(each.file.used * each.file.header.geometry.stride for each in segments)
-
     def prepare(self) -> bool:
         """Have the next file ready, if the open segment is a large one and half full; whether one was made."""
         segment = self._segment
+        if segment is None:
+            self._maker.drop_spare()  # nothing was written since the last seal: 16 MiB of zeros would wait for nobody
         if self._maker.has_spare or segment is None or segment.file.used * 2 < segment.file.header.geometry.capacity:
             return False
         return self._maker.prepare(segment.file.header.geometry.file_bytes)

@@ -3,18 +3,23 @@
 Terms
   doomed   a segment of this database that is truncated and at zero references: its file waits for the delete job
   spare    a file prepared ahead, in the background, so that no commit waits for its zeros
+  trimmed  cut to the bytes that are in use, so that nothing keeps the zeros that were never written over
 
 Rules
   1. All or nothing: a transaction that needs several segments gets all of them, with their rows, before its first frame is
      written. A full disk is `DiskFull`, leaves nothing behind and hurts nobody (M12).
   2. A file is recycled instead of made where there is one: the spare, or a doomed segment's. The delete job finds the latter's
      name gone, which is a success for it; a reader that is still at it meets a salt that is not its own and looks again (P8).
+     Only a file that was filled is recycled: one that was trimmed would need its zeros again, which is what making one costs.
   3. Ids are never used twice: not even when it is unknown whether the batch with the rows was committed. Rows of such segments
      are discarded as soon as they are seen: left open they would hold every checkpoint back.
-  4. A file without a row is garbage (P1). The spare has the name of segment 0, which no row ever has.
+  4. A file without a row has been made by this process and its batch was refused, or it is the spare, which has the name of
+     segment 0 that no row ever has: only these are removed here. What else has no row is recovery's to judge (recovery.py).
+  5. Sizes follow what is used: twice as large after a segment that was filled, no larger than was used after one that was not.
+     A database that trickles stays at the smallest size, one that was busy once goes back to it.
 
 What is there after each step, and what a crash behind it leads to:
-  file, header, name synced   a file without a row: removed at the next open
+  file, header, name synced   a file without a row and without a frame: removed at the next open
   rows committed              empty open segments: discarded at the next open
 
 Thread: whoever holds the WAL's append lock; `prepare` any.
@@ -27,7 +32,7 @@ import threading
 from contextlib import suppress
 
 from quire.core.clock import Clock
-from quire.core.errors import Conflict, DiskFull, InvalidInput, NotFound, QuireError, StorageFault
+from quire.core.errors import AlreadyExists, Conflict, DiskFull, InvalidInput, NotFound, QuireError, StorageFault
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
@@ -69,6 +74,7 @@ class SegmentMaker:
         # guarded by the WAL's append lock
         self._next_id = next_segment_id
         self._file_bytes = 0
+        """What the next segment is larger than (rule 5)."""
         self._doubtful: list[int] = []
         self.recycled = 0
         """Files that were used again, since the database was opened."""
@@ -104,6 +110,8 @@ class SegmentMaker:
             self._doubtful += range(first, self._next_id)
             guard = self._manifest.submit(ops)
         except BaseException:
+            # The next attempt goes past these ids: should a file be left that could not be removed, it is in nobody's way.
+            self._next_id = first + len(made) + 1
             self._give_up(made)
             raise
         try:
@@ -119,6 +127,11 @@ class SegmentMaker:
         self._doubtful = []
         self._file_bytes = file_bytes
         return made
+
+    def ended(self, segment: SegmentFile) -> None:
+        """A segment takes no more frames, full or not: the next one's size follows (rule 5)."""
+        if segment.room:
+            self._file_bytes = segment.header.geometry.frame_offset(segment.used) - 1
 
     def _row(self, segment: SegmentFile) -> Op:
         header = segment.header
@@ -166,8 +179,6 @@ class SegmentMaker:
             return segment
         path = self.path(segment_id)
         self._disk.make_dirs(os.path.dirname(path))
-        if self._disk.exists(path):
-            self._disk.remove(path)  # rule 4
         return SegmentFile.create(
             self._disk,
             path,
@@ -192,9 +203,11 @@ class SegmentMaker:
                 first_lsn=first_lsn,
                 created_at_ms=self._clock.now_ms(),
             )
+        except AlreadyExists:
+            raise  # not ours to remove (rule 4)
         except (FileNotFoundError, QuireError) as error:
             emit("debug", "wal.not_recycled", path=former, error=str(error))
-            self._remove(path)  # under either name it is garbage
+            self._remove(path)  # under either name it is garbage: of no use any more, and without a row of its own
             return None
         self.recycled += 1
         return segment
@@ -204,7 +217,8 @@ class SegmentMaker:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
                     continue
-                if not file_bytes // 2 < row.file_bytes <= file_bytes:
+                # Rule 2: `used_bytes` is below `file_bytes` where the file was trimmed, or never sealed.
+                if not file_bytes // 2 < row.file_bytes <= min(file_bytes, row.used_bytes):
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
                 if count is None or count.in_use or count.pending_upload:
@@ -238,8 +252,30 @@ class SegmentMaker:
             return True
 
     def drop_spare(self) -> None:
-        """The database is being closed: the spare goes."""
+        """The database is being closed, or does not write any more: the spare goes."""
         with self._preparing:
             if self._has_spare:
                 self._has_spare = False
                 self._remove(self.path(SPARE))
+
+
+def trim(disk: Disk, path: str, used_bytes: int) -> int:
+    """Cut a segment's file to the bytes that are in use; bytes given back. REQUIRES that nobody appends to it, or recycles it.
+
+    It need not be durable: a reader needs only `used_bytes`, and a file that is longer again after a crash is trimmed when the
+    database is opened. Failing to give space back is no reason to fail what the caller is about, so it is only told.
+    """
+    try:
+        if (size := disk.size(path)) <= used_bytes:
+            return 0
+        file = disk.open(path)
+        try:
+            file.truncate(used_bytes)
+        finally:
+            file.close()
+        return size - used_bytes
+    except FileNotFoundError:  # its database was dropped, or it was evicted
+        return 0
+    except StorageFault as fault:
+        emit("warning", "wal.not_trimmed", path=path, error=str(fault))
+        return 0

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import IllegalTransition, JobAlreadyPending, WrongKind
+from quire.durable.space import measure
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.context import JobContext
@@ -27,7 +28,7 @@ from quire.jobs.handler import Handler, Outcome, Progress
 from quire.jobs.restore.export import need_no_file
 from quire.jobs.retention import apply_many
 from quire.jobs.runner import no_tick
-from quire.jobs.stats.compute import Usage
+from quire.jobs.stats.compute import Usage, with_disk
 from quire.jobs.stats.handler import stats_job
 from quire.jobs.waves import Steady, part
 from quire.jobs.worker import Worker
@@ -180,7 +181,7 @@ class Heavy:
         found: list[Usage] = []
         handler = partial(stats_job, runners=self._rooms.runners, into=found.extend)
         self._run_told(JobKind.STATS, 0, {"runner": runner}, progress, handler)
-        return found
+        return with_disk(found, measure(self._store.path))
 
     def retention_all(
         self, names: Iterable[str] | None = None, *, force: bool = False, progress: Progress = no_tick

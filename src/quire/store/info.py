@@ -19,6 +19,7 @@ from quire.core.errors import UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.durable.files import OsDisk
+from quire.durable.space import given_below
 from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import refuse_newer
@@ -71,6 +72,8 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     map_bytes: int
     readers: int
     """Reader slots of the manifest in use, over all processes."""
+    disk_bytes: int = 0
+    """What the file system has given to everything in the store's directory, as `du` says."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +185,7 @@ def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures
         manifest_bytes=figures["file_bytes"],
         map_bytes=figures["map_size"],
         readers=figures["num_readers"],
+        disk_bytes=sum(given for _, given in given_below(path)),
     )
 
 

@@ -42,8 +42,8 @@ R = TypeVar("R")
 HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
 """Jobs whose bytes may be moved by Spark."""
 
-STORES = "stores"
-"""The one room that others may need while they are closed."""
+STORES, FILES = "stores", "files"
+"""Rooms that others may need while they are closed."""
 
 
 class Rooms:
@@ -70,7 +70,7 @@ class Rooms:
             with self._making:
                 found = self._made.get(name)
                 if found is None:
-                    if self._closed and name != STORES:
+                    if self._closed and name not in (STORES, FILES):
                         raise StoreClosed("the store is closed", hint="open it again", path=self._path)
                     found = self._made[name] = make()
         return found
@@ -88,6 +88,20 @@ class Rooms:
 
         return open_store(url, disk=self._disk)
 
+    @property
+    def files(self) -> Disk:
+        """The disk as engines see it: what they write to is open only while it is used (durable/open_files.py)."""
+        from quire.durable.files import descriptor_limits
+        from quire.durable.open_files import OpenFiles
+
+        def make() -> OpenFiles:
+            allowed = descriptor_limits()[0]
+            most = self._settings.open_files_max
+            # A quarter of what the process has: the rest is for what is read, for connections, and for the program itself.
+            return OpenFiles(self._disk, min(most, max(allowed // 4, 4)) if allowed > 0 else most)
+
+        return self._disk if self._manifest.read_only else self._once(FILES, make)
+
     # ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def pages(self) -> PageEngine:
@@ -99,7 +113,7 @@ class Rooms:
             lambda: PageEngine(
                 manifest=self._manifest,
                 root=self._path,
-                disk=self._disk,
+                disk=self.files,
                 clock=self._manifest.clock,
                 open_store=self.stores,
                 objects_url=self._objects_url,
@@ -118,12 +132,13 @@ class Rooms:
             lambda: StreamEngine(
                 manifest=self._manifest,
                 root=self._path,
-                disk=self._disk,
+                disk=self.files,
                 clock=self._manifest.clock,
                 store=lambda: self.stores(self._objects_url),
                 settings=self._settings.stream,
                 log_settings=self._settings.manifest_log,
                 background=self._settings.maintenance.enabled,
+                store_locked=True,
             ),
         )
 
@@ -137,7 +152,7 @@ class Rooms:
             lambda: KvEngine(
                 manifest=self._manifest,
                 root=self._path,
-                disk=self._disk,
+                disk=self.files,
                 clock=self._manifest.clock,
                 settings=self._settings.lsm,
             ),
@@ -280,6 +295,8 @@ class Rooms:
             made = dict(self._made)
         with ExitStack() as closing:  # runs from the last to the first
             closing.callback(self._close_stores)
+            if FILES in made:
+                closing.callback(made[FILES].close)
             for name in ("pages", "kv", "streams"):
                 if name in made:
                     closing.callback(made[name].close)

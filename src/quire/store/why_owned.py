@@ -8,10 +8,14 @@ Reads the manifest, one transaction. Raises `UnknownArtifact` for what is not th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from quire.core.errors import UnknownArtifact
 from quire.durable import names
+from quire.durable.space import given_bytes, measure_database
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
 from quire.store.why_values import Answer, Holder
@@ -39,6 +43,18 @@ def owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str],
     what, release = told
     holder = Holder("database", record.name, what, release.replace("{name}", quoted(record.name)))
     return Answer(path, kind, "in use", size, 0, (holder,))
+
+
+def on_disk(txn: ReadTxn, root: str, asked: str, answer: Answer) -> Answer:
+    """The answer with what the file system has given for the subject in the store at `root`."""
+    if answer.kind == "database":
+        given = measure_database(root, txn.database_id(answer.subject))
+    elif answer.kind == "snapshot":
+        return answer
+    else:
+        path = os.path.join(root, asked.removeprefix("./"))
+        given = given_bytes(path) or given_bytes(os.path.join(root, names.OBJECTS, asked))
+    return replace(answer, disk_bytes=given)
 
 
 def size_of(path: str, look: Look | None) -> int:

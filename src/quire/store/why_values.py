@@ -28,3 +28,6 @@ class Answer(msgspec.Struct, frozen=True):
     references: int
     """As they are counted; 0 of what is no artifact."""
     holders: tuple[Holder, ...]
+    disk_bytes: int = 0
+    """What the file system has given for it in the store's directory: of a database for all its files, with zeros that are
+    reserved ahead. 0 of what is not there, and of a snapshot, whose files are its database's."""

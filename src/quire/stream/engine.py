@@ -70,7 +70,9 @@ class StreamEngine:
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
         background: bool = True,
+        store_locked: bool = False,
     ) -> None:
+        """`store_locked`: the caller holds the store's lock, which covers those of the streams' logs."""
         # constant after construction
         self._manifest = manifest
         self._root = root
@@ -80,6 +82,7 @@ class StreamEngine:
         self._settings = settings
         self._log_settings = log_settings
         self._background = background
+        self._store_locked = store_locked
         self._stopping = threading.Event()
         self.cache = ByteCache(settings.cache_bytes)
         # guarded by _lock
@@ -128,6 +131,7 @@ class StreamEngine:
             log_settings=self._log_settings,
             cache=self.cache,
             background=self._background,
+            store_locked=self._store_locked,
         )
 
     @contextmanager

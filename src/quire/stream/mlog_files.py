@@ -33,6 +33,8 @@ class LogFiles(msgspec.Struct, frozen=True):
     disk: Disk
     root: str
     stream_id: int
+    store_locked: bool = False
+    """Whether the caller owns the store: its lock covers that of the log."""
 
     @property
     def directory(self) -> str:

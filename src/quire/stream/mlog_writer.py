@@ -1,4 +1,4 @@
-"""Appends to a manifest log: one active chunk, a mapped file, that is committed, sealed and followed by the next.
+"""Appends to a manifest log: one active chunk, a file, that is committed, sealed and followed by the next.
 
 Terms
   tail        where the next record goes, in memory; on disk it moves with a commit
@@ -9,9 +9,10 @@ States of a chunk
   absent ──append──▶ `.mlog.tmp` ──first commit──▶ `.mlog` ──rotate──▶ sealed ──upload──▶ uploaded
 
 Rules
-  1. A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` here, not a SIGBUS in the mapping.
-  2. A record's payload is copied before its header, and the tail moves last.
-  3. Commit: commit copy written, *sync*, header written by pwrite, *sync*; and at the first commit of a chunk rename and
+  1. A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` when it is made, not in a commit.
+  2. Records are kept in memory until their commit writes them: a mapped file would do the same, but a map holds a descriptor
+     for as long as it lives, and there may be more streams than a process has descriptors (docs/decisions/024).
+  3. Commit: records and commit copy written, *sync*, header written, *sync*; and at the first commit of a chunk rename and
      sync of the directory. The checksum goes on from the last commit's: a commit costs what is new, not what is there.
   4. A restart goes on behind the last committed record of the last chunk. What is behind it was promised to nobody.
   5. Only what is about a data segment makes the timer rotate (S3): a log that speaks of itself comes to rest.
@@ -27,7 +28,6 @@ Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, 
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +39,7 @@ from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import File, preallocate
-from quire.durable.locks import FileLock
+from quire.durable.locks import CoveredLock, FileLock
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
@@ -56,7 +56,7 @@ from quire.stream.mlog_format import (
 from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
 from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
 
-_pack_into = RECORD.pack_into
+_pack = RECORD.pack
 _MARKER = int(RecordType.SNAPSHOT_MARKER)
 """From here on types are rare: markers, custom events, and what this version does not know."""
 
@@ -65,7 +65,12 @@ class ManifestLogWriter:
     """The one writer of a log; made by `open`."""
 
     def __init__(
-        self, files: LogFiles, lock: FileLock, clock: Clock, settings: ManifestLogSettings, start: tuple[int, int]
+        self,
+        files: LogFiles,
+        lock: FileLock | CoveredLock,
+        clock: Clock,
+        settings: ManifestLogSettings,
+        start: tuple[int, int],
     ) -> None:
         # Constant after construction.
         self._files = files
@@ -76,7 +81,8 @@ class ManifestLogWriter:
         # The active chunk, and how the last one ended.
         self._trouble: StoreUnusable | StoreClosed | None = None
         self._file: File | None = None
-        self._map: mmap.mmap | None = None
+        self._pending = bytearray()
+        """Records behind `committed`."""
         self._size = self._room = 0
         self._index, self._base_record = start
         self._snapshot_id = 0
@@ -96,7 +102,7 @@ class ManifestLogWriter:
         clock: Clock,
         settings: ManifestLogSettings,
         start: tuple[int, int] = (0, 0),
-        lock: FileLock | None = None,
+        lock: FileLock | CoveredLock | None = None,
     ) -> ManifestLogWriter:
         """Go on with a log (rule 4). `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
 
@@ -136,15 +142,17 @@ class ManifestLogWriter:
 
     def records_from(self, offset: int) -> bytes:
         """The bytes of the records of the active chunk from an offset on, committed or not."""
-        if self._map is None:
+        if self._file is None:
             raise StoreClosed("the manifest log is closed", hint="open the stream again")
-        return self._map[offset : self._tail]
+        if offset >= self._committed:
+            return bytes(self._pending[offset - self._committed :])
+        return self._file.read_at(self._committed - offset, offset) + self._pending
 
     @property
     def is_full(self) -> bool:
         """Whether the chunk has no room for another record of the usual size."""
         full = self._settings.chunk_bytes - COPY_BYTES
-        return self._map is not None and self._tail + self._settings.record_bytes_max > full
+        return self._file is not None and self._tail + self._settings.record_bytes_max > full
 
     @property
     def file_bytes(self) -> int:
@@ -161,8 +169,7 @@ class ManifestLogWriter:
             if rare:
                 check_payload(kind, payload)
             tail = self._tail
-            start = tail + RECORD_BYTES
-            end = start + size
+            end = tail + RECORD_BYTES + size
             if end > self._room:  # or something is wrong: then there is no room at all
                 self._make_room(end)
             now = self._now_ms()
@@ -170,10 +177,7 @@ class ManifestLogWriter:
                 self._last_ms = now
             else:
                 now = self._last_ms
-            mapped = self._map
-            assert mapped is not None
-            mapped[start:end] = payload
-            _pack_into(mapped, tail, kind, 0, size, segment_id, logical_offset, now, crc64(payload))
+            self._pending += _pack(kind, 0, size, segment_id, logical_offset, now, crc64(payload)) + payload
             self._count += 1
             if segment_id:
                 self._about_data = True
@@ -198,7 +202,7 @@ class ManifestLogWriter:
 
     def needs_rotation(self) -> bool:
         """Whether the chunk is nearly full, or has had news about data for long enough (rule 5)."""
-        if self._map is None or self._tail == CHUNK_BYTES:
+        if self._file is None or self._tail == CHUNK_BYTES:
             return False
         if self.is_full:
             return True
@@ -208,7 +212,7 @@ class ManifestLogWriter:
     def rotate(self) -> int | None:
         """Commit and seal the chunk; its index, or `None` if there is none. The next append begins another."""
         self._check()
-        if self._map is None or self._tail == CHUNK_BYTES:
+        if self._file is None or self._tail == CHUNK_BYTES:
             return None
         self._guard("sealing a chunk", lambda: self._write_commit(SEALED))
         hit("stream.mlog.sealed")
@@ -235,6 +239,7 @@ class ManifestLogWriter:
 
     # ── the active chunk ──────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_chunk(self) -> None:
+        self._pending.clear()
         self._tail = self._committed = CHUNK_BYTES
         self._crc = 0
         self._count = 0
@@ -243,13 +248,13 @@ class ManifestLogWriter:
 
     def _make_room(self, end: int) -> None:
         self._check()
-        if self._map is None:
+        if self._file is None:
             size = self._settings.chunk_bytes
             path = self._files.chunk(self._index, temporary=True)
             with suppress(FileNotFoundError):
                 self._files.disk.remove(path)
             self._file = preallocate(self._files.disk, path, size)
-            self._remap(size)
+            self._resized(size)
             hit("stream.mlog.created")
         if end > self._room:
             steps = -(-(end - self._room) // GROWTH_BYTES)
@@ -263,25 +268,18 @@ class ManifestLogWriter:
                 )
             assert self._file is not None
             self._file.allocate(size)
-            self._remap(size)
+            self._resized(size)
             hit("stream.mlog.grown")
 
-    def _remap(self, size: int) -> None:
-        assert self._file is not None
-        if self._map is not None:
-            self._map.close()
-        self._map = mmap.mmap(self._file.fileno(), size)
+    def _resized(self, size: int) -> None:
         self._size, self._room = size, size - COPY_BYTES
 
     def _write_commit(self, flags: int) -> None:
         assert self._file is not None
-        assert self._map is not None
         self._file_lock.verify()
-        if self._tail > self._committed:
-            with memoryview(self._map) as whole, whole[self._committed : self._tail] as new:
-                crc = crc64(new, self._crc)
-        else:
-            crc = self._crc
+        crc = crc64(self._pending, self._crc) if self._pending else self._crc
+        if self._pending:
+            self._file.write_at(self._pending, self._committed)
         write_header(self._file, self._size, self._facts(crc, flags))
         if not self._named:
             path = self._files.chunk(self._index)
@@ -290,6 +288,7 @@ class ManifestLogWriter:
             self._files.disk.sync_dir(self._files.directory)
             self._named = True
         self._committed, self._crc = self._tail, crc
+        self._pending.clear()
         self._last_commit = self._clock.monotonic()
         hit("stream.mlog.committed")
 
@@ -334,15 +333,13 @@ class ManifestLogWriter:
         size = max(self._file.size(), self._settings.chunk_bytes)
         if size > self._file.size():
             self._file.allocate(size)
-        self._remap(size)
+        self._resized(size)
         if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
             # One of the two was torn, or an interrupted commit is to be forgotten: from here on they agree again.
             write_header(self._file, size, chunk.facts)
 
     def _release(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        self._pending.clear()
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(StorageFault):
@@ -383,9 +380,11 @@ class ManifestLogWriter:
             self.abandon()
 
 
-def lock_log(files: LogFiles, clock: Clock) -> FileLock:
+def lock_log(files: LogFiles, clock: Clock) -> FileLock | CoveredLock:
     """Take the lock of a log, making its directory if need be (rule 8)."""
     files.disk.make_dirs(files.directory)
+    if files.store_locked:
+        return CoveredLock()
     return FileLock.acquire(files.lock, clock)
 
 

@@ -154,11 +154,16 @@ class Stream:
         log_settings: ManifestLogSettings,
         cache: ByteCache | None = None,
         background: bool = True,
+        store_locked: bool = False,
     ) -> Stream:
-        """The stream, recovered; an empty one if there is none yet. `background=False`: nothing happens by itself."""
+        """The stream, recovered; an empty one if there is none yet. `background=False`: nothing happens by itself.
+
+        `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
+        """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         objects = LogObjects(_Later(store), stream_id)
-        log = ManifestLog.open(LogFiles(disk, root, stream_id), clock=ticking, settings=log_settings, objects=objects)
+        log_files = LogFiles(disk, root, stream_id, store_locked)
+        log = ManifestLog.open(log_files, clock=ticking, settings=log_settings, objects=objects)
         try:
             files.make()
             files.sweep()

@@ -24,9 +24,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from quire.core.ids import ArtifactKind
+from quire.durable.space import Space
 from quire.jobs.runner import Key
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
 from quire.jobs.verify.whole import artifacts
@@ -65,6 +67,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     churn_bytes: int = 0
     tiers: dict[str, int] = {}
     """Residency → bytes."""
+    disk_bytes: int = 0
+    """What the file system has given to the database's files in the store's directory, snapshots and zeros ahead included;
+    0 of a snapshot, whose files are its database's."""
 
     @property
     def compression(self) -> float:
@@ -83,6 +88,12 @@ def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
         for key in list(parts):
             total.add(join_shares(key, None, parts.pop(key), nothing))
     return described(txn, total)
+
+
+def with_disk(found: Iterable[Usage], space: Space) -> list[Usage]:
+    """The same, with what the files of each database take."""
+    given = space.databases
+    return [each if each.snapshot else replace(each, disk_bytes=given.get(each.db_id, 0)) for each in found]
 
 
 class Totals:

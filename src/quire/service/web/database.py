@@ -42,7 +42,11 @@ def database_page(sight: Sight, name: str) -> dict[str, Any]:
     one = sight.survey().of(info.db_id)
     page = {
         "now_ms": sight.clock.now_ms(),
-        "database": {**plain(info), "size_bytes": one.size_bytes or sight.files_bytes(info.db_id, info.kind)},
+        "database": {
+            **plain(info),
+            "size_bytes": one.size_bytes or sight.files_bytes(info.db_id, info.kind),
+            "disk_bytes": sight.space().databases.get(info.db_id, 0),
+        },
         "tiers": {tier: {"artifacts": n, "bytes": one.tier_bytes[tier]} for tier, n in one.tiers.items()},
         "verified": one.verified,
         "snapshots": _snapshots(sight, info.db_id),

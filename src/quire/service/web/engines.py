@@ -70,7 +70,7 @@ class KvCollector:
         from prometheus_client.core import GaugeMetricFamily as Gauge
 
         found: list[tuple[list[str], Any]] = []
-        if self._sight.store.info().databases["lsm"]:
+        if self._sight.info().databases["lsm"]:
             known = names_of(self._sight)
             opened = self._sight.store.kvs.databases()
             found = [([str(db_id), known.get(db_id, "")], each.stats()) for db_id, each in opened.items()]
@@ -112,7 +112,7 @@ class StreamCollector:
         from prometheus_client.core import GaugeMetricFamily as Gauge
 
         found: list[tuple[list[str], Any]] = []
-        if self._sight.store.info().databases["stream"]:
+        if self._sight.info().databases["stream"]:
             known = names_of(self._sight)
             told = [each.info() for each in self._sight.store.streams.streams()]
             found = [([str(each.stream_id), known.get(each.stream_id, "")], each) for each in told]

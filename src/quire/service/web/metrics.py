@@ -49,7 +49,7 @@ class StoreCollector:
         from prometheus_client.core import InfoMetricFamily as Info
 
         yield Info("quire_build", "the version that owns the store", value={"version": version("quire")})
-        info, whole = self._sight.store.info(), self._sight.survey()
+        info, whole = self._sight.info(), self._sight.survey()
         databases = Gauge("quire_databases", "live databases", labels=["kind"])
         for kind, count in info.databases.items():
             databases.add_metric([kind], count)
@@ -72,7 +72,23 @@ class StoreCollector:
         disk = shutil.disk_usage(self._sight.store.path)
         yield Gauge("quire_disk_free_bytes", "free space where the store is", value=disk.free)
         yield Gauge("quire_disk_bytes", "size of the disk where the store is", value=disk.total)
+        yield from self._space()
         yield from self._jobs()
+
+    def _space(self) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily as Gauge
+
+        space = self._sight.space()
+        yield Gauge("quire_store_disk_bytes", "what the store's directory takes, as du says", value=space.total_bytes)
+        others = Gauge("quire_store_disk_other_bytes", "of it, what is no database's", labels=["part"])
+        for part, amount in sorted(space.others.items()):
+            others.add_metric([part], amount)
+        yield others
+        known = {info.db_id: info.name for info in self._sight.store.databases()}
+        databases = Gauge("quire_database_disk_bytes", "of it, the files of each database", labels=["db", "name"])
+        for db_id, amount in sorted(space.databases.items()):
+            databases.add_metric([str(db_id), known.get(db_id, "")], amount)
+        yield databases
 
     def _jobs(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily as Gauge

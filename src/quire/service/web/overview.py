@@ -42,7 +42,7 @@ def overview(sight: Sight) -> dict[str, Any]:
         rows = [_database_row(sight, txn, info) for info in infos[:DATABASES_MAX]]
         outstanding = {word: _in_state(txn, state) for word, state in _STATES.items()}
     return {
-        "store": store.info(),
+        "store": sight.info(),
         "quire": version("quire"),
         "now_ms": sight.clock.now_ms(),
         "started_ms": sight.started_ms,
@@ -56,6 +56,7 @@ def overview(sight: Sight) -> dict[str, Any]:
         "cursors": _cursors(sight),
         "disk_free_bytes": disk.free,
         "disk_bytes": disk.total,
+        "space": sight.space()._asdict(),
     }
 
 
@@ -78,6 +79,7 @@ def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
     return {
         **plain(info),
         "size_bytes": size_bytes,
+        "disk_bytes": sight.space().databases.get(info.db_id, 0),
         "chunks": one.chunks,
         "deltas": one.deltas,
         "segments": one.segments,

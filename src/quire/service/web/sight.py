@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.durable import names
 from quire.durable.lsm_names import lsm_home
+from quire.durable.space import Space, given_bytes, measure
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalStateRecord
 from quire.service.api import StoreApi
@@ -91,7 +92,15 @@ class Sight:
 
     def log_figures(self) -> list[LogFigures]:
         """Of the manifest logs of the streams that are open; without streams nothing is loaded."""
-        return self.store.streams.figures() if self.store.info().databases["stream"] else []
+        return self.store.streams.figures() if self.info().databases["stream"] else []
+
+    def info(self) -> Any:
+        """The store in numbers."""
+        return self.cached.get("info", self.store.info)
+
+    def space(self) -> Space:
+        """What the store's directory takes, and whose it is; where looking takes long it is kept for longer."""
+        return self.cached.get("space", lambda: measure(self.store.path))
 
     def files_bytes(self, db_id: int, kind: DbKind) -> int:
         """The bytes of a database's own directories: streams and key-value databases keep their files there."""
@@ -112,8 +121,5 @@ class Sight:
                     if len(found) >= FILES_MAX:
                         return found
                     path = os.path.join(folder, name)
-                    try:
-                        found.append((os.path.relpath(path, self.store.path), os.stat(path).st_size))
-                    except FileNotFoundError:
-                        continue  # it has just been removed
+                    found.append((os.path.relpath(path, self.store.path), given_bytes(path)))
         return found

@@ -32,7 +32,7 @@ export const database = (name) => ({
 
 function figures(data) {
   const { database: db, pages: engine, snapshots } = data;
-  const first = [["Size", bytes(db.size_bytes), db.page_size ? `pages of ${bytes(db.page_size)}` : ""], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to go`]];
+  const first = [["Size", bytes(db.size_bytes), `${bytes(db.disk_bytes)} on disk${db.page_size ? `, pages of ${bytes(db.page_size)}` : ""}`], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to go`]];
   if (data.stream) return tiles(...first, ...streamFigures(data));
   if (!engine) return tiles(...first, ...kvFigures(data));
   const wal = engine.wal || {};

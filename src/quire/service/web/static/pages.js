@@ -17,13 +17,12 @@ export const overview = {
     const { store } = data;
     const damaged = (data.verified.missing || 0) + (data.verified.altered || 0);
     const lag = Math.max(0, ...data.cursors.filter((each) => each.state === "live").map((each) => each.lag));
-    const total = data.databases.reduce((sum, each) => sum + each.size_bytes, 0);
     const wal = data.databases.reduce((sum, each) => sum + each.wal_bytes, 0);
     return [
       h("div", { class: "head" }, h("h1", {}, "Overview"), h("span", { class: "muted" }, `quire ${data.quire}, up ${span(data.now_ms - data.started_ms)}`)),
       tiles(
         ["Databases", number(data.databases.length + data.databases_left_out), plural(store.snapshots, "snapshot")],
-        ["Stored", bytes(total), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
+        ["On disk", bytes(data.space.total_bytes), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
         ["In the WAL", bytes(wal), `${plural(data.databases.reduce((sum, each) => sum + each.segments_blocked, 0), "segment")} blocked by readers`],
         ["Readers", number(data.readers), "hold a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
@@ -32,7 +31,7 @@ export const overview = {
       ),
       h("div", { class: "grid" },
         wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(
-          ["name", "kind", ">size", ">WAL", ">pages in it", ">floor", ">readers", ">snapshots", "parent", ">"],
+          ["name", "kind", ">size", ">on disk", ">WAL", ">pages in it", ">floor", ">readers", ">snapshots", "parent", ">"],
           data.databases.map((each) => databaseRow(each, ui)), "No database yet: quire create NAME --kind pages makes one."))),
         card("Tiers", "where the artifacts are", tierParts(data.tiers)),
         card("WAL segments", "by state", parts(WAL_STATES.map((state) => [state, data.segments[state] || 0, `s-${state}`]))),
@@ -45,7 +44,7 @@ function databaseRow(each, ui) {
   const isPages = each.kind === "pages";
   const quiet = (text) => h("span", { class: "muted" }, text);
   return [
-    h("b", {}, link(each.name)), chip(each.kind === "lsm" ? "key-value" : each.kind, `d-${each.kind}`), bytes(each.size_bytes),
+    h("b", {}, link(each.name)), chip(each.kind === "lsm" ? "key-value" : each.kind, `d-${each.kind}`), bytes(each.size_bytes), bytes(each.disk_bytes),
     isPages ? bytes(each.wal_bytes) : quiet("–"), isPages ? number(each.wal_pages) : quiet("–"), isPages ? number(each.floor_lsn) : quiet("–"),
     each.readers ? h("span", { class: each.segments_blocked ? "warn" : undefined }, number(each.readers)) : quiet("0"), number(each.snapshots),
     each.parent ? link(each.parent) : "", h("button", { type: "button", class: "small", "data-key": `snap-${each.name}`, "aria-label": `New snapshot of ${each.name}`, onclick: () => ui.snapshot(each.name) }, "Snapshot"),

@@ -1,0 +1,408 @@
+"""Files that engines write to, within a bound: a descriptor is closed when its file is not used, and opened again when it is.
+
+A process has 1,024 descriptors unless it asked for more, and a store may have many more databases than that, each with a log
+that it writes to now and then. So engines open what they write through this `Disk`; what they hold is a `File` as before.
+
+Terms
+  entry    one file by its path, with all handles that are open on it here
+  closed   the entry has no descriptor; the next use of any of its handles opens them all again
+  dirty    written through a handle and not synced since: what a sync would report must reach the one who wrote, so such a
+           file keeps its descriptors
+
+Rules
+  1. A clean entry that was not used between two looks, a second apart, is closed: an idle database holds no descriptor.
+  2. At most `limit` entries are open, as far as they can be closed: beyond it the one that was opened longest ago is, used or
+     not. If all are dirty, that one is synced first; should that fail, its writer is told by its next use of the file.
+  3. All handles of an entry are closed and opened together: two handles are there because Linux tells of a failed write-back
+     once per handle (pages/segment_file.py, rule 8), and one that was opened behind a write would miss that news.
+  4. A file is opened again only if it is the same one (device and inode). Another one under its path is a `StorageFault`.
+  5. A file whose descriptor was asked for (`fileno`: a map, a lock) stays open until it is closed.
+  6. What `open` opens to be read is not held here: such readers have bounds of their own, and read on when a file is removed.
+     Files that stay as long as somebody has them open (tables of key-value databases) are opened by `open_to_read`.
+
+Why a use needs no lock: it marks the entry as busy before it looks for its handle, and who closes takes the handles away before
+it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it busy and
+gives the handles back. The marks are appends to a list, which are atomic, as is the look at it.
+
+Threads: any. Raises what the disk below raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+
+from quire.core.errors import StorageFault
+from quire.core.events import emit
+from quire.durable.files import Disk, File, begin_write_back, write_synced
+
+LOOK_SECONDS = 1.0
+"""Between two looks for what is not used."""
+
+
+class _Entry:
+    """See the terms. All but `busy`, `is_dirty` and `was_used` is guarded by the pool's lock."""
+
+    __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "path", "was_used")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.handles: list[PooledFile] = []
+        self.identity = (0, 0)
+        self.busy: list[None] = []
+        self.is_dirty = False
+        self.was_used = True
+        self.is_pinned = False
+        self.failure: StorageFault | None = None
+
+
+class OpenFiles:
+    """A `Disk` whose files to write are kept within a bound; everything else is the disk's below."""
+
+    def __init__(self, inner: Disk, limit: int, *, ticking: bool = True) -> None:
+        """`ticking=False`: nothing is closed by time; tests call `close_idle`."""
+        # constant after construction
+        self._inner = inner
+        self._limit = limit
+        self._ticking = ticking
+        self._stopping = threading.Event()
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._entries: dict[str, _Entry] = {}
+        self._open: OrderedDict[_Entry, None] = OrderedDict()
+        """Those with descriptors, the one opened longest ago first."""
+        self._ticker: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        """How many files have a descriptor."""
+        return len(self._open)
+
+    # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        """As `Disk.open`; a file to write gives its descriptor up while it is not used."""
+        if not write:
+            return self._inner.open(path, create=create, exclusive=exclusive, write=False)
+        return self._pooled(path, create=create, exclusive=exclusive, write=True)
+
+    def open_to_read(self, path: str) -> File:
+        """A file to read that gives its descriptor up while it is not used (rule 6)."""
+        return self._pooled(path, create=False, exclusive=False, write=False)
+
+    def _pooled(self, path: str, *, create: bool, exclusive: bool, write: bool) -> PooledFile:
+        with self._lock:
+            self._make_room(None)
+            file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
+            try:
+                identity = _identity(file)
+                entry = self._entries.get(path)
+                if entry is not None and entry.identity != identity:
+                    # Under this path is another file now; whoever has the former one goes on with it, while it is open.
+                    entry.is_pinned = True
+                    entry = None
+                if entry is None:
+                    entry = self._entries[path] = _Entry(path)
+                    entry.identity = identity
+                elif entry not in self._open:
+                    self._open_again(entry)
+            except BaseException:
+                file.close()
+                raise
+            handle = PooledFile(self, entry, file, writes=write)
+            entry.handles.append(handle)
+            entry.was_used = True
+            self._open[entry] = None
+            self._start_ticker()
+            return handle
+
+    def _open_again(self, entry: _Entry) -> None:
+        """Rules 3 and 4. REQUIRES the lock."""
+        files: list[File] = []
+        try:
+            for handle in entry.handles:
+                file = self._inner.open(entry.path, write=handle.writes)
+                files.append(file)
+                if _identity(file) != entry.identity:
+                    raise StorageFault(
+                        "the file was replaced while it was not used",
+                        hint="only quire may change files of a store; restore it, then open the database again",
+                        path=entry.path,
+                    )
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        for handle, file in zip(entry.handles, files, strict=True):
+            handle.file = file
+        self._open[entry] = None
+
+    def wake(self, handle: PooledFile) -> File:
+        """The file of a handle that was found without one; for `PooledFile`."""
+        with self._lock:
+            entry = handle.entry
+            if entry.failure is not None:
+                raise entry.failure
+            if handle.file is None:
+                if handle not in entry.handles:
+                    raise StorageFault("the file was closed", path=entry.path)
+                self._make_room(entry)
+                self._open_again(entry)
+                self._start_ticker()
+            assert handle.file is not None, "opened just now, and busy since"
+            return handle.file
+
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close_idle(self) -> int:
+        """Close what was not used since the last look (rule 1); how many files."""
+        with self._lock:
+            idle = [entry for entry in self._open if not entry.was_used and not entry.is_dirty]
+            for entry in self._open:
+                entry.was_used = False
+            return sum(self._close(entry) for entry in idle)
+
+    def _make_room(self, but: _Entry | None) -> None:
+        """Rule 2. REQUIRES the lock."""
+        if len(self._open) < self._limit:
+            return
+        candidates = [entry for entry in self._open if entry is not but]
+        clean = [entry for entry in candidates if not entry.is_dirty]
+        for entry in [*clean, *(entry for entry in candidates if entry.is_dirty)]:
+            if len(self._open) < self._limit:
+                return
+            if entry.is_dirty and not entry.busy and not entry.is_pinned:
+                self._sync(entry)
+            self._close(entry)
+
+    def _sync(self, entry: _Entry) -> None:
+        file = entry.handles[0].file
+        entry.is_dirty = False
+        try:
+            if file is not None:
+                file.sync()
+        except StorageFault as fault:
+            emit("error", "files.sync_failed", path=entry.path, error=str(fault))
+            entry.failure = fault
+            entry.is_dirty = True
+
+    def _close(self, entry: _Entry) -> bool:
+        """Close an entry's descriptors unless somebody is using them, or must not miss their news. REQUIRES the lock."""
+        if entry.is_pinned or entry.is_dirty or entry.failure is not None:
+            return False
+        files = [(handle, handle.file) for handle in entry.handles]
+        for handle, _ in files:
+            handle.file = None
+        if entry.busy or entry.is_dirty:
+            for handle, file in files:
+                handle.file = file
+            return False
+        del self._open[entry]
+        for _, file in files:
+            if file is not None:
+                file.close()
+        return True
+
+    def forget(self, handle: PooledFile) -> None:
+        """A handle is closed for good; for `PooledFile`."""
+        with self._lock:
+            entry, file = handle.entry, handle.file
+            handle.file = None
+            if handle in entry.handles:
+                entry.handles.remove(handle)
+            if not entry.handles:
+                self._open.pop(entry, None)
+                if self._entries.get(entry.path) is entry:
+                    del self._entries[entry.path]
+        if file is not None:
+            file.close()
+
+    def _start_ticker(self) -> None:
+        if self._ticking and self._ticker is None and not self._stopping.is_set():
+            self._ticker = threading.Thread(target=self._tick, name="quire-files", daemon=True)
+            self._ticker.start()
+
+    def _tick(self) -> None:
+        while not self._stopping.wait(LOOK_SECONDS):
+            self.close_idle()
+            with self._lock:
+                if not self._open:  # an idle store needs no thread; the next file that is opened starts another
+                    self._ticker = None
+                    return
+
+    def close(self) -> None:
+        """End the looks; files are closed by who has opened them."""
+        self._stopping.set()
+        ticker = self._ticker
+        if ticker is not None:
+            ticker.join()
+
+    # ── the rest of a disk ────────────────────────────────────────────────────────────────────────────────────────────
+    def exists(self, path: str) -> bool:
+        return self._inner.exists(path)
+
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        return self._inner.names(path)
+
+    def make_dirs(self, path: str) -> None:
+        self._inner.make_dirs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        """As `Disk.rename`; handles that are open on the file go with it."""
+        with self._lock:
+            self._inner.rename(source, target)
+            if (entry := self._entries.pop(source, None)) is not None:
+                entry.path = target
+                self._entries[target] = entry
+
+    def link(self, source: str, target: str) -> None:
+        self._inner.link(source, target)
+
+    def remove(self, path: str) -> None:
+        self._inner.remove(path)
+
+    def remove_dir(self, path: str) -> None:
+        self._inner.remove_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        self._inner.sync_dir(path)
+
+
+class PooledFile:
+    """A `File` whose descriptor comes and goes. Made by `OpenFiles.open`."""
+
+    __slots__ = ("_pool", "entry", "file", "writes")
+
+    def __init__(self, pool: OpenFiles, entry: _Entry, file: File, *, writes: bool) -> None:
+        self._pool = pool
+        self.entry = entry
+        self.writes = writes
+        self.file: File | None = file
+        """`None` while it has no descriptor. The pool's, under its lock; read by all."""
+
+    @property
+    def path(self) -> str:
+        return self.entry.path
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            entry.was_used = True
+            return (self.file or self._pool.wake(self)).read_at(size, offset)
+        finally:
+            entry.busy.pop()
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            entry.was_used = entry.is_dirty = True
+            file.write_at(data, offset)
+            entry.is_dirty = True  # once more: a sync that began meanwhile need not cover all of it
+        finally:
+            entry.busy.pop()
+
+    def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """As `files.write_synced`: it leaves the file as dirty as it was."""
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            entry.was_used = True
+            try:
+                write_synced(file, data, offset)
+            except BaseException:
+                entry.is_dirty = True
+                raise
+        finally:
+            entry.busy.pop()
+
+    def begin_write_back(self, size: int, offset: int) -> None:
+        """As `files.begin_write_back`."""
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            begin_write_back(self.file or self._pool.wake(self), size, offset)
+        finally:
+            entry.busy.pop()
+
+    def sync(self) -> None:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            if entry.failure is not None:
+                raise entry.failure
+            entry.was_used, entry.is_dirty = True, False  # before: what is written meanwhile makes it dirty again
+            try:
+                file.sync()
+            except BaseException:
+                entry.is_dirty = True
+                raise
+        finally:
+            entry.busy.pop()
+
+    def size(self) -> int:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            return (self.file or self._pool.wake(self)).size()
+        finally:
+            entry.busy.pop()
+
+    def truncate(self, size: int) -> None:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            entry.was_used = entry.is_dirty = True
+            file.truncate(size)
+        finally:
+            entry.busy.pop()
+
+    def allocate(self, size: int) -> None:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            entry.was_used = entry.is_dirty = True
+            file.allocate(size)
+        finally:
+            entry.busy.pop()
+
+    def forget_cached(self) -> None:
+        """As `files.forget_cached`; asks for the descriptor without keeping it (rule 5)."""
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise((self.file or self._pool.wake(self)).fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            entry.busy.pop()
+
+    def fileno(self) -> int:
+        entry = self.entry
+        entry.busy.append(None)
+        try:
+            file = self.file or self._pool.wake(self)
+            entry.is_pinned = True  # rule 5
+            return file.fileno()
+        finally:
+            entry.busy.pop()
+
+    def close(self) -> None:
+        self._pool.forget(self)
+
+
+def open_to_read(disk: Disk, path: str) -> File:
+    """A file that is kept open to be read for as long as its owner wants, within the bound if the disk has one (rule 6)."""
+    return disk.open_to_read(path) if isinstance(disk, OpenFiles) else disk.open(path, write=False)
+
+
+def _identity(file: File) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino

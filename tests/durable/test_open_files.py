@@ -1,0 +1,253 @@
+"""Files within a bound: descriptors come and go, what was written stays, and no news of a failed sync is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from quire.core.errors import StorageFault, TooManyOpenFiles
+from quire.durable.files import OsDisk, preallocate, translate, write_synced
+from quire.durable.open_files import OpenFiles, open_to_read
+from quire.testing.faults import Fault, FaultyDisk
+
+
+def _descriptors(folder: Path) -> int:
+    """How many descriptors this process has on files in a directory."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(str(folder))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return count
+
+
+def _pool(limit: int = 4) -> OpenFiles:
+    return OpenFiles(OsDisk(), limit, ticking=False)
+
+
+def test_a_file_that_is_not_used_has_no_descriptor_and_goes_on_when_it_is(tmp_path: Path) -> None:
+    """Issue 18: every database that was written kept a file open."""
+    pool = _pool()
+    file = pool.open(str(tmp_path / "a"), create=True)
+    file.write_at(b"one", 0)
+    file.sync()
+    assert pool.close_idle() == 0, "it was used since the last look"
+    assert pool.close_idle() == 1
+    assert _descriptors(tmp_path) == 0
+    file.write_at(b"two", 3)
+    assert file.read_at(6, 0) == b"onetwo"
+    assert file.size() == 6
+    assert _descriptors(tmp_path) == 1
+    file.close()
+    assert _descriptors(tmp_path) == 0
+
+
+def test_a_file_with_writes_that_no_sync_has_covered_stays_open(tmp_path: Path) -> None:
+    """Its next sync must hear of a write-back that failed: a handle opened later would not."""
+    pool = _pool()
+    file = pool.open(str(tmp_path / "a"), create=True)
+    file.write_at(b"one", 0)
+    assert [pool.close_idle() for _ in range(3)] == [0, 0, 0]
+    file.sync()
+    pool.close_idle()
+    assert pool.close_idle() == 1
+    file.close()
+
+
+def test_at_most_so_many_files_are_open(tmp_path: Path) -> None:
+    pool = _pool(limit=4)
+    files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(20)]
+    for number, file in enumerate(files):
+        write_synced(file, bytes([number]) * 8, 0)
+        assert _descriptors(tmp_path) <= 4
+    assert [file.read_at(1, 7)[0] for file in files] == list(range(20))
+    for file in files:
+        file.close()
+    assert len(pool) == 0
+    assert _descriptors(tmp_path) == 0
+
+
+def test_beyond_the_bound_dirty_files_are_synced_and_closed(tmp_path: Path) -> None:
+    pool = _pool(limit=4)
+    files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(12)]
+    for number, file in enumerate(files):
+        file.write_at(bytes([number]), 0)
+    assert _descriptors(tmp_path) <= 4
+    for file in files:
+        file.sync()
+    assert [file.read_at(1, 0)[0] for file in files] == list(range(12))
+
+
+def test_a_sync_that_failed_on_behalf_of_a_writer_is_told_to_it(tmp_path: Path) -> None:
+    disk = FaultyDisk(OsDisk(), Fault.EIO, fail_at=1, operation="sync", path="*first")
+    pool = OpenFiles(disk, 4, ticking=False)
+    first = pool.open(str(tmp_path / "first"), create=True)
+    first.write_at(b"x", 0)
+    others = []
+    for number in range(5):
+        others.append(pool.open(str(tmp_path / str(number)), create=True))
+        others[-1].write_at(b"x", 0)
+    assert disk.fired
+    for _ in range(2):
+        with pytest.raises(StorageFault):
+            first.sync()
+    for file in (first, *others):
+        file.close()
+
+
+def test_handles_on_one_file_come_and_go_together(tmp_path: Path) -> None:
+    """Two handles are there so that two syncs each hear the news: one that is opened behind a write would not."""
+    pool = _pool()
+    first = pool.open(str(tmp_path / "a"), create=True)
+    second = pool.open(str(tmp_path / "a"))
+    pool.close_idle()
+    assert pool.close_idle() == 1
+    assert _descriptors(tmp_path) == 0
+    first.write_at(b"x", 0)
+    assert _descriptors(tmp_path) == 2
+    second.sync()
+    first.close()
+    assert _descriptors(tmp_path) == 1
+    second.close()
+
+
+def test_another_file_under_the_path_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    pool = _pool()
+    file = pool.open(str(tmp_path / "a"), create=True)
+    write_synced(file, b"mine", 0)
+    pool.close_idle()
+    pool.close_idle()
+    (tmp_path / "b").write_bytes(b"theirs")
+    os.replace(tmp_path / "b", tmp_path / "a")
+    with pytest.raises(StorageFault, match="replaced"):
+        file.write_at(b"x", 0)
+    assert (tmp_path / "a").read_bytes() == b"theirs"
+
+
+def test_a_file_that_is_renamed_takes_its_handles_with_it(tmp_path: Path) -> None:
+    pool = _pool()
+    file = preallocate(pool, str(tmp_path / "spare"), 64)
+    pool.close_idle()
+    pool.close_idle()
+    pool.rename(str(tmp_path / "spare"), str(tmp_path / "segment"))
+    file.write_at(b"x", 0)
+    assert file.path == str(tmp_path / "segment")
+    assert (tmp_path / "segment").read_bytes()[:1] == b"x"
+    file.close()
+
+
+def test_a_file_whose_descriptor_was_asked_for_stays_open(tmp_path: Path) -> None:
+    """A lock or a map hangs on it."""
+    pool = _pool()
+    file = pool.open(str(tmp_path / "a"), create=True)
+    descriptor = file.fileno()
+    assert [pool.close_idle() for _ in range(3)] == [0, 0, 0]
+    assert file.fileno() == descriptor
+    file.close()
+
+
+def test_files_to_read_are_held_only_if_they_are_asked_for_so(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"table")
+    pool = _pool()
+    kept, plain = open_to_read(pool, str(tmp_path / "a")), pool.open(str(tmp_path / "a"), write=False)
+    pool.close_idle()
+    assert pool.close_idle() == 1
+    assert _descriptors(tmp_path) == 1
+    assert kept.read_at(5, 0) == plain.read_at(5, 0) == b"table"
+    with pytest.raises(StorageFault):
+        kept.write_at(b"x", 0)
+    kept.close()
+    plain.close()
+
+
+def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
+    """A descriptor that is closed under its user may be another file's by then."""
+    pool = _pool(limit=4)
+    files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(8)]
+    stopping, wrong = threading.Event(), []
+
+    def close_all_the_time() -> None:
+        while not stopping.is_set():
+            pool.close_idle()
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for count in range(300):
+            file = files[number]
+            write_synced(file, f"{number}:{count:4}".encode(), 0)
+            if rng.random() < 0.5:
+                file.sync()
+            if file.read_at(6, 0) != f"{number}:{count:4}".encode():
+                wrong.append((number, count))
+
+    closer = threading.Thread(target=close_all_the_time)
+    closer.start()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stopping.set()
+    closer.join()
+    assert wrong == []
+    for number, file in enumerate(files):
+        assert file.read_at(6, 0) == f"{number}: 299".encode()
+        file.close()
+
+
+# ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_process_without_descriptors_is_told_its_limit(tmp_path: Path) -> None:
+    """Issue 18: "check the disk" was the hint."""
+    error = translate(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "x", "opening")
+    assert isinstance(error, TooManyOpenFiles)
+    assert str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in error.what
+    assert "ulimit -n" in error.hint
+    assert "disk" not in error.hint
+    of_machine = translate(OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "x", "opening")
+    assert isinstance(of_machine, TooManyOpenFiles)
+    assert "machine" in of_machine.what
+
+
+def test_every_seam_says_what_it_is(tmp_path: Path) -> None:
+    """Disk, locks and LMDB of a process that has used up its descriptors."""
+    program = f"""
+import os, resource
+import quire
+from quire.core.errors import TooManyOpenFiles
+from quire.core.settings import ManifestSettings
+from quire.durable.files import OsDisk
+from quire.durable.locks import FileLock
+from quire.manifest.env import ManifestEnv
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+tries = [
+    lambda: OsDisk().open({str(tmp_path / "f")!r}, create=True),
+    lambda: OsDisk().sync_dir({str(tmp_path)!r}),
+    lambda: FileLock.acquire({str(tmp_path / "l")!r}),
+    lambda: ManifestEnv({str(tmp_path / "m.lmdb")!r}, ManifestSettings(), write=True),
+]
+said = 0
+for attempt in tries:
+    try:
+        attempt()
+    except TooManyOpenFiles as error:
+        said += "limit of this process is 64" in str(error)
+os.closerange(min(taken), max(taken) + 1)
+print(said)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "4", done.stderr

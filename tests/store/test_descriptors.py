@@ -1,0 +1,75 @@
+"""How many descriptors a store has: those of what is used now, however many databases there are (issue 18)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WRITE_MANY = """
+import os, resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+import quire
+
+kind, count = sys.argv[2], int(sys.argv[3])
+
+def write(store, number, value):
+    name = f"{kind}{number}"
+    if kind == "pages":
+        db = store.sqlite(name, create=True)
+        db.execute("create table if not exists t(x)")
+        db.execute("insert into t values (?)", (value,))
+        db.close()
+    elif kind == "stream":
+        stream = store.stream(name, create=True)
+        stream.append(str(value).encode())
+        stream.sync()
+    else:
+        store.kv(name, create=True).put(str(value).encode(), b"x")
+
+def holds(store, number):
+    name = f"{kind}{number}"
+    if kind == "pages":
+        db = store.sqlite(name)
+        found = [str(x).encode() for x, in db.execute("select x from t").fetchall()]
+        db.close()
+        return found
+    if kind == "stream":
+        return [record.payload for record in store.stream(name).read()]
+    return [key for key, _ in store.kv(name).scan()]
+
+def descriptors():
+    found = []
+    for each in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink("/proc/self/fd/" + each))
+        except FileNotFoundError:
+            pass
+    return [path for path in found if any(part in path for part in ("/pages/", "/streams/", "/lsm/"))]
+
+with quire.open(sys.argv[1]) as store:
+    for number in range(count):
+        write(store, number, 1)
+    for number in range(0, count, 9):
+        write(store, number, 2)
+    for number in range(0, count, 7):
+        wanted = [b"1", b"2"] if number % 9 == 0 else [b"1"]
+        assert holds(store, number) == wanted, (number, holds(store, number))
+    deadline = time.monotonic() + 60
+    while (left := descriptors()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, left
+    write(store, 0, 3)  # what was closed goes on
+    assert holds(store, 0) == [b"1", b"2", b"3"]
+print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["pages", "stream", "lsm"])
+def test_more_databases_than_descriptors_are_written_and_idle_ones_hold_none(tmp_path: Path, kind: str) -> None:
+    """1,024 descriptors ended at database 1,012, after all connections had been closed."""
+    command = [sys.executable, "-c", WRITE_MANY, str(tmp_path / "s"), kind, "130"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
