@@ -23,6 +23,7 @@ from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
 from quire.manifest.ops import cursors, pageindex
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component, Counter, Op
 from quire.manifest.ops.registry import OPS
+from quire.manifest.reads import BORN_WITH_EPOCHS
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.store import ManifestStore
 from quire.manifest.tables import META, TABLES, Table
@@ -202,7 +203,7 @@ def test_page_shows_the_packed_rows_of_ops_as_they_are() -> None:
 def test_page_lists_the_names_in_meta() -> None:
     page = {name.strip("` ") for names, *_ in table_with_head(PAGE, "name") for name in names.split(",")}
     packed = (migrations.SCHEMA, migrations.STORE_ID, cursors.OLDEST_SEQUENCE)
-    assert page == {*(META.key.unpack(key)[0] for key in packed), *LOCAL_COUNTERS.values()}
+    assert page == {*(META.key.unpack(key)[0] for key in packed), *LOCAL_COUNTERS.values(), BORN_WITH_EPOCHS}
 
 
 # ── the example ───────────────────────────────────────────────────────────────────────────────────────────────────────

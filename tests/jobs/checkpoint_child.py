@@ -14,9 +14,9 @@ from typing import Any
 
 from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import arm_from
-from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handlers import HANDLERS
+from quire.jobs.places import remote_name
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -99,9 +99,9 @@ class Owner(Pages):
                 *(key for key, _ in txn.scan(t.CHUNK_CATALOG)),
                 *(key for key, _ in txn.scan(t.CHUNK_DELTA_INDEX)),
             ]
-            named = [key for key, _ in _rows(txn) if key.kind.name != "WAL"]
-        assert len(rows) == len(named)
-        return {object_key(key) for key in named}
+            named = [(key, row) for key, row in _rows(txn) if key.kind.name != "WAL"]
+            assert len(rows) == len(named)
+            return {remote_name(key, row, txn.namespace(row.namespace_id), "")[1] for key, row in named}
 
     def job(self, job_id: int) -> Job:
         return self.manifest.jobs.get(job_id)

@@ -15,7 +15,6 @@ from quire.core.errors import JobAlreadyPending, StalePlan
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import armed
-from quire.durable.names import object_key
 from quire.jobs import steps
 from quire.jobs.checkpoint import handler, plan, select
 from quire.jobs.upkeep import Upkeep
@@ -23,6 +22,7 @@ from quire.manifest.jobqueue import Job
 from quire.manifest.ops.plans import BeginPlan, FinishPlan
 from quire.manifest.records import JobKind, JobState, LeafRef, WalState
 from tests.jobs.checkpoint_child import Owner, images
+from tests.jobs.world import epoch_name
 from tests.pages.world import GRACE_SECONDS, PAGES_PER_CHUNK, Model, assert_reads, write
 
 
@@ -48,7 +48,7 @@ def test_a_plan_that_comes_out_differently_is_abandoned_and_what_it_wrote_is_del
     ((generation, record),) = owner.plans().items()
     assert record.artifacts == [(0, 1, True), (1, 1, True)]
     names = {
-        object_key(ArtifactKey(1, ArtifactKind.DELTA if is_delta else ArtifactKind.BASE, slot, generation, delta))
+        epoch_name(owner.manifest, ArtifactKey(1, ArtifactKind(is_delta), slot, generation, delta))
         for slot, delta, is_delta in record.artifacts
     }
     assert names <= owner.objects().keys()

@@ -14,7 +14,6 @@ from msgspec import structs
 from quire.core.errors import ConfigMismatch
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
-from quire.durable.names import object_key
 from quire.jobs.checkpoint import handler, plan, select
 from quire.jobs.checkpoint.read import Dirty
 from quire.manifest import tables as t
@@ -23,6 +22,7 @@ from quire.manifest.records import Compression, DbKind, JobKind, JobState, WalSt
 from quire.objects.open import open_store
 from quire.pages.chunk_footer import load_footer
 from tests.jobs.checkpoint_child import Owner, images
+from tests.jobs.world import epoch_name
 from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, small_segments, write
 
 
@@ -198,7 +198,7 @@ def test_a_database_without_compression_gets_chunks_without(owner: Owner) -> Non
     write(store, model, {0: bytes(PAGE), 1: bytes(PAGE)})
     owner.checkpoint(store)
     ((_, generation),) = owner.chain(0)
-    key = object_key(ArtifactKey(1, ArtifactKind.BASE, 0, generation))
+    key = epoch_name(owner.manifest, ArtifactKey(1, ArtifactKind.BASE, 0, generation))
     objects = open_store(owner.objects_url)
     size = objects.head(key).size_bytes
     footer, _ = load_footer(lambda offset, length: objects.get_range(key, offset, length), size, name=key)

@@ -14,10 +14,10 @@ import pytest
 
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed, hits, recording
-from quire.durable.names import object_key
 from quire.manifest.records import JobState
 from quire.testing.crash import Nursery
 from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, Life, Owner, Scene
+from tests.jobs.world import epoch_name
 
 STEPS = (
     "jobs.worker.claimed",
@@ -96,7 +96,7 @@ def _finish(base: Path, scene: Scene, later_seconds: float) -> None:
         assert job.result["generation"] == generation, "the stored plan was run"
         for slot, delta_id, is_delta in record.artifacts:
             kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
-            name = object_key(ArtifactKey(1, kind, slot, generation, delta_id))
+            name = epoch_name(owner.manifest, ArtifactKey(1, kind, slot, generation, delta_id))
             if name in there:
                 assert owner.objects()[name] == there[name], "what was written was adopted, not written again"
     owner.settle()

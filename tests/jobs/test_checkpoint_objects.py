@@ -12,12 +12,12 @@ from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.durable.names import object_key
 from quire.jobs.requests import request_evict, request_upload
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import ObjectStore
 from quire.testing.faults import Fault, FaultyDisk
 from tests.jobs.checkpoint_child import Owner, images
+from tests.jobs.world import epoch_name
 from tests.pages.world import Model, write
 
 
@@ -147,7 +147,8 @@ def test_an_object_of_the_plans_name_that_is_not_the_plans_is_neither_taken_nor_
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().drain()
     (generation,) = owner.plans()
-    first, second = (object_key(ArtifactKey(1, ArtifactKind.BASE, slot, generation)) for slot in (0, 1))
+    keys = [ArtifactKey(1, ArtifactKind.BASE, slot, generation) for slot in (0, 1)]
+    first, second = (epoch_name(owner.manifest, key) for key in keys)
     path = Path(owner.objects_url) / first
     body = bytearray(path.read_bytes())
     if how == "another's chunk":

@@ -16,7 +16,7 @@ from quire.jobs.requests import request_evict, request_hydrate, request_upload
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.open import open_store
-from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World, unlike
+from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World, epoch_name, unlike
 
 REQUESTS = {JobKind.UPLOAD: request_upload, JobKind.EVICT: request_evict, JobKind.HYDRATE: request_hydrate}
 GOALS = {JobKind.UPLOAD: BOTH, JobKind.EVICT: EVICTED, JobKind.HYDRATE: BOTH}
@@ -31,7 +31,7 @@ def test_an_upload_makes_the_object_and_records_what_it_is(world: World) -> None
     assert result == {"moved_bytes": len(data)}
     assert (row.residency, row.sha256, row.bitmap_hash) == (BOTH, sha256(data), 77)
     assert row.uploaded_at_ms == world.clock.now_ms()
-    assert (row.namespace_id, row.suffix) == (0, object_key(key))
+    assert (row.namespace_id, row.suffix) == (1, object_key(key))
     assert row.verify_state is VerifyState.UNVERIFIED
     assert world.object(key) == world.file(key) == data
     world.assert_settled()
@@ -109,10 +109,13 @@ def test_an_object_goes_to_the_namespace_of_its_row_or_of_its_database(world: Wo
     first, second = world.chunks(db_id, 1)[0], world.chunks(db_id, 2, namespace_id=other)[0]
     for key, prefix, namespace_id in ((first, "mine", mine), (second, "other", other)):
         world.done(request_upload(world.manifest, key))
-        assert open_store(bucket).get(f"{prefix}/{object_key(key)}") == world.bodies[key]
-        assert world.row(key).namespace_id == namespace_id
+        with world.manifest.read() as txn:
+            below, epoch = f"{prefix}/{txn.store_id()}/e/00000001", txn.current_namespace(namespace_id)[0]
+        assert open_store(bucket).get(f"{below}/{object_key(key)}") == world.bodies[key]
+        assert world.row(key).namespace_id == epoch != namespace_id
         world.done(request_evict(world.manifest, key))
         world.done(request_hydrate(world.manifest, key))
+    world.settle()  # nothing names the other place any more, only its namespace of this epoch
     world.assert_settled(bucket)
 
 
@@ -148,7 +151,7 @@ def test_every_move_from_every_residency(local: World, kind: JobKind, start: Res
 def test_an_upload_adopts_the_object_that_a_lost_answer_left(world: World) -> None:
     """P11: the put went through, nobody heard of it."""
     (key,) = world.chunks(world.database(), 1)
-    open_store(world.objects_url).put(object_key(key), world.bodies[key])
+    open_store(world.objects_url).put(epoch_name(world.manifest, key), world.bodies[key])
     assert world.done(request_upload(world.manifest, key)) == {"moved_bytes": 0}
     assert world.row(key).residency is BOTH
 
@@ -156,7 +159,7 @@ def test_an_upload_adopts_the_object_that_a_lost_answer_left(world: World) -> No
 @pytest.mark.parametrize("size", [100, 99])
 def test_an_upload_overwrites_no_other_object(world: World, size: int) -> None:
     (key,) = world.chunks(world.database(), 1)
-    open_store(world.objects_url).put(object_key(key), unlike(world.bodies[key])[:size])
+    open_store(world.objects_url).put(epoch_name(world.manifest, key), unlike(world.bodies[key])[:size])
     assert "another object has" in world.failed(request_upload(world.manifest, key))
     assert world.row(key).residency is LOCAL
     assert world.object(key) == unlike(world.bodies[key])[:size]

@@ -18,6 +18,7 @@ from quire.core.errors import ObjectNotFound
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk, OsDisk
+from quire.durable.names import object_key
 from quire.jobs.context import JobContext, StorePool, artifact_row
 from quire.jobs.handlers import HANDLERS
 from quire.jobs.places import OpenStore, Place
@@ -267,6 +268,13 @@ class World:
             whole = txn.feed_bounds()[0] == 1
         if whole:
             assert_replays(self.manifest)
+
+
+def epoch_name(manifest: ManifestStore, key: ArtifactKey) -> str:
+    """The name that an artifact's object gets in the current owner epoch, in the store's own object store."""
+    manifest.ensure_owner_epoch()
+    with manifest.read() as txn:
+        return f"{txn.current_namespace()[1].prefix}/{object_key(key)}"
 
 
 _ORIGIN = {LOCAL: LOCAL, BOTH: LOCAL, EVICTED: LOCAL, ARCHIVED: ARCHIVED}

@@ -16,6 +16,7 @@ from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
@@ -46,6 +47,7 @@ from quire.manifest.ops.databases import (
     SetRetention,
     UpdateDbStatus,
 )
+from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.lsm import FoldLsm
@@ -72,7 +74,6 @@ from quire.manifest.records import (
     JobKind,
     JobRecord,
     JobState,
-    NamespaceRecord,
     Pin,
     PlanRecord,
     Residency,
@@ -254,6 +255,8 @@ def _later() -> Iterator[Op]:
     yield BeginPlan(1, 5, PlanRecord(12, 1, 49, 8, b"digest", [4], [(5, 0, False), (6, 1, True)]))
     yield from (AbandonPlan(1, 5), BeginPlan(1, 6, PlanRecord(12, 1, 49, 8, b"digest", [4])), FinishPlan(1, 6, 1))
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
+    yield BeginOwnerEpoch(1, [(4, NamespaceRecord("", "e1", owner_epoch=1))])
+    yield BeginOwnerEpoch(2, [(5, NamespaceRecord("", "e2", owner_epoch=2))])
     # the end
     yield from (
         PutReader(2, 7, 5, 99),

@@ -22,7 +22,8 @@ from typing import Protocol
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
 from quire.durable.names import TEMPORARY, CachedChunkFile, StreamSegmentFile, Tier, WalSegmentFile, object_key
-from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRecord
+from quire.manifest.namespace_records import NamespaceRecord
+from quire.manifest.records import Residency, WalFormat, WalRecord
 from quire.objects.api import ObjectStore
 from quire.objects.namespace import RemoteNamespace
 
@@ -105,4 +106,4 @@ def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord |
     if namespace is None:
         raise InvalidInput("the artifact's namespace is not in the manifest", namespace_id=row.namespace_id)
     space = RemoteNamespace(id=NamespaceId(row.namespace_id), url=namespace.url, prefix=namespace.prefix)
-    return namespace.url, space.key(suffix)
+    return namespace.url or own_url, space.key(suffix)

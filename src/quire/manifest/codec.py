@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from quire.core.errors import FormatTooNew, ManifestDamaged
+from quire.core.errors import FormatTooNew, InvalidInput, ManifestDamaged
 from quire.manifest.records import Record
 
 R = TypeVar("R", bound=Record)
@@ -52,6 +52,13 @@ class RecordCodec(Generic[R]):
             self.encode, self.decode = _msgpack_coders(record_type, version, self.body, self.decode_body)
         else:
             self.encode, self.decode = _packed_coders(record_type, version, self.packed)
+
+    def checked(self, record: R) -> R:
+        """The record, if its row can be read again: a field of another type would make a store that does not open."""
+        try:
+            return self.decode(self.encode(record))
+        except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
+            raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error
 
     def numpy_fields(self) -> list[tuple[str, str]]:
         """The packed layout as a numpy structured type."""

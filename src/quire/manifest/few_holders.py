@@ -127,10 +127,17 @@ def _catalog(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fi
         if row.origin_db_id == db_id:
             rows.add((db_id, ArtifactKind.WAL, 0, segment, 0))
             namespaces.append(row.namespace_id)
+    namespaces += own_references(txn)
     for (namespace_id,), _ in txn.scan(t.REMOTE_NAMESPACE):
         rows.add((0, ArtifactKind.NAMESPACE, 0, namespace_id, 0))
     for namespace_id in filter(None, namespaces):
         held[0, ArtifactKind.NAMESPACE, 0, namespace_id, 0] += 1
+
+
+def own_references(txn: ReadTxn) -> list[int]:
+    """The namespaces of the current owner epoch: each holds itself, so that it stays while it is empty (A1)."""
+    epoch = txn.owner_epoch()
+    return [key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if epoch and row.owner_epoch == epoch]
 
 
 # ── what is counted ───────────────────────────────────────────────────────────────────────────────────────────────────

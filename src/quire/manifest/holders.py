@@ -8,7 +8,7 @@ Holders (the definition that every op keeps and R1 checks):
   leaf        each live database and each snapshot that names it
   base, delta each leaf row whose chains name it
   WAL         each database that tracks it and has not truncated it, each pin of a snapshot
-  namespace   each database and each artifact row that names it
+  namespace   each database and each artifact row that names it; itself, if it is the current owner epoch's
 
 Three ways in
   `count_holders`  R1 to R4, S2, S4, compared here. Memory: 16 bytes per reference and 24 per artifact, twice while sorting
@@ -31,7 +31,15 @@ from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
-from quire.manifest.few_holders import UNREADABLE, Finding, intact_zeros, outstanding_uploads, wrong_count, wrong_zero
+from quire.manifest.few_holders import (
+    UNREADABLE,
+    Finding,
+    intact_zeros,
+    outstanding_uploads,
+    own_references,
+    wrong_count,
+    wrong_zero,
+)
 from quire.manifest.ops.corrections import CorrectRefcount
 from quire.manifest.ops.refs import artifact_key, unpack_artifact
 from quire.manifest.reads import ReadTxn
@@ -218,6 +226,7 @@ def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes
     for segments in _tables(own):
         yield "row", encode(segments[:, 0], ArtifactKind.WAL, 0, segments[:, 1], 0)
         yield "held", _in_namespaces(segments[:, 2].tolist())
+    yield "held", _in_namespaces(own_references(txn))
     for spaces in _tables(key for key, _ in txn.scan(t.REMOTE_NAMESPACE)):
         yield "row", encode(0, ArtifactKind.NAMESPACE, 0, spaces[:, 0], 0)
 

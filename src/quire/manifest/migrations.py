@@ -31,7 +31,7 @@ from quire.core.events import emit
 from quire.manifest import tables as t
 from quire.manifest.codec import VERSION
 from quire.manifest.env import ManifestEnv
-from quire.manifest.reads import ReadTxn
+from quire.manifest.reads import BORN_WITH_EPOCHS, ReadTxn
 from quire.manifest.records import MetaRecord, MigrationRecord
 from quire.manifest.rows import is_marked, sealed
 
@@ -83,10 +83,13 @@ def _add_some(env: ManifestEnv, name: str, handle: Any, after: bytes) -> bytes |
 
 
 def _nothing_more(env: ManifestEnv, txn: lmdb.Transaction) -> None:
-    """All of a step was done by its `prepare`."""
+    """All of a step was done by its `prepare`, or there is nothing to do."""
 
 
-STEPS: Sequence[Step] = (Step("row_checksums", _nothing_more, _add_checksums),)
+STEPS: Sequence[Step] = (
+    Step("row_checksums", _nothing_more, _add_checksums),
+    Step("owner_epochs", _nothing_more),  # keeps older code away: it does not know the namespaces of epochs
+)
 """All steps, oldest first. The schema of a store is `BASE_SCHEMA` plus the number of steps it has been through."""
 
 
@@ -143,6 +146,8 @@ def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: S
         txn.put(*_ledger_row(step, clock), db=ledger)
     txn.put(SCHEMA, t.META.rows.encode(SCHEMA, MetaRecord(number=BASE_SCHEMA + len(steps))), db=meta)
     txn.put(STORE_ID, t.META.rows.encode(STORE_ID, MetaRecord(text=str(uuid.uuid4()))), db=meta)
+    born = t.META.key.pack(BORN_WITH_EPOCHS)
+    txn.put(born, t.META.rows.encode(born, MetaRecord(number=1)), db=meta)
 
 
 def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:

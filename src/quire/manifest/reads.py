@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import msgspec
 
-from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, UnknownDatabase, WrongKind
+from quire.core.errors import (
+    DatabaseTombstoned,
+    InvalidInput,
+    QuireError,
+    StoreClosed,
+    UnknownDatabase,
+    UnknownNamespace,
+    WrongKind,
+)
 from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc32
 from quire.manifest import tables as t
@@ -32,12 +40,12 @@ from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.records import (
     DbKind,
     DbRecord,
     DbStatus,
     JobRecord,
-    NamespaceRecord,
     RefcountRecord,
     SnapshotRecord,
     WalStateRecord,
@@ -53,6 +61,9 @@ if TYPE_CHECKING:
     from quire.manifest.slots import Chain
 
 KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM: "key-value database"}
+
+BORN_WITH_EPOCHS = "born_with_epochs"
+"""The row of `meta` that a store has if all its objects are below prefixes of its own."""
 
 _SEQUENCE = KeyCodec(("sequence", "u64"))
 """The key of the change log, as change.py declares it."""
@@ -248,6 +259,36 @@ class ReadTxn:
     def namespace(self, namespace_id: int) -> NamespaceRecord | None:
         """A remote namespace by id."""
         return self.get(t.REMOTE_NAMESPACE, namespace_id)
+
+    def store_id(self) -> str:
+        """The identity of the store."""
+        row = self.get(t.META, "store_id")
+        return row.text if row is not None else ""
+
+    def owner_epoch(self) -> int:
+        """How often the store was taken over, its creation included; 0 for one that was made before that was counted."""
+        return max((row.owner_epoch for _, row in self.scan(t.REMOTE_NAMESPACE)), default=0)
+
+    def current_namespace(self, place_id: int = 0) -> tuple[int, NamespaceRecord]:
+        """(id, record) of where new objects go: that of the newest owner epoch in this place, 0 being the store's own.
+
+        A place may be named by any of its namespaces. Without an epoch it is the place itself, and for the store's own the
+        id 0, which has no row.
+        """
+        spaces = [(key[0], row) for key, row in self.scan(t.REMOTE_NAMESPACE) if row.owner_epoch]
+        newest = max((row.owner_epoch for _, row in spaces), default=0)
+        place_id = next((row.place_id for namespace_id, row in spaces if namespace_id == place_id), place_id)
+        for namespace_id, row in spaces:
+            if row.owner_epoch == newest and row.place_id == place_id:
+                return namespace_id, row
+        place = (
+            self.namespace(place_id)
+            if place_id
+            else NamespaceRecord("", legacy=self.get(t.META, BORN_WITH_EPOCHS) is None)
+        )
+        if place is None:
+            raise UnknownNamespace("no remote namespace has this id", namespace_id=place_id)
+        return place_id, place
 
     def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
         """A snapshot by id."""

@@ -118,15 +118,6 @@ class DeltaRecord(Record, frozen=True):
     purge_after_ms: UInt = 0
 
 
-class NamespaceRecord(Record, frozen=True):
-    """Where remote objects live: joined with a compact suffix it gives the canonical object name."""
-
-    url: str
-    prefix: str = ""
-    encryption_profile: str = ""
-    created_at_ms: UInt = 0
-
-
 class RefcountRecord(Record, frozen=True):
     """References to one artifact. At zero the row is work (M8): it never rises again and goes when its object is gone."""
 
@@ -222,6 +213,8 @@ class PlanRecord(Record, frozen=True):
     artifacts: list[tuple[int, int, bool]] = []
     """(slot, delta_id, whether it is a delta) of everything it writes."""
     created_at_ms: UInt = 0
+    namespace_id: UInt = 0
+    """Where it writes; 0 is the store's configured object store, below no prefix."""
 
 
 class WalChunkPointer(Record, frozen=True):

@@ -31,9 +31,9 @@ from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDa
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings, ManifestSettings
 from quire.manifest import tables as t
-from quire.manifest.codec import R
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import refuse_newer
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
@@ -43,7 +43,6 @@ from quire.manifest.records import (
     JobKind,
     JobRecord,
     JobState,
-    NamespaceRecord,
     WalState,
 )
 
@@ -354,7 +353,7 @@ class ManifestStore:
             namespace_id=namespace_id,
             tags=tags or {},
         )
-        self.submit([RegisterDb(db_id, _sound(t.DB, record))]).result()
+        self.submit([RegisterDb(db_id, t.DB.codec.checked(record))]).result()
         return db_id
 
     def update_db_status(self, db_id: int, status: DbStatus) -> ManifestGuard:
@@ -389,13 +388,22 @@ class ManifestStore:
 
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
         """Register a bucket and prefix; its id."""
-        from quire.manifest.ops.artifacts import PutNamespace
-        from quire.manifest.ops.base import Counter
+        from quire.manifest import namespaces
 
-        namespace_id = self.allocate(Counter.NAMESPACE)
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
-        self.submit([PutNamespace(namespace_id, _sound(t.REMOTE_NAMESPACE, record))]).result()
-        return namespace_id
+        return namespaces.put_namespace(self, t.REMOTE_NAMESPACE.codec.checked(record))
+
+    def begin_owner_epoch(self, at_least: int = 1) -> int:
+        """The store has a new owner: objects get names that no owner before it wrote (A1); the epoch's number."""
+        from quire.manifest import namespaces
+
+        return namespaces.begin_owner_epoch(self, at_least)
+
+    def ensure_owner_epoch(self) -> None:
+        """Have an owner epoch: whoever is about to put an object asks for this before it chooses the name."""
+        from quire.manifest import namespaces
+
+        namespaces.ensure_owner_epoch(self)
 
     # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
     def append_wal_chunk(self, db_id: int, shard: int, update: WalChunkUpdate) -> ManifestGuard:
@@ -439,11 +447,3 @@ class ManifestStore:
 
         values = [float(observation)] if isinstance(observation, (int, float)) else [float(v) for v in observation]
         return self.submit([RecordMetric(scope, metric_kind, values)])
-
-
-def _sound(table: t.Table[R], record: R) -> R:
-    """The record, if its row can be read again: a field of another type would make a store that does not open."""
-    try:
-        return table.codec.decode(table.codec.encode(record))
-    except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error

@@ -22,6 +22,7 @@ from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
 from quire.manifest.keys import KeyCodec, Width
 from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.rows import RowCodec
 
 
@@ -125,7 +126,7 @@ LIVE_LEAF = Table(
     "live_leaf", (("db_id", "u32"), ("leaf", "u32")), r.LeafRef, _LOGGED, "the leaf versions a live database holds"
 )
 REMOTE_NAMESPACE = Table(
-    "remote_namespace", (("namespace_id", "u32"),), r.NamespaceRecord, _LOGGED, "buckets and prefixes"
+    "remote_namespace", (("namespace_id", "u32"),), NamespaceRecord, _LOGGED, "buckets and prefixes"
 )
 SNAPSHOT_INDEX = Table(
     "snapshot_index",

@@ -38,7 +38,9 @@ def space_of(txn: ReadTxn, namespace_id: int, objects_url: str) -> tuple[str, st
     space = txn.namespace(namespace_id)
     if space is None:
         raise Corruption("an artifact's namespace is missing", hint=_HINT, namespace_id=namespace_id)
-    return space.url, RemoteNamespace(id=NamespaceId(namespace_id), url=space.url, prefix=space.prefix).prefix
+    return space.url or objects_url, RemoteNamespace(
+        id=NamespaceId(namespace_id), url=space.url, prefix=space.prefix
+    ).prefix
 
 
 def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:

@@ -41,6 +41,7 @@ from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, che
 from quire.manifest.env import ManifestEnv
 from quire.manifest.guard import ManifestGuard, Receipt
 from quire.manifest.migrations import migrate
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op
@@ -54,6 +55,7 @@ from quire.manifest.ops.databases import (
     SetRetention,
     UpdateDbStatus,
 )
+from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
@@ -157,6 +159,11 @@ def assert_replays(manifest: ManifestStore) -> None:
 class BatchMaker:
     """Makes random batches over a small world: a handful of names, slots, segments and jobs, so that they collide."""
 
+    STORIES = (
+        "register", "rename", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
+        "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
+        "ensure", "work", "metric", "cursor", "reader",
+    )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
     def __init__(self, rng: Random, *, databases_max: int = 6, spare: Collection[int] = ()) -> None:
@@ -164,32 +171,7 @@ class BatchMaker:
         self.rng = rng
         self._databases_max = databases_max
         self._spare = spare
-        self.stories: dict[str, Callable[[ReadTxn], list[Op]]] = {
-            "register": self.register,
-            "rename": self.rename,
-            "status": self.status,
-            "retention": self.retention,
-            "prune_audit": self.prune_audit,
-            "drop": self.drop,
-            "remove": self.remove,
-            "namespace": self.namespace,
-            "checkpoint": self.checkpoint,
-            "update": self.update,
-            "segment": self.segment,
-            "move": self.move,
-            "pages": self.pages,
-            "drop_pages": self.drop_pages,
-            "snapshot": self.snapshot,
-            "drop_snapshot": self.drop_snapshot,
-            "fork": self.fork,
-            "collect": self.collect,
-            "enqueue": self.enqueue,
-            "ensure": self.ensure,
-            "work": self.work,
-            "metric": self.metric,
-            "cursor": self.cursor,
-            "reader": self.reader,
-        }
+        self.stories: dict[str, Callable[[ReadTxn], list[Op]]] = {name: getattr(self, name) for name in self.STORIES}
 
     def batch(self, manifest: ManifestStore, stories: int = 1) -> list[Op]:
         """A batch of so many stories, planned on the manifest as it is now; never empty."""
@@ -261,7 +243,10 @@ class BatchMaker:
         return [step(self._any(dropped) or self._db(txn))]
 
     def namespace(self, txn: ReadTxn) -> list[Op]:
-        return [PutNamespace(self._next(txn, Counter.NAMESPACE), r.NamespaceRecord("memory://", self.rng.choice("ab")))]
+        number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
+        if self._chance(3):
+            return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
+        return [PutNamespace(number, NamespaceRecord("memory://", self.rng.choice("ab")))]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:

@@ -227,6 +227,7 @@ def _ensure(ctx: JobContext, kind: JobKind, db_id: int, payload: Any = None) -> 
 def _begin(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
     """Plan, and store the plan before anything is written under it (P10)."""
     db_id = job.db_id
+    ctx.manifest.ensure_owner_epoch()
     if is_merge(job):
         with ctx.manifest.read() as txn:
             plan = plan_merge(txn, db_id, shape_of(txn, db_id, ctx.objects_url), **merge_rule(job))
@@ -260,9 +261,13 @@ def tell_begun(plan: CheckpointPlan) -> None:
 
 
 def _planned(
-    ctx: JobContext, db_id: int, segments: Sequence[tuple[int, WalRecord]], runner_for: Choose, generation: int = 0
+    ctx: JobContext,
+    db_id: int,
+    segments: Sequence[tuple[int, WalRecord]],
+    runner_for: Choose,
+    stored: tuple[int, PlanRecord] | None = None,
 ) -> CheckpointPlan:
-    """The plan for these segments, of the next generation or of this one."""
+    """The plan for these segments: the next one, or the one that is stored under this generation."""
     runner = runner_for(sum(row.used_bytes for _, row in segments))
     with ctx.manifest.read() as txn:
         shape = shape_of(txn, db_id, ctx.objects_url)
@@ -270,8 +275,7 @@ def _planned(
     inputs = reachable(ctx, runner, inputs)
     dirty = count_dirty(counter_for(ctx, runner, segments), inputs)
     with ctx.manifest.read() as txn:
-        shape = shape_of(txn, db_id, ctx.objects_url)
-        shape = replace(shape, generation=generation or shape.generation)
+        shape = shape_of(txn, db_id, ctx.objects_url, stored)
         return replace(plan_checkpoint(txn, db_id, segments, shape, dirty), inputs=tuple(inputs))
 
 
@@ -329,11 +333,11 @@ def _rebuild(
     db_id = job.db_id
     with ctx.manifest.read() as txn:
         if is_merge(job):
-            shape = replace(shape_of(txn, db_id, ctx.objects_url), generation=generation)
+            shape = shape_of(txn, db_id, ctx.objects_url, (generation, record))
             plan = plan_merge(txn, db_id, shape, **merge_rule(job))
         segments = segments_of(txn, db_id, record)
     if not is_merge(job):
-        plan = _planned(ctx, db_id, segments, runner_for, generation) if segments else None
+        plan = _planned(ctx, db_id, segments, runner_for, (generation, record)) if segments else None
     return plan if plan is not None and is_same(plan, record) else None
 
 

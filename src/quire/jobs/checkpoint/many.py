@@ -93,6 +93,7 @@ class _Run(Together[Held]):
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:
         """Find out what each database has to do: some at once, so that what they commit is committed together."""
+        self._ctx.manifest.ensure_owner_epoch()
         with ThreadPoolExecutor(DRAFTS, thread_name_prefix="quire-draft") as pool:
             for _ in pool.map(self._draft_alone, list(self.held.values())):
                 pass
@@ -163,17 +164,13 @@ class _Run(Together[Held]):
 
     def _plan_checkpoint(self, held: Held) -> None:
         with self._ctx.manifest.read() as txn:
-            shape = shape_of(txn, held.db_id, self._ctx.objects_url)
-            if held.stored is not None:
-                shape = replace(shape, generation=held.stored[0])
+            shape = shape_of(txn, held.db_id, self._ctx.objects_url, held.stored)
             plan = plan_checkpoint(txn, held.db_id, held.segments, shape, held.dirty)
         self._settle(held, replace(plan, inputs=tuple(held.inputs), more=held.more))
 
     def _plan_merge(self, held: Held) -> None:
         with self._ctx.manifest.read() as txn:
-            shape = shape_of(txn, held.db_id, self._ctx.objects_url)
-            if held.stored is not None:
-                shape = replace(shape, generation=held.stored[0])
+            shape = shape_of(txn, held.db_id, self._ctx.objects_url, held.stored)
             plan = plan_merge(txn, held.db_id, shape, **one.merge_rule(held.job))
         if plan is None and held.stored is None:
             self._end(held, Done({"slots": 0}))

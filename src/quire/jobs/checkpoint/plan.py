@@ -35,7 +35,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
 from quire.manifest.slots import Chain, place, unpack_leaf
 from quire.pages import databases
-from quire.pages.places import chunk_place, segment_place
+from quire.pages.places import chunk_place, segment_place, space_of
 from quire.pages.sources import ChunkPlace, SegmentPlace
 
 DIRTY_RATIO = 0.25
@@ -78,6 +78,8 @@ class CheckpointPlan:
     """The segments, and where they are to be read; none for a merge."""
     more: bool = False
     """Whether something is left for the next one (rule 4)."""
+    namespace_id: int = 0
+    """Where its artifacts go."""
 
     @property
     def read_bytes(self) -> int:
@@ -97,6 +99,7 @@ class CheckpointPlan:
             list(self.segments),
             artifacts,
             now_ms,
+            self.namespace_id,
         )
 
 
@@ -108,7 +111,16 @@ class Shape:
     pages_per_chunk: int
     generation: int
     objects_url: str
+    """Of the store's own object store."""
     compression: Compression = Compression.ZSTD
+    namespace_id: int = 0
+    """Where what is written goes."""
+    url: str = ""
+    prefix: str = ""
+
+    def name(self, key: ArtifactKey) -> str:
+        """The object's key, in the object store at `url`."""
+        return f"{self.prefix}/{object_key(key)}" if self.prefix else object_key(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +136,8 @@ class Slots:
         return {number: self.leaves.get(number, LeafRef(0, 0)) for number in numbers}
 
 
-def shape_of(txn: ReadTxn, db_id: int, objects_url: str) -> Shape:
-    """The fixed numbers of a database, and the generation its next plan burns."""
+def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, PlanRecord] | None = None) -> Shape:
+    """The fixed numbers of a database, and of its next plan or the `stored` one: its generation, and where it writes."""
     record = txn.database(db_id)
     if record is None:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
@@ -135,7 +147,12 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str) -> Shape:
     if page_size and record.config_hash not in (b"", expected):
         hint = "open it with the quire that made it"
         raise ConfigMismatch("chunks of another shape would be written over this database", hint=hint, db_id=db_id)
-    return Shape(page_size, per_chunk, record.next_generation, objects_url, record.compression)
+    if stored is None:
+        generation, namespace_id = record.next_generation, txn.current_namespace(record.namespace_id)[0]
+    else:
+        generation, namespace_id = stored[0], stored[1].namespace_id
+    url, prefix = space_of(txn, namespace_id, objects_url)
+    return Shape(page_size, per_chunk, generation, objects_url, record.compression, namespace_id, url, prefix)
 
 
 def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalRecord]]:
@@ -206,6 +223,7 @@ def plan_checkpoint(
     return CheckpointPlan(
         db_id=db_id,
         generation=shape.generation,
+        namespace_id=shape.namespace_id,
         covered_lsn=covered,
         size_pages=size_pages,
         segments=tuple(segment_id for segment_id, _ in segments),
@@ -235,8 +253,9 @@ def _task(
     key = ArtifactKey(db_id, kind, slot, shape.generation, delta_id)
     return SlotTask(
         key=key,
-        url=shape.objects_url,
-        object_key=object_key(key),
+        url=shape.url,
+        object_key=shape.name(key),
+        namespace_id=shape.namespace_id,
         page_size=shape.page_size,
         pages_per_chunk=shape.pages_per_chunk,
         pages_below=pages_below,
@@ -326,6 +345,7 @@ def plan_merge(
     return CheckpointPlan(
         db_id=db_id,
         generation=shape.generation,
+        namespace_id=shape.namespace_id,
         covered_lsn=covered,
         size_pages=wal.size_pages,
         segments=(),
@@ -341,8 +361,9 @@ def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, .
     key = ArtifactKey(db_id, ArtifactKind.BASE, slot, shape.generation)
     return SlotTask(
         key=key,
-        url=shape.objects_url,
-        object_key=object_key(key),
+        url=shape.url,
+        object_key=shape.name(key),
+        namespace_id=shape.namespace_id,
         page_size=shape.page_size,
         pages_per_chunk=shape.pages_per_chunk,
         pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: nothing is left out

@@ -65,6 +65,7 @@ def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
         "plan_digest": task.digest,
         "compression": task.compression,
         "uploaded_at_ms": now_ms,
+        "namespace_id": task.namespace_id,
     }
     if key.kind is ArtifactKind.BASE:
         return PutChunk(key.origin_db_id, key.id, key.generation, ChunkRecord(remote, size, now_ms, **common))

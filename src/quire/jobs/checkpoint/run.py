@@ -46,6 +46,7 @@ class SlotTask:
     url: str
     """Of the object store it goes to."""
     object_key: str
+    namespace_id: int
     page_size: int
     pages_per_chunk: int
     pages_below: int

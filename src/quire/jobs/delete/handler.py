@@ -24,12 +24,13 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.jobs.context import JobContext
 from quire.jobs.delete.plan import has_other_jobs, is_bare, plan_deletion
-from quire.jobs.delete.publish import NAMESPACES, deletion_ops, next_origins
+from quire.jobs.delete.publish import deletion_ops, next_origins
 from quire.jobs.delete.run import delete
 from quire.jobs.handler import Done, Later, Outcome, Progress
 from quire.jobs.steps import commit_step
 from quire.jobs.trouble import Trouble
 from quire.manifest.jobqueue import Job
+from quire.manifest.namespaces import NAMESPACES
 from quire.manifest.ops.databases import RemoveDb
 
 OTHER_JOBS_MS = 60_000

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.delete.plan import DeletePlan
 from quire.manifest import tables as t
+from quire.manifest.namespaces import NAMESPACES
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.corrections import CorrectRefcount
 from quire.manifest.ops.pageindex import ForgetPages
@@ -18,9 +19,6 @@ from quire.manifest.slots import artifacts, unpack_leaf
 
 STEP_PAGE_ROWS = 4_096
 """Rows of a dropped database's page index that go in one commit: a few milliseconds."""
-
-NAMESPACES = 0
-"""The delete job of database 0 is about namespaces."""
 
 
 def deletion_ops(plan: DeletePlan, gone: Iterable[ArtifactKey], db_id: int) -> list[Op]:

@@ -58,6 +58,7 @@ Work = Callable[[JobContext, Job, MovePlan, Tick], Done]
 def upload_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Give an artifact an object. Its payload may tell a `bitmap_hash` to be recorded with it."""
     options(job, bitmap_hash=0)
+    ctx.manifest.ensure_owner_epoch()
     return _move(ctx, job, progress, plan_upload, _upload)
 
 

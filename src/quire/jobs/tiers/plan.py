@@ -8,8 +8,8 @@ Rules
   3. Impossible are: evicting what has no object; uploading a WAL segment that is still written; moving what has no bytes.
   4. Segments of streams are not moved here: their object is the compressed form, which the stream makes (`stream/tiers.py`),
      and its own log is the truth about where copies are (S1).
-  5. An object's place is decided once, when it is announced: the namespace its row names, else that of its database, else the
-     store's own object store. A repeated upload goes to the same place.
+  5. An object's place is decided once, when it is announced: the current owner epoch's in the place that its row names, or
+     else its database. A repeated upload goes to the same place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plan_upload(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
     if task.place.may_have_remote:
         return MovePlan(task)
     database = txn.database(key.origin_db_id)
-    namespace_id = row.namespace_id or (database.namespace_id if database else 0)
+    namespace_id, _ = txn.current_namespace(row.namespace_id or (database.namespace_id if database else 0))
     suffix = object_key(key)
     return MovePlan(
         _task(ctx, txn, key, replace(row, namespace_id=namespace_id, suffix=suffix)), announce=(namespace_id, suffix)

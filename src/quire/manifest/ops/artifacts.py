@@ -7,6 +7,7 @@ Rules
      one row every fork and snapshot shares (M6).
 """
 
+from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -15,10 +16,11 @@ from msgspec.structs import replace
 from quire.core.errors import AlreadyExists, InvalidInput, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
+from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace, row_subject
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
+from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, Residency, UInt, VerifyState
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
 
@@ -58,15 +60,21 @@ class PutChunk(Op, frozen=True, tag=20):
         Comparing the numbers refuses what is negative or no number at all: nobody reads these rows back before the commit.
         """
         active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
+        spaces: Tally[int] = Tally()
         for op in ops:
             origin, record = op.origin_db_id, op.record
             if not record.size_bytes >= 0 <= record.created_at_ms:
                 raise InvalidInput("a chunk has a negative number", chunk_id=op.chunk_id)
-            if origin in active and not record.namespace_id:
+            if origin in active:
                 key = _chunk_key(origin, op.chunk_id, op.generation)
-                if key not in pending and inserted.setdefault(key, record) is record:
+                if key not in pending and key not in inserted:
+                    inserted[key] = record
+                    spaces[record.namespace_id] += 1
                     continue
             op.apply(tables, at_ms)
+        for namespace_id, chunks in spaces.items():
+            if namespace_id:
+                retain_namespace(tables, namespace_id, chunks)
 
 
 class PutDelta(Op, frozen=True, tag=21):
@@ -213,3 +221,5 @@ class PutNamespace(Op, frozen=True, tag=23):
             raise AlreadyExists("a namespace of this id exists already", namespace_id=self.namespace_id)
         tables.remote_namespace.put(key, self.record)
         raise_watermark(tables, Counter.NAMESPACE, self.namespace_id)
+        if before is None and self.record.owner_epoch:
+            retain_namespace(tables, self.namespace_id)  # its own, as long as its epoch lasts

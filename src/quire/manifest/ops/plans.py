@@ -23,7 +23,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.databases import burn_generation
 from quire.manifest.ops.jobs import job_of
-from quire.manifest.ops.refs import artifact_key, doom
+from quire.manifest.ops.refs import artifact_key, doom, retain_namespace
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     ChunkRecord,
@@ -114,17 +114,20 @@ class AbandonPlan(Op, frozen=True, tag=48):
                 tables.wal_catalog.put(row_key, replace(row, state=WalState.INDEXED))
         for slot, delta_id, is_delta in record.artifacts:
             kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
-            self._doom(tables, ArtifactKey(self.db_id, kind, slot, self.generation, delta_id), at_ms)
+            name = ArtifactKey(self.db_id, kind, slot, self.generation, delta_id)
+            self._doom(tables, name, record.namespace_id, at_ms)
         tables.checkpoint_plan.delete(key)
 
-    def _doom(self, tables: Overlay, name: ArtifactKey, at_ms: int) -> None:
+    def _doom(self, tables: Overlay, name: ArtifactKey, namespace_id: int, at_ms: int) -> None:
         remote = Residency.REMOTE_ARCHIVED
+        if namespace_id:
+            retain_namespace(tables, namespace_id)
         if name.kind is ArtifactKind.BASE:
             row_key = t.CHUNK_CATALOG.key.pack(name.origin_db_id, name.id, name.generation)
-            tables.chunk_catalog.put(row_key, ChunkRecord(remote, 0, at_ms))
+            tables.chunk_catalog.put(row_key, ChunkRecord(remote, 0, at_ms, namespace_id=namespace_id))
         else:
             row_key = t.CHUNK_DELTA_INDEX.key.pack(name.origin_db_id, name.id, name.generation, name.delta_id)
-            tables.chunk_delta_index.put(row_key, DeltaRecord(0, remote, 0, at_ms))
+            tables.chunk_delta_index.put(row_key, DeltaRecord(0, remote, 0, at_ms, namespace_id=namespace_id))
         doom(tables, artifact_key(name), at_ms)
 
 

@@ -181,10 +181,10 @@ def namespace_key(namespace_id: int) -> bytes:
     return t.GC_REFCOUNTS.key.pack(0, ArtifactKind.NAMESPACE, namespace_id, 0, 0)
 
 
-def retain_namespace(tables: Overlay, namespace_id: int) -> None:
-    """Something with bytes, or a database, points at a namespace."""
+def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None:
+    """So many things with bytes, or a database, point at a namespace."""
     if not tables.remote_namespace.has(t.REMOTE_NAMESPACE.key.pack(namespace_id)):
         raise UnknownNamespace(
             "no remote namespace has this id", hint="register it with put_namespace first", namespace_id=namespace_id
         )
-    retain(tables, namespace_key(namespace_id))
+    retain(tables, namespace_key(namespace_id), count)

@@ -26,6 +26,7 @@ from quire.manifest.ops.databases import (
     SetRetention,
     UpdateDbStatus,
 )
+from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
 from quire.manifest.ops.lsm import FoldLsm
@@ -57,6 +58,7 @@ AnyOp = (
     | PutDelta
     | UpdateArtifact
     | PutNamespace
+    | BeginOwnerEpoch
     | SetSlots
     | CollectLeaf
     | OpenSegment

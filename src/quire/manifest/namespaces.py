@@ -1,0 +1,99 @@
+"""Namespaces of objects: registering a place, and beginning an owner epoch in all of them.
+
+Terms: see `quire.manifest.ops.epochs`.
+
+A store begins its first epoch with its first object, not sooner: a store that keeps nothing remotely has none.
+
+What is on disk if beginning an epoch stops, and what the next open does:
+  before the commit   nothing; an id of a namespace may never be used   the epoch is begun again
+  after the commit    the epoch, its namespaces, no plans               objects go there
+
+Threads: any. Raises `ReadOnly`, `InvalidInput`, `StalePlan`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from quire.core.errors import StalePlan
+from quire.durable.remote_names import epoch_prefix
+from quire.manifest import tables as t
+from quire.manifest.namespace_records import NamespaceRecord
+from quire.manifest.ops.artifacts import PutNamespace
+from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.plans import AbandonPlan
+from quire.manifest.reads import ReadTxn
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
+
+NAMESPACES = 0
+"""The delete job of database 0 is about namespaces."""
+
+
+def put_namespace(manifest: ManifestStore, place: NamespaceRecord) -> int:
+    """Register a place, with its namespace of the current epoch; the place's id."""
+    place_id = manifest.allocate(Counter.NAMESPACE)
+    ops: list[Op] = [PutNamespace(place_id, place)]
+    with manifest.read() as txn:
+        epoch = txn.owner_epoch()
+        if epoch:
+            line = txn.current_namespace()[1].ancestors
+            record = _of_epoch(txn, epoch, place_id, place, manifest.clock.now_ms(), line)
+            ops.append(PutNamespace(manifest.allocate(Counter.NAMESPACE), record))
+    manifest.submit(ops).result()
+    return place_id
+
+
+def begin_owner_epoch(manifest: ManifestStore, at_least: int = 1) -> int:
+    """Begin the next owner epoch: new objects get names that nobody else writes; the epoch's number."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(StalePlan):  # a job has stored or published a plan meanwhile
+            return _begin(manifest, at_least)
+    return _begin(manifest, at_least)
+
+
+def _begin(manifest: ManifestStore, at_least: int) -> int:
+    now = manifest.clock.now_ms()
+    with manifest.read() as txn:
+        epoch = max(txn.owner_epoch() + 1, at_least)
+        current = txn.current_namespace()[1]
+        line = (*current.ancestors, current.owner_epoch) if current.owner_epoch else ()
+        own = NamespaceRecord("", legacy=current.legacy)
+        places = [(0, own)]
+        places += [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.owner_epoch]
+        records = [_of_epoch(txn, epoch, place_id, place, now, line) for place_id, place in places]
+        plans = [key for key, _ in txn.scan(t.CHECKPOINT_PLAN)]
+        origins = {key[0] for key in plans} | {NAMESPACES}
+    namespaces = [(manifest.allocate(Counter.NAMESPACE), record) for record in records]
+    # A former epoch's namespace may be empty, and what abandoned plans wrote is garbage: both are for delete jobs (M8).
+    deletions = manifest.jobs.deletions(origins) if line or len(origins) > 1 else []
+    abandons = [AbandonPlan(*key) for key in plans]
+    manifest.submit([*abandons, BeginOwnerEpoch(epoch, namespaces), *deletions]).result()
+    return epoch
+
+
+ATTEMPTS = 8
+_beginning = threading.Lock()
+"""Two threads with a first object each begin one epoch."""
+
+
+def ensure_owner_epoch(manifest: ManifestStore) -> None:
+    """Begin the first epoch of a store, if it has none: new ones, and those that were made before there were epochs."""
+    with _beginning:
+        with manifest.read() as txn:
+            begun = txn.owner_epoch()
+        if not begun:
+            begin_owner_epoch(manifest)
+
+
+def _of_epoch(
+    txn: ReadTxn, epoch: int, place_id: int, place: NamespaceRecord, now_ms: int, line: tuple[int, ...]
+) -> NamespaceRecord:
+    """The namespace of an epoch in a place. A place without a URL stays without: it is wherever the store's objects are."""
+    below = epoch_prefix(txn.store_id(), epoch)
+    prefix = f"{place.prefix.removesuffix('/')}/{below}" if place.prefix else below
+    return NamespaceRecord(place.url, prefix, place.encryption_profile, now_ms, epoch, place_id, line, place.legacy)
