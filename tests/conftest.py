@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,14 @@ settings.register_profile(
     "torture", settings.get_profile("default"), max_examples=2_000, stateful_step_count=100, print_blob=True
 )
 settings.load_profile(os.environ.get("QUIRE_HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> None:
+    """Programs that tests start and interrupt inherit whether SIGINT is ignored, as it is in what a shell runs with `&`
+    (issue 18)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class SparkInOneProcess(LoadScopeScheduling):  # type: ignore[misc]

@@ -153,7 +153,7 @@ def test_stopping_puts_jobs_back_unfailed_and_leaves_nothing_leased(local: World
     slow, ids = Slow(), [enqueue(local) for _ in range(3)]
     worker = worker_with(local, slow, threads=2)
     with started(worker):
-        assert slow.begun.wait(10)
+        assert slow.begun.wait(60)
         assert eventually(lambda: sum(state(local, each) is JobState.IN_FLIGHT for each in ids) == 2)
     for job_id in ids:
         job = local.job(job_id)
@@ -170,14 +170,14 @@ def test_the_heart_beats_until_the_last_handler_has_ended(local: World) -> None:
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         progress(1, 1)
         return Done()
 
     job_id = enqueue(local)
     worker = worker_with(local, work, lease_seconds=0.2)
     worker.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     stopping = threading.Thread(target=worker.stop)
     stopping.start()
     before = local.job(job_id).lease
@@ -199,13 +199,13 @@ def test_a_handler_that_does_not_stop_is_reported_and_left(local: World, capsys:
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return Done()
 
     job_id = enqueue(local)
     worker = worker_with(local, work)
     worker.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     worker.stop(timeout=0.01)
     assert "worker.slow_stop" in capsys.readouterr().err
     go_on.set()
@@ -217,9 +217,9 @@ def test_stop_ends_a_drain(local: World) -> None:
     worker = worker_with(local, slow)
     draining = threading.Thread(target=worker.drain)
     draining.start()
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     worker.stop()
-    draining.join(10)
+    draining.join(60)
     assert not draining.is_alive()
     assert state(local, job_id) is JobState.PENDING
     slow.end.set()

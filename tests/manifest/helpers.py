@@ -122,7 +122,7 @@ def held(manifest: ManifestStore, point: str = "manifest.commit.applied") -> Ite
     hold = Hold()
     with armed(point, hold):
         guard = manifest.submit([RecordMetric(99, 99, [1.0])])
-        assert hold.reached.wait(10)
+        assert hold.reached.wait(60)
         try:
             yield hold
         finally:
@@ -154,7 +154,7 @@ def finish(child: subprocess.Popen[str], stdin: str = "") -> str:
     return out
 
 
-def eventually(happens: Callable[[], bool], seconds: float = 10) -> bool:
+def eventually(happens: Callable[[], bool], seconds: float = 60) -> bool:
     """Whether something happens soon: guards resolve before the writer has counted and reported their commit."""
     deadline = time.monotonic() + seconds
     while not happens() and time.monotonic() < deadline:

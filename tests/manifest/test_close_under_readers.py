@@ -97,15 +97,15 @@ def test_closing_waits_for_readers_of_other_threads(filled: ManifestStore, monke
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert reading.wait(10)
+    assert reading.wait(60)
     closing = threading.Thread(target=filled.close)
     closing.start()
     assert eventually(lambda: filled.env._closed is not None)
     with pytest.raises(StoreClosed):
         filled.read()
     go.set()
-    reader.join(10)
-    closing.join(10)
+    reader.join(60)
+    closing.join(60)
     assert found == [100]
 
 
@@ -164,7 +164,7 @@ while time.monotonic() < end and not failures:
     time.sleep(0.0007 * (rounds % 5))
     manifest.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "a reader hangs"
     rounds += 1
 print(failures or "ok")

@@ -79,7 +79,7 @@ def test_the_child_is_refused_everywhere_and_the_parent_unharmed(path: str) -> N
 guard = manifest.submit([chunk(1)])
 def child():
     uses = (
-        manifest.read, manifest.check, lambda: manifest.submit([chunk(1)]).result(5), manifest.env.info,
+        manifest.read, manifest.check, lambda: manifest.submit([chunk(1)]).result(60), manifest.env.info,
         lambda: txn.get(t.DB, 1), lambda: list(txn.scan(t.DB)), lambda: txn.count(t.DB),
     )
     for use in uses:
@@ -136,7 +136,7 @@ def test_a_child_of_a_busy_writer_can_end(path: str, ending: str) -> None:
 hold = Hold()
 with armed("manifest.commit.flushed", hold):
     guard = manifest.submit([chunk(1)])
-    assert hold.reached.wait(10)
+    assert hold.reached.wait(60)
     def child():
         {ending}
     print(forked(child))

@@ -41,8 +41,8 @@ def test_being_alone_waits_for_visitors_and_keeps_new_ones_out() -> None:
     time.sleep(0.02)
     assert order == []
     gate.leave(ticket)
-    alone.join(10)
-    entering.join(10)
+    alone.join(60)
+    entering.join(60)
     assert order == ["alone", "entered"]
 
 
@@ -81,7 +81,7 @@ def test_two_are_never_alone_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert most == [1] * 4
 
 
@@ -91,7 +91,7 @@ def test_visitors_stay_out_until_the_last_of_several_that_want_to_be_alone_is_do
 
     def alone(name: str) -> None:
         begun[name].set()
-        assert go[name].wait(10)
+        assert go[name].wait(60)
         order.append(name)
 
     def visit() -> None:
@@ -110,7 +110,7 @@ def test_visitors_stay_out_until_the_last_of_several_that_want_to_be_alone_is_do
     visitor.join(0.02)
     go["second"].set()
     for thread in (first, second, visitor):
-        thread.join(10)
+        thread.join(60)
     assert order == ["first", "second", "visitor"]
 
 

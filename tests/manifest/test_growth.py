@@ -114,7 +114,7 @@ def test_the_map_does_not_grow_under_a_copy(path: str) -> None:
         manifest.env._env = slow
         copying = threading.Thread(target=manifest.env.copy, args=(path + ".copy",))
         copying.start()
-        assert slow.begun.wait(10)
+        assert slow.begun.wait(60)
         with pytest.raises(TimedOut):
             manifest.env.grow(0.01)
         slow.go.set()

@@ -252,7 +252,7 @@ class Poisoned:
         hold = Hold()
         with armed("manifest.commit.applied", hold):
             first = manifest.submit([chunk(1)])
-            assert hold.reached.wait(10)
+            assert hold.reached.wait(60)
             guards = [manifest.submit([chunk(n)]) for n in range(2, batches)]
             for guard in (*guards[::20], guards[-1]):
                 self.wait(guard)

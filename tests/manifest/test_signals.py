@@ -85,7 +85,7 @@ def use():
 """,
     "submit and wait": """
 def use():
-    manifest.submit([RecordMetric(1, 1, [1.0])]).result(10)
+    manifest.submit([RecordMetric(1, 1, [1.0])]).result(60)
 """,
     "submit to a full queue": """
 def use():
@@ -103,13 +103,13 @@ def others():
     while not stop.is_set():
         guard = manifest.submit([RecordMetric(2, 2, [1.0])])
         shared.append(guard)
-        guard.result(10)
+        guard.result(60)
 shared = [manifest.submit([RecordMetric(2, 2, [1.0])])]
 threads = [threading.Thread(target=others) for _ in range(2)]
 for thread in threads:
     thread.start()
 def use():
-    shared[-1].result(10)
+    shared[-1].result(60)
 """,
     "await": """
 async def several():

@@ -54,7 +54,7 @@ def s3_server() -> Iterator[tuple[str, int]]:
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
     host, port = server.get_host_and_port()
-    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection = http.client.HTTPConnection(host, port, timeout=60)
     connection.request("PUT", f"/{BUCKET}")
     assert connection.getresponse().status == 200
     connection.close()

@@ -150,7 +150,7 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
     bad.wal.publish = fail  # type: ignore[method-assign]
     for store in (bad, good):
         write(store, Model(), {0: image()})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not index(pages, good.db_id) and time.monotonic() < deadline:
         pages.clock.advance(1.0)
         time.sleep(0.02)
@@ -217,7 +217,7 @@ def test_a_database_that_is_opened_while_the_engine_closes_is_closed_too(pages: 
     def close_meanwhile(_: str) -> None:
         closers.append(threading.Thread(target=pages.engine.close))
         closers[0].start()
-        closers[0].join(10)
+        closers[0].join(60)
 
     with armed("pages.recovery.sealing", close_meanwhile), pytest.raises(StoreClosed):
         pages.database()

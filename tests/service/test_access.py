@@ -89,7 +89,7 @@ def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refus
                 lambda: client.create("other", "pages"),
                 lambda: client.drop("shop"),
                 lambda: client.feed.register(),
-                lambda: client.submit(reserve(1)).result(5),
+                lambda: client.submit(reserve(1)).result(60),
                 lambda: client.jobs.claim("w"),
             ):
                 with pytest.raises(quire.AccessDenied, match="admin token"):

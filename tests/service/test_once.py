@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
     "fail": lambda c: c.jobs.fail(_held(c), "no").name,
     "fail for good": lambda c: c.jobs.fail(_held(c), "no", permanent=True).name,
     "defer": lambda c: c.jobs.defer(_held(c), 0),
-    "submit": lambda c: c.submit(reserve(9)).result(10).sequence,
+    "submit": lambda c: c.submit(reserve(9)).result(60).sequence,
     "lease": lambda c: c.reader("shop").close(),
     "start": lambda c: c.checkpoint("shop", wait=False).job_id,
 }

@@ -59,6 +59,30 @@ def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path,
         assert [each.name for each in store.databases()] == ["shop"]
 
 
+def test_what_is_ignored_stays_ignored(path: Path) -> None:
+    """Issue 18: `nohup quire serve &` was ended by an interrupt that was meant for others."""
+    quire.open(path).close()
+    command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        assert process.stdout is not None
+        where = address(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        with quire.connect(where) as client:
+            client.create("shop", "pages")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_on_the_network_it_makes_tokens_and_asks_for_them(serve: Serve, path: Path, tmp_path: Path) -> None:
     token = tmp_path / "admin"
     process = serve("--listen", "grpc://127.0.0.1:0", "--admin-token", str(token), "--json")

@@ -167,7 +167,7 @@ def test_long_polls_and_streams_leave_room_for_calls_and_are_bounded(path: Path)
             assert client.databases() == []  # calls have their own places
             store.create("shop", "pages")
             for each in waiting:
-                each.join(10)
+                each.join(60)
             stream.close()  # type: ignore[attr-defined]
             del stream
             figures = server.figures()
@@ -188,12 +188,12 @@ def test_calls_are_bounded_and_say_so(path: Path, monkeypatch: pytest.MonkeyPatc
         for each in threads:
             each.start()
         for _ in threads:
-            assert inside.acquire(timeout=10)
+            assert inside.acquire(timeout=60)
         with pytest.raises(quire.Overloaded, match="places for calls"):
             client.info()
         go.set()
         for each in threads:
-            each.join(10)
+            each.join(60)
         assert client.info().readers >= 0
 
 

@@ -379,7 +379,7 @@ def test_a_transaction_of_a_dropped_database_is_rolled_back(store: Store, shop: 
 
 def until_noticed(store: Store) -> None:
     """The engine looks every quarter of a second which databases are gone."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while store.pages.stores() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not store.pages.stores()

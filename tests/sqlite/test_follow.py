@@ -389,7 +389,7 @@ def test_running_waits_for_the_file_and_stops_when_told(store: Store, path: Path
             assert content(store) == truth(path)
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 

@@ -217,7 +217,7 @@ def test_a_hot_journal_is_for_sqlite_to_roll_back(store: Store, tmp_path: Path) 
     file = make(tmp_path / "shop.db")
     with program(DYING, str(file)) as process:
         assert heard(process) == "dirty"
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(120) == -signal.SIGKILL
     assert Path(f"{file}-journal").stat().st_size > 512
     for lock in (True, False):
         with pytest.raises(Unavailable, match=r"needs recovery.*open it once with SQLite"):

@@ -35,7 +35,7 @@ with quire.open(sys.argv[1], "r") as store:
 
 def eventually(look: Callable[[], object], expected: object) -> None:
     """Publication is at most a second behind."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (found := look()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
     assert found == expected

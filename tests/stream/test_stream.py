@@ -154,7 +154,7 @@ def test_a_tail_sees_durable_records_as_they_come(world: StreamWorld) -> None:
         world.stream.append(record(number)).result()
         if number == 6:
             world.stream.seal()
-    thread.join(20)
+    thread.join(60)
     assert seen == [2, 3, 4, 5, 6, 7, 8]
 
 
@@ -222,7 +222,7 @@ def test_a_tail_of_a_stream_that_is_closed_says_so(world: StreamWorld) -> None:
     while not world.stream.hot.waiters:
         time.sleep(0.001)
     world.stream.close()
-    thread.join(20)
+    thread.join(60)
     assert caught == [StoreClosed]
     world.stream = world.open()
 

@@ -132,21 +132,25 @@ class Bench:
 
 @contextmanager
 def until_interrupted() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, instead of what they do otherwise; the second time they do that."""
+    """An event that Ctrl-C and SIGTERM set, instead of what they do otherwise; the second time they do that.
+
+    What is ignored stays ignored: whoever starts a command with `nohup … &` wants it to go on when others are interrupted.
+    """
     stop = threading.Event()
 
     def note(number: int, _: object) -> None:
         stop.set()
         signal.signal(number, before[signal.Signals(number)])
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    for each in before:
-        signal.signal(each, note)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, note)
     try:
         yield stop
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def failure_of(job: Job, what: str) -> QuireError | None:

@@ -24,7 +24,7 @@ from tests.service.web.world import Asker, web_served
 
 def eventually(holds: Callable[[], bool]) -> None:
     """Figures are kept for a moment, and publication has a thread of its own."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, "it never became so"
         time.sleep(0.05)

@@ -51,7 +51,7 @@ class Asker:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token:
             sent.setdefault("Authorization", f"Bearer {self.token}")
-        connection = http.client.HTTPConnection(*self.place, timeout=20)
+        connection = http.client.HTTPConnection(*self.place, timeout=60)
         try:
             connection.request(method, path, body, sent)
             answer = connection.getresponse()
@@ -67,7 +67,7 @@ class Asker:
 
     def raw(self, data: bytes) -> bytes:
         """What the server says to these very bytes, until it hangs up or is silent."""
-        with socket.create_connection(self.place, timeout=5) as connection:
+        with socket.create_connection(self.place, timeout=60) as connection:
             connection.sendall(data)
             said = b""
             try:
@@ -94,7 +94,7 @@ class Events:
     """A page's live updates, read by hand."""
 
     def __init__(self, asker: Asker) -> None:
-        self._socket = socket.create_connection(asker.place, timeout=20)
+        self._socket = socket.create_connection(asker.place, timeout=60)
         shown = f"Authorization: Bearer {asker.token}\r\n" if asker.token else ""
         self._socket.sendall(f"GET /api/events HTTP/1.1\r\nHost: localhost\r\n{shown}\r\n".encode())
         self._file = self._socket.makefile("rb")
