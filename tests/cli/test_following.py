@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -69,6 +69,11 @@ def line_of(process: subprocess.Popen[str]) -> str:
     line, _, rest = buffered.partition("\n")
     process._lines = rest  # type: ignore[attr-defined]
     return line
+
+
+def stdout(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
 
 
 class Writer:
@@ -132,7 +137,7 @@ def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) ->
     feed = ("-m", "quire", "feed", "tail", "-f", "-n", "0", "--json", "-s", str(path))
     head = run("feed", "tail", "-n", "1", "--json").data[0]["sequence"]
     with started(*stream) as records, started(*feed) as changes, writing(path) as writer:
-        waiting, deadline = {records.stdout, changes.stdout}, time.monotonic() + SECONDS
+        waiting, deadline = {stdout(records), stdout(changes)}, time.monotonic() + SECONDS
         while waiting:  # nobody knows when they have begun to look: what was written before is old
             assert time.monotonic() < deadline, "nothing came"
             writer.do("append new")
