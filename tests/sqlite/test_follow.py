@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
@@ -184,6 +185,27 @@ def test_a_program_that_was_there_twice_between_two_looks(
         ours.look()
         assert content(store) == truth(path)
         assert ours.done.compares == 2
+
+
+def test_a_log_that_begins_with_what_was_rolled_back_does_not_hide_what_is_committed_behind_it(
+    store: Store, app: Obedient
+) -> None:
+    """Issue 18: SQLite spills a large transaction into a new log. After its rollback no frame of the log counts, and what is
+    committed next changes neither the file nor the log's header: the follower took it all for unchanged."""
+    log = Path(f"{app.path}-wal")
+    app.do("PRAGMA cache_size=10", WAL, TABLE, *[ROW] * 5, "PRAGMA wal_checkpoint(RESTART)")
+    app.do(f"BEGIN; {'; '.join([ROW] * 60)}; ROLLBACK")
+    for file in (app.path, log):
+        os.utime(file, (1_700_000_000, 1_700_000_000))  # long enough ago to tell later changes
+    ours = follower(store, app.path)
+    assert ours.look()
+    assert not ours.look()
+    assert ours.done.compares == 1, "an idle file is not read again"
+    begins = log.read_bytes()[:32]
+    app.do(ROW)
+    assert log.read_bytes()[:32] == begins
+    assert ours.look()
+    assert content(store) == truth(app.path)
 
 
 def test_a_vacuum_makes_the_copy_smaller(store: Store, app: Obedient) -> None:

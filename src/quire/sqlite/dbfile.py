@@ -238,6 +238,7 @@ class Source:
         self.signature = file.signature()
         self.file_header = parse_db_header(file.read_at(HEADER_SIZE, 0), file.path)
         self.page_size = self.file_header.page_size
+        self.wal_seen = size_and_time(wal)
         self.committed, copied = lock.frames() if lock is not None else (-1, -1)
         self.settled = lock is not None and self.committed == copied
         """Whether the file alone is the database; without a lock nobody knows."""
@@ -381,6 +382,14 @@ def _refuse_hot_journal(disk: Disk, path: str) -> None:
     if hot:
         hint = "open it once with SQLite, which recovers it"
         raise Unavailable("a rollback journal lies beside the database: it needs recovery", hint=hint, path=path)
+
+
+def size_and_time(file: File | None) -> tuple[int, int]:
+    """Bytes and time of the last change (ns) of a file; zeros if there is none."""
+    if file is None:
+        return 0, 0
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
 
 
 def open_if_there(disk: Disk, path: str) -> File | None:

@@ -42,7 +42,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
 from quire.sqlite.copying import Progress, bring, bring_some, quiet
-from quire.sqlite.dbfile import Source, open_if_there, open_source, signature_of
+from quire.sqlite.dbfile import Source, open_if_there, open_source, signature_of, size_and_time
 from quire.sqlite.importing import name_for, require_page_size, target_for
 from quire.sqlite.position import Position, frame_at, load, position_of, save, stands_at
 from quire.sqlite.walfile import HEADER_BYTES, Block, Place, WalHeader, blocks
@@ -122,13 +122,15 @@ class Follower:
             raise NotFound("there is no database yet", hint="a program has to make it", path=self.path)
         if self._is_unchanged():
             return False
+        began_ns = self._clock.now_ms() * 1_000_000
         with open_source(self.path, disk=self._disk) as source:
             target = self._open_target(source)
             before = target.durable_version()[0]
             end = self._ship(target, source)
             after = target.durable_version()[0]
             hit("sqlite.follow.committed")
-            position = position_of(source, after, end, self._clock.now_ms() * 1_000_000)
+            now_ns = self._clock.now_ms() * 1_000_000
+            position = position_of(source, after, end, began_ns=began_ns, now_ns=now_ns)
             save(self._disk, self._root, target.db_id, position)
             hit("sqlite.follow.positioned")
         self._position = position
@@ -163,6 +165,8 @@ class Follower:
             if wal is not None and header is not None and place is not None:
                 following = frame_at(wal.read_at, header, place.frame + 1)
                 return stands_at(wal.read_at, position) and (following is None or following[0] != header.salts)
+            if raw and size_and_time(wal) != (position.wal_bytes, position.wal_mtime_ns):
+                return False  # without a place only that tells whether somebody has committed behind this header
         finally:
             if wal is not None:
                 wal.close()

@@ -4,6 +4,8 @@ Terms
   position  the version of our database (lsn) that equals the file at some moment, and how the file looked then
   place     the last frame of the -wal that is part of it, with its checksum; frame -1 if that is not known
   settled   the file alone, without its log, was that version, and its time of change was old enough to tell later changes
+  quiet     the time of change of the log was old enough for that, too. It counts where there is no place: SQLite may begin a
+            log with frames that it rolls back, and what is committed behind them changes neither file nor header
 
 Rules
   1. It is written after the commit it belongs to, by an atomic rename. A crash between the two leaves a position whose lsn is
@@ -47,6 +49,9 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The 32 bytes at the beginning of the log, in hex."""
     frame: int = NOWHERE
     checksum: tuple[int, int] = (0, 0)
+    wal_bytes: int = 0
+    wal_mtime_ns: int = 0
+    """How the log looked before it was read, if it was quiet; else 0."""
 
     @property
     def file(self) -> Signature:
@@ -65,10 +70,14 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.frame == NOWHERE else Place(self.frame, self.checksum)
 
 
-def position_of(source: Source, lsn: int, end: Place | None, now_ns: int) -> Position:
-    """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was."""
+def position_of(source: Source, lsn: int, end: Place | None, *, began_ns: int, now_ns: int) -> Position:
+    """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was.
+
+    `began_ns` is from before the source was opened: its log, unlike the file, may be written to while it is read.
+    """
     place = end if end is not None else _end_of(source)
-    seen = source.signature
+    seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
+    quiet = began_ns - wal_mtime_ns > RACY_NS
     return Position(
         path=source.path,
         lsn=lsn,
@@ -80,6 +89,8 @@ def position_of(source: Source, lsn: int, end: Place | None, now_ns: int) -> Pos
         wal_header=source.wal_raw.hex(),
         frame=place.frame if place is not None else NOWHERE,
         checksum=place.checksum if place is not None else (0, 0),
+        wal_bytes=wal_bytes if quiet else 0,
+        wal_mtime_ns=wal_mtime_ns if quiet else 0,
     )
 
 
