@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange, WrongKind
 from quire.durable import log_format
 from quire.durable.checksums import crc64
-from quire.durable.log_format import HEADER_BYTES, LINK, decode_header, encode_frames, encode_header, encode_mark
+from quire.durable.log_format import (
+    HEADER_BYTES,
+    LINK,
+    LogIdentity,
+    decode_header,
+    encode_frames,
+    encode_header,
+    encode_mark,
+)
 from quire.durable.log_reader import scan
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/framed-log.md").read_text("utf-8")
@@ -35,6 +43,15 @@ def test_the_pages_header_table_is_the_struct() -> None:
         offset += int(size)
     assert offset == log_format.HEADER.size == HEADER_BYTES
     assert [name for name, _, _ in fields("header field")] == ["magic", "version", "reserved", "kind", "salt", "link"]
+
+
+def test_the_pages_name_table_is_the_struct() -> None:
+    offset = HEADER_BYTES
+    for _, start, size in fields("name field"):
+        assert int(start) == offset
+        offset += int(size)
+    assert offset == HEADER_BYTES + log_format.NAME.size == log_format.NAMED_HEADER_BYTES
+    assert [name for name, _, _ in fields("name field")] == ["store", "database", "reserved", "number", "link"]
 
 
 def test_the_pages_frame_table_is_the_struct() -> None:
@@ -75,6 +92,30 @@ def test_headers_round_trip(kind: bytes, salt: int) -> None:
     assert (header.kind, header.salt, header.tag) == (kind, salt, salt % 2**32)
 
 
+IDENTITIES = st.builds(
+    LogIdentity,
+    store=st.binary(min_size=16, max_size=16),
+    database=st.integers(0, 2**32 - 1),
+    number=st.integers(0, 2**64 - 1),
+)
+
+
+@given(identity=IDENTITIES, salt=st.integers(0, 2**64 - 1))
+def test_headers_say_whose_log_it_is(identity: LogIdentity, salt: int) -> None:
+    data = encode_header(b"demo", salt, identity)
+    header = decode_header(data, "x", b"demo")
+    assert (header.identity, header.salt, header.size) == (identity, salt, len(data))
+    assert decode_header(encode_header(b"demo", salt), "x").identity is None
+
+
+@given(identity=IDENTITIES, position=st.integers(0, log_format.NAMED_HEADER_BYTES - 1), flip=st.integers(1, 255))
+def test_any_changed_byte_of_a_named_header_is_noticed(identity: LogIdentity, position: int, flip: int) -> None:
+    header = bytearray(encode_header(b"demo", 99, identity))
+    header[position] ^= flip
+    with pytest.raises(Corruption):
+        decode_header(bytes(header), "x")
+
+
 @given(data=st.binary(max_size=100))
 def test_any_bytes_are_refused_as_a_header_without_a_crash(data: bytes) -> None:
     with pytest.raises(Corruption):
@@ -109,3 +150,5 @@ def test_what_cannot_be_framed_is_refused() -> None:
         encode_frames([bytes(log_format.PAYLOAD_BYTES_MAX + 1)], tag=1, link=1, synced=32)
     with pytest.raises(InvalidInput):
         encode_header(b"toolong", 1)
+    with pytest.raises(InvalidInput):
+        encode_header(b"demo", 1, LogIdentity(store=b"short", database=1, number=1))

@@ -15,14 +15,13 @@ from quire.durable.log_format import (
     encode_header,
     encode_mark,
 )
-from quire.durable.log_reader import find_frames, scan
+from quire.durable.log_reader import LogEnd, find_frames, scan
 
+SALT = 0x1122334455667789
 GROUPS = st.lists(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=4), max_size=6)
 
 
-def build(
-    groups: list[list[bytes]], *, salt: int = 0x1122334455667789, closed: bool = False
-) -> tuple[bytes, list[int]]:
+def build(groups: list[list[bytes]], *, salt: int = SALT, closed: bool = False) -> tuple[bytes, list[int]]:
     """A log of groups, a sync behind each, and where each group ends (the header's end first)."""
     data = encode_header(b"test", salt)
     header = decode_header(data, "built")
@@ -92,7 +91,7 @@ def test_a_damaged_byte_is_corruption_where_synced_and_a_torn_tail_behind(
         assert caught.value.where["path"] == "some/path"
         assert caught.value.where["offset"] == bad
         assert caught.value.where["bytes_lost"] > 0
-        assert "quire verify" in caught.value.hint
+        assert "quire kv repair" in caught.value.hint
     else:
         contents = scan(bytes(damaged), "x")
         assert contents.end == bad
@@ -106,7 +105,38 @@ def test_what_the_caller_knows_to_be_durable_is_never_called_torn(
     log, ends = build(groups)
     size = data.draw(st.integers(HEADER_BYTES, len(log) - 1))
     with pytest.raises(Corruption):
-        scan(log[:size], "x", durable_upto=ends[-1])
+        scan(log[:size], "x", vouched=LogEnd(salt=SALT, end=ends[-1], link=0))
+
+
+@given(groups=GROUPS.filter(bool), flip=st.integers(1, 255), data=st.data())
+def test_a_damaged_end_is_not_a_torn_one_where_the_end_is_recorded_elsewhere(
+    groups: list[list[bytes]], flip: int, data: st.DataObject
+) -> None:
+    """Issue 18: a flipped bit in the last record, mark included, dropped a synced write after a clean close."""
+    log, _ = build(groups, closed=True)
+    vouched = LogEnd(salt=SALT, end=len(log), link=scan(log, "x").link)
+    assert scan(log, "x", vouched=vouched).payloads == flat(groups)
+    damaged = bytearray(log)
+    damaged[data.draw(st.integers(HEADER_BYTES, len(log) - 1))] ^= flip
+    with pytest.raises(Corruption):
+        scan(bytes(damaged), "x", vouched=vouched)
+
+
+@given(groups=GROUPS.filter(bool), others=GROUPS.filter(bool))
+def test_a_sound_log_that_is_not_the_recorded_one_is_refused(
+    groups: list[list[bytes]], others: list[list[bytes]]
+) -> None:
+    """Issue 18: another database's log, or another history of the same one."""
+    log, ends = build(groups)
+    vouched = LogEnd(salt=SALT, end=ends[-1], link=scan(log, "x").link)
+    with pytest.raises(Corruption, match="another one"):
+        scan(build(groups, salt=SALT + 2)[0], "x", vouched=vouched)
+    other, _ = build(others)
+    if other[: ends[-1]] != log:
+        with pytest.raises(Corruption):
+            scan(other, "x", vouched=vouched)
+    more, _ = build([*groups, *others])
+    assert scan(more, "x", vouched=vouched).payloads == flat([*groups, *others])
 
 
 @given(groups=GROUPS, tail=st.binary(max_size=200))

@@ -20,6 +20,7 @@ from quire.core.ids import ArtifactKind
 from quire.manifest import migrations, records
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
+from quire.manifest.lsm_records import LsmLogEnd
 from quire.manifest.ops import cursors, pageindex
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component, Counter, Op
 from quire.manifest.ops.registry import OPS
@@ -133,7 +134,9 @@ def columns(layout: struct.Struct, names: Sequence[str]) -> list[Row]:
     return [(name, str(sum(sizes[:n])), str(sizes[n])) for n, name in enumerate(names)]
 
 
-RECORDS = sorted({table.codec.record_type for table in TABLES.values()} | {records.Pin}, key=lambda each: each.__name__)
+NESTED = {records.Pin, LsmLogEnd}
+"""Records that are fields of others."""
+RECORDS = sorted({table.codec.record_type for table in TABLES.values()} | NESTED, key=lambda each: each.__name__)
 ENUMERATIONS: list[type[enum.IntEnum]] = [
     *(
         each

@@ -14,6 +14,8 @@ from quire.core.errors import Corruption, InvalidInput, OutOfRange, Overloaded, 
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.durable.log_format import NAMED_HEADER_BYTES
+from quire.durable.quarantine import entries
 from quire.lsm.kv import KEY_BYTES_MAX, VALUE_BYTES_MAX, Kv
 from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound, open_kv
 
@@ -235,14 +237,18 @@ def test_orphans_are_swept_and_named_files_stay(tmp_path: Path) -> None:
         kv.put(b"a", b"1")
         kv.flush()
         home = kv.home
+        left = kv.manifest.allocate_sst_id()
     named = os.listdir(f"{home.path}/sst")
-    for orphan in (home.sst(77), home.wal(99), home.sst(5) + ".tmp"):
+    flushed = kv.manifest.state().active_wal - 1
+    for orphan in (home.sst(left), home.wal(flushed), home.sst(5) + ".tmp"):
         Path(orphan).write_bytes(b"left over")
     Path(f"{home.path}/sst/notes.txt").write_text("somebody's")
     with open_kv(tmp_path) as kv:
         assert kv.get(b"a") == b"1"
     assert sorted(os.listdir(f"{home.path}/sst")) == sorted([*named, "notes.txt"])
     assert len(os.listdir(f"{home.path}/wal")) == 1
+    (entry,) = entries(OsDisk(), home.path)  # nothing outside the database says how far its manifest came
+    assert (entry.path, Path(home.path, entry.place).read_bytes()) == (f"sst/{left:06d}.sst", b"left over")
 
 
 def test_a_missing_table_and_a_missing_wal_are_named(tmp_path: Path) -> None:
@@ -264,7 +270,7 @@ def test_a_lost_manifest_beside_tables_is_noticed(tmp_path: Path) -> None:
         kv.put(b"a", b"1")
         kv.flush()
     os.remove(kv.home.manifest_log)
-    with pytest.raises(Corruption, match="manifest is empty"):
+    with pytest.raises(Corruption, match="manifest is behind"):
         open_kv(tmp_path)
     assert os.path.exists(kv.home.sst(1))
 
@@ -279,7 +285,7 @@ def test_a_wal_cut_at_every_byte_gives_a_prefix_of_history(tmp_path: Path) -> No
         kv.abandon()
     whole = Path(path).read_bytes()
     seen = []
-    for size in range(32, len(whole), 3):
+    for size in range(NAMED_HEADER_BYTES, len(whole), 3):
         Path(path).write_bytes(whole[:size])
         with open_kv(tmp_path) as kv:
             assert dict(kv.scan()) == model.at[kv.last_lsn]

@@ -89,6 +89,7 @@ POINTS = (
     "lsm.flush.begun",
     "lsm.flush.written",
     "lsm.flush.recorded",
+    "lsm.flush.folded",
     "lsm.flush.done",
     "lsm.sst.built",
     "lsm.sst.written",

@@ -21,7 +21,7 @@ from quire.core.errors import (
     StoreClosed,
 )
 from quire.durable.files import OsDisk, read_all
-from quire.durable.log_format import HEADER_BYTES
+from quire.durable.log_format import NAMED_HEADER_BYTES
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.manifest import Manifest
@@ -75,7 +75,7 @@ def test_a_checkpoint_makes_it_clean_and_the_log_empty(tmp_path: Path) -> None:
         assert manifest.log_bytes == 0
         known = manifest.state()
         assert not known.dirty
-        assert OsDisk().size(home.manifest_log) == HEADER_BYTES
+        assert OsDisk().size(home.manifest_log) == NAMED_HEADER_BYTES
     assert read_back(home) == known
     with Manifest.open(OsDisk(), home) as manifest:
         manifest.update_lsn(99)
@@ -237,7 +237,7 @@ def test_a_log_cut_at_every_byte_gives_a_prefix_of_history_or_an_error(tmp_path:
     seen = list[int]()
     for size in range(len(log)):
         overwrite(home.manifest_log, log[:size])
-        if size < HEADER_BYTES:
+        if size < NAMED_HEADER_BYTES:
             with pytest.raises(Corruption) as caught:
                 Manifest.open(OsDisk(), home)
             assert kind_of(caught.value) is ErrorKind.WAL

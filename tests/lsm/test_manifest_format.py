@@ -131,5 +131,5 @@ def test_the_example_on_the_page_is_what_the_code_writes() -> None:
 def test_errors_say_which_command_comes_next() -> None:
     with pytest.raises(QuireError) as caught:
         fmt.decode_snapshot(b"", "here")
-    assert "quire kv restore" in caught.value.hint
+    assert "quire kv repair" in caught.value.hint
     assert caught.value.where["path"] == "here"

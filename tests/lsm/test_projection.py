@@ -78,7 +78,7 @@ def test_folding_again_changes_nothing(store: Store) -> None:
     kv, db_id = filled(store)
     head = store.manifest.feed.head()
     for _ in range(3):
-        Projection(store.manifest, db_id).fold(lambda: kv.view.levels)
+        Projection(store.manifest, db_id).fold(lambda: kv.view.levels, kv.ends)
         kv.fold()
     assert store.manifest.feed.head() == head, "of what is equal there is no operation"
     before = rows(store, db_id)

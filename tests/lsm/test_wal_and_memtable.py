@@ -16,6 +16,7 @@ from quire.durable.files import OsDisk
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir, sst_entry_path
 from quire.durable.names import LsmManifestLogFile, LsmManifestSnapshotFile, LsmWalFile, SstFile
+from quire.lsm.facts import Owner
 from quire.lsm.memtable import Memtable
 from quire.lsm.merge import Retention, compacted, merged, retained, scan_parts, visible
 from quire.lsm.wal import LOG_KIND, Wal, batches_of, decode_batch, encode_batch
@@ -44,7 +45,7 @@ def test_lsns_that_do_not_rise_are_corrupt(tmp_path: Path) -> None:
     path = str(tmp_path / "1.log")
     with LogWriter.create(OsDisk(), path, kind=LOG_KIND) as log:
         log.append_many([encode_batch(lsn, {b"k": b""}) for lsn in (3, 3)])
-    wal, contents = Wal.open(OsDisk(), path, 1)
+    wal, contents = Wal.open(OsDisk(), path, 1, Owner())
     with pytest.raises(Corruption, match="makes no sense"):
         list(batches_of(contents))
     wal.close()

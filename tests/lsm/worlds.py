@@ -10,6 +10,8 @@ from quire.durable.files import Disk, OsDisk
 from quire.lsm.kv import Kv
 from quire.lsm.reading import Reader, Snapshot
 from quire.lsm.verify import problems
+from quire.manifest import tables as t
+from quire.store.store import Store
 
 TINY = LsmSettings(
     memtable_bytes=2_000,
@@ -65,3 +67,10 @@ def assert_range(reader: Reader, expected: Mapping[bytes, bytes], low: bytes, hi
 def assert_sound(kv: Kv) -> None:
     """The checker finds nothing."""
     assert list(problems(kv)) == []
+
+
+def forget_ends(store: Store) -> None:
+    """Have the store know of its key-value databases what one of an earlier version knows."""
+    env = store.manifest.env
+    with env.begin_write() as txn:
+        txn.drop(env.handles[t.LSM_ENDS.name], delete=False)

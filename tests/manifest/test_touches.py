@@ -15,7 +15,7 @@ from quire.core.errors import InvalidInput, QuireError, UnknownDatabase
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
@@ -50,7 +50,7 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
-from quire.manifest.ops.lsm import FoldLsm
+from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
@@ -243,7 +243,8 @@ def story() -> Iterator[Op]:
 def _later() -> Iterator[Op]:
     # a key-value database
     yield RegisterDb(4, DbRecord("fir", DbKind.LSM, 0))
-    yield from (FoldLsm(4, [(n, LsmTableRecord(0, 9, 0, 100, n, n)) for n in (1, 2)]), FoldLsm(4, [], [1]), DropDb(4))
+    yield from (FoldLsm(4, [(n, LsmTableRecord(0, 9, 0, 100, n, n)) for n in (1, 2)]), FoldLsm(4, [], [1]))
+    yield from (RecordLsmEnds(4, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3))), DropDb(4))
     # jobs
     yield from (EnqueueJob(7, JobRecord(JobKind.CHECKPOINT, 1, 1)), StartJob(7, "w", 9), RequeueJob(7, 1, 5, "again"))
     yield from (StartJob(7, "w", 9), CompleteJob(7, JobState.SUCCEEDED, 2), ForgetJob(7))

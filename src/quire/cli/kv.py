@@ -1,4 +1,4 @@
-"""Commands about key-value databases: get, put, delete, scan, stats, compact, verify, backup, backups, restore.
+"""Commands about key-value databases: get, put, delete, scan, stats, compact, verify, repair, backup, backups, restore.
 
 Rules
   1. Keys and values are text on the command line (UTF-8), or hexadecimal with --hex; what is shown is text where it is UTF-8,
@@ -17,7 +17,7 @@ from quire.cli.command import Cli, Verdict
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
 from quire.cli.named import Database
-from quire.cli.output import Facts, Listing, Note, Row
+from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, size
 from quire.core.errors import InvalidInput, NotFound
 
@@ -42,6 +42,7 @@ def add_to(app: Group) -> None:
     command(group, "stats", example="quire kv stats cart")(stats)
     command(group, "compact", example="quire kv compact cart")(compact)
     command(group, "verify", example="quire kv verify cart")(verify)
+    command(group, "repair", example="quire kv repair cart --apply")(repair)
     command(group, "backup", example="quire kv backup cart")(backup)
     command(group, "backups", example="quire kv backups cart")(list_backups)
     command(group, "restore", example="quire kv restore cart-again --label cart")(restore)
@@ -156,6 +157,43 @@ def verify(cli: Cli, database: Database) -> Verdict:
         empty=f"{database} is sound: {count_of(tables, 'table')} read",
     )
     return Verdict(shown, PROBLEMS if found else OK)
+
+
+def repair(
+    cli: Cli,
+    database: Database,
+    apply: Annotated[bool, Option("--apply", help="Do it; without, it is only shown.")] = False,
+) -> Verdict:
+    """Put a database together whose files do not fit together.
+
+    Uses its tables and logs, what the store's manifest recorded of them, and copies in snapshots, forks and backups. Shows what
+    would be done and what cannot be saved; nothing is removed, what is left over goes to quarantine.
+    """
+    with cli.owner() as store:
+        report = store.kvs.repair(database, apply=apply, objects=store.objects)
+    if not report.is_needed:
+        return Verdict(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
+    lines = [
+        ("why", report.reason or "-"),
+        ("tables kept", f"{report.kept:,}"),
+        ("from copies", ", ".join(report.brought_back) or "none"),
+        ("from damaged tables", ", ".join(report.rewritten) or "nothing"),
+        ("from logs", count_of(report.batches, "batch", "batches")),
+        ("to quarantine", ", ".join(path for path, _ in report.moved) or "nothing"),
+    ]
+    lost = Listing(
+        columns=["cannot be saved"], rows=[Row([text], text) for text in report.lost], empty="everything can be saved"
+    )
+    doubts = Listing(columns=["take care"], rows=[Row([text], text) for text in report.doubts], empty="")
+    done = (
+        f"{database} is repaired"
+        if report.applied
+        else f"nothing was changed: `quire kv repair {database} --apply` does it"
+    )
+    parts: list[Facts | Listing | Note] = [Facts(lines=lines, data=None), lost]
+    parts += [doubts] if report.doubts else []
+    shown = Report(parts=[*parts, Note(text=done, data=None)], data=report)
+    return Verdict(shown, OK if report.applied and not report.lost else PROBLEMS)
 
 
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────

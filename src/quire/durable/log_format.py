@@ -2,6 +2,7 @@
 
 Terms
   salt     64 random bits, new in each life of a file
+  identity whose file this is: the store, the database and the file's number; in headers of version 2
   kind     four bytes that say whose log this is, so that one log is never replayed as another
   link     the checksum at the end of the header and of every frame; the *next* frame's checksum is seeded with it
   tag      the low half of the salt, in every frame: lets a scan jump from candidate to candidate
@@ -30,16 +31,25 @@ from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
 from quire.durable.checksums import Bytes, crc64
 
 MAGIC = b"QUIRELOG"
-VERSION = 1
+VERSION = 2
+NAMELESS_VERSION = 1
+"""Of a header without identity: what was written before there was one, and logs that belong to no store."""
 
 HEADER = struct.Struct("<8sHH4sQQ")
-"""magic, version, reserved (0), kind, salt, link (crc64 of the 24 bytes before it)"""
+"""magic, version, reserved (0), kind, salt, link (crc64 of the 24 bytes before it): the same in every version, so that older
+readers can say that a log is newer"""
+NAME = struct.Struct("<16sIIQQ")
+"""In version 2, behind the header: store, database, reserved (0), number, link (crc64 of the 32 bytes before it, seeded with
+the header's)"""
 HEAD = struct.Struct("<IIQ")
 """length of the payload, tag, synced"""
 LINK = struct.Struct("<Q")
 """crc64 of head and payload, seeded with the link before"""
 
 HEADER_BYTES = 32
+NAME_BYTES = 40
+NAMED_HEADER_BYTES = 72
+STORE_BYTES = 16
 HEAD_BYTES = 16
 LINK_BYTES = 8
 OVERHEAD_BYTES = 24
@@ -50,10 +60,22 @@ KIND_BYTES = 4
 PAYLOAD_BYTES_MAX = 64 << 20
 """One frame is built and checked in memory; larger changes are the caller's to split."""
 
-if HEADER.size != HEADER_BYTES or HEAD.size != HEAD_BYTES or LINK.size != LINK_BYTES:
+if (HEADER.size, NAME.size, HEADER_BYTES + NAME_BYTES) != (HEADER_BYTES, NAME_BYTES, NAMED_HEADER_BYTES):
+    raise AssertionError("the framed log's headers disagree with their literal sizes")
+if HEAD.size != HEAD_BYTES or LINK.size != LINK_BYTES:
     raise AssertionError("the framed log's structs disagree with its literal sizes")
 if OVERHEAD_BYTES != HEAD_BYTES + LINK_BYTES or PAYLOAD_BYTES_MAX >= 1 << 32:
     raise AssertionError("the framed log's limits contradict each other")
+
+
+class LogIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose file a log is; its life is the salt."""
+
+    store: bytes
+    """The store's id, 16 bytes; zeros of a database that belongs to no store."""
+    database: int
+    number: int
+    """Which of the database's files it is; its user says what that means."""
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,23 +84,41 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
     kind: bytes
     salt: int
     link: int
+    identity: LogIdentity | None = None
+    """`None` of a header of version 1."""
 
     @property
     def tag(self) -> int:
         """The low half of the salt, repeated in every frame."""
         return self.salt & 0xFFFFFFFF
 
+    @property
+    def size(self) -> int:
+        """Where the first frame starts."""
+        return HEADER_BYTES if self.identity is None else NAMED_HEADER_BYTES
 
-def encode_header(kind: bytes, salt: int) -> bytes:
-    """The 32 bytes that open a log.
 
-    >>> len(encode_header(b"demo", 7))
-    32
+def encode_header(kind: bytes, salt: int, identity: LogIdentity | None = None) -> bytes:
+    """The bytes that open a log.
+
+    >>> (
+    ...     len(encode_header(b"demo", 7)),
+    ...     len(encode_header(b"demo", 7, LogIdentity(store=bytes(16), database=1, number=2))),
+    ... )
+    (32, 72)
     """
     if len(kind) != KIND_BYTES:
         raise InvalidInput("the kind of a log is four bytes", kind=kind)
-    body = HEADER.pack(MAGIC, VERSION, 0, kind, salt, 0)[:-LINK_BYTES]
-    return body + LINK.pack(crc64(body))
+    version = NAMELESS_VERSION if identity is None else VERSION
+    body = HEADER.pack(MAGIC, version, 0, kind, salt, 0)[:-LINK_BYTES]
+    link = crc64(body)
+    header = body + LINK.pack(link)
+    if identity is None:
+        return header
+    if len(identity.store) != STORE_BYTES:
+        raise InvalidInput("a store's id is sixteen bytes", store=identity.store)
+    name = NAME.pack(identity.store, identity.database, 0, identity.number, 0)[:-LINK_BYTES]
+    return header + name + LINK.pack(crc64(name, link))
 
 
 def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeader:
@@ -96,7 +136,15 @@ def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeade
         )
     if kind is not None and found != kind:
         raise WrongKind("this is a log of another kind", hint="check the path", path=path, kind=found, expected=kind)
-    return LogHeader(kind=found, salt=salt, link=link)
+    if version < VERSION:
+        return LogHeader(kind=found, salt=salt, link=link)
+    if len(data) < NAMED_HEADER_BYTES:
+        raise _no_header("the file is too short to be a log", path, len(data))
+    store, database, _, number, last = NAME.unpack_from(data, HEADER_BYTES)
+    if crc64(memoryview(data)[HEADER_BYTES : NAMED_HEADER_BYTES - LINK_BYTES], link) != last:
+        raise _no_header("the log's header fails its checksum", path, len(data))
+    identity = LogIdentity(store=store, database=database, number=number)
+    return LogHeader(kind=found, salt=salt, link=last, identity=identity)
 
 
 def encode_frames(payloads: Iterable[Bytes], *, tag: int, link: int, synced: int) -> tuple[bytes, int]:
@@ -121,5 +169,5 @@ def encode_mark(*, tag: int, link: int, synced: int) -> tuple[bytes, int]:
 
 def _no_header(what: str, path: str, size: int) -> Corruption:
     # A log is born by rename with its header synced, so a bad header is never the trace of a crash.
-    hint = "`quire verify` shows what is affected; restore the file from a copy"
+    hint = "`quire kv repair` shows what can be saved"
     return Corruption(what, hint=hint, path=path, offset=0, bytes_lost=size)

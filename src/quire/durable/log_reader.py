@@ -2,8 +2,9 @@
 
 Terms
   cut     where the walk from the header stops: the end of the last frame that is valid behind its predecessor
-  proven  how many leading bytes are known to have been durable: the largest of the caller's `durable_upto` and the
-          `synced` of every valid frame, *also of frames behind the cut*
+  vouched what somebody else recorded of the log when it was synced: its life, a durable end, and the link at that end
+  proven  how many leading bytes are known to have been durable: the largest of the vouched end and the `synced` of every
+          valid frame, *also of frames behind the cut*
   torn    the bytes from the cut to the end of the file, when the cut is at or beyond `proven`
 
 Rules (the verdict, P3 and P4)
@@ -11,14 +12,17 @@ Rules (the verdict, P3 and P4)
   2. cut ≥ proven: a torn tail. The writer died; nothing there was ever acknowledged as durable.
   3. cut < proven: `Corruption`. A sync that covered the bad bytes had succeeded, so no crash explains them.
   4. Frames behind the cut are never delivered, whatever they hold.
+  5. A log of another life than the vouched one, or with another link at the vouched end, is `Corruption`: it is sound, but it
+     is not the log that was acknowledged (an old copy, or a file of somebody else). Links are chained, so this one speaks
+     for every byte before it.
 
 Why rule 3 raises no false alarm: a frame holds `synced` = S only after a sync of the first S bytes returned. If it is
 valid, someone wrote it with this salt; and the bytes below S were durable then and are never rewritten, except by the
 recovery of a torn tail, which cuts at or above every S it could see and syncs before it writes. A leftover from before
 such a recovery therefore proves nothing that is not still true. Why rule 2 may be silent: power loss keeps, drops or
 garbles any unsynced sector, so a bad frame followed by good ones is normal for the last, unsynced group.
-What it cannot see: damage to the *last* synced group when nothing was written after it looks like a torn tail. A clean
-close ends the log with a mark to close that gap, and a caller who knows better passes `durable_upto`.
+What the file alone cannot show: damage to the *last* synced group when nothing was written after it looks like a torn tail.
+A closing mark moves that gap to the mark itself; only who keeps the end elsewhere can close it, and passes `vouched`.
 
 Pure functions over bytes, any thread. Format page: `docs/formats/framed-log.md`.
 Raises `Corruption` (path, offset, bytes_lost), `FormatTooNew`, `WrongKind`, and what reading the file raises.
@@ -45,6 +49,14 @@ from quire.durable.log_format import (
     LogHeader,
     decode_header,
 )
+
+
+class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable end of a log, to be recorded outside the file: it stays true however the log goes on."""
+
+    salt: int
+    end: int
+    link: int
 
 
 class LogContents(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,29 +89,33 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_log(
-    disk: Disk, path: str, *, kind: bytes | None = None, start: int = HEADER_BYTES, durable_upto: int = 0
+    disk: Disk, path: str, *, kind: bytes | None = None, start: int = 0, vouched: LogEnd | None = None
 ) -> LogContents:
     """Read the log at `path`; see `scan`."""
-    return scan(read_all(disk, path), path, kind=kind, start=start, durable_upto=durable_upto)
+    return scan(read_all(disk, path), path, kind=kind, start=start, vouched=vouched)
 
 
 def scan(
-    data: bytes, path: str, *, kind: bytes | None = None, start: int = HEADER_BYTES, durable_upto: int = 0
+    data: bytes, path: str, *, kind: bytes | None = None, start: int = 0, vouched: LogEnd | None = None
 ) -> LogContents:
-    """The records of a log from the frame at `start` on, with a verdict (rules 1 to 4).
+    """The records of a log from the frame at `start` on, with a verdict (rules 1 to 5).
 
-    `start` is a frame's offset or an end, from an earlier read: replay behind a snapshot need not begin at the header.
-    `durable_upto` is what the caller knows to have been synced, for example from the manifest.
+    `start` is a frame's offset or an end, from an earlier read, or 0 for all: replay behind a snapshot need not begin at the
+    header. `vouched` is what the caller has recorded elsewhere.
     """
     header = decode_header(data, path, kind)
-    if start < HEADER_BYTES:
-        raise OutOfRange("frames start behind the header", start=start, min=HEADER_BYTES)
+    start = start or header.size
+    if start < header.size:
+        raise OutOfRange("frames start behind the header", start=start, min=header.size)
+    if vouched is not None and vouched.salt != header.salt:
+        raise _corruption(path, "this is not the log that was recorded, but another one", offset=0, lost=len(data))
     if start > len(data):
         raise _corruption(path, "the log ends before the place to read from", offset=len(data), lost=start - len(data))
     payloads: list[bytes] = []
     offsets: list[int] = []
     cut, link, proven, last_is_mark = _walk(data, header.tag, start, payloads, offsets)
-    proven = max(proven, durable_upto)
+    if vouched is not None:
+        proven = max(proven, vouched.end)
     if cut < len(data):
         for frame in find_frames(data, header, cut + 1):
             proven = max(proven, frame.synced)
@@ -108,6 +124,8 @@ def scan(
     if cut < proven:
         resumed = next((frame.offset for frame in find_frames(data, header, cut + 1)), max(len(data), proven))
         raise _corruption(path, "a record that had been synced is damaged", offset=cut, lost=resumed - cut)
+    if vouched is not None and not _has_link(data, vouched, header.size):
+        raise _corruption(path, "the log has other records than were recorded", offset=vouched.end, lost=vouched.end)
     return LogContents(
         path=path,
         header=header,
@@ -129,7 +147,7 @@ def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> It
     view = memoryview(data)
     raw = data if isinstance(data, bytes) else bytes(data)
     tag = header.tag.to_bytes(4, "little")
-    position = max(start, HEADER_BYTES)
+    position = max(start, header.size)
     while (found := raw.find(tag, position + TAG_OFFSET)) >= 0:
         position = found - TAG_OFFSET
         frame = _frame_at(raw, view, position)
@@ -172,6 +190,11 @@ def _walk(data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: li
     return offset, link, synced, last_is_mark
 
 
+def _has_link(data: bytes, vouched: LogEnd, first: int) -> bool:
+    """Whether the eight bytes before the vouched end are the link that was there. REQUIRES that they are in the file."""
+    return vouched.end >= first and LINK.unpack_from(data, vouched.end - LINK_BYTES)[0] == vouched.link
+
+
 def _frame_at(data: bytes, view: memoryview, offset: int) -> Frame | None:
     if offset + OVERHEAD_BYTES > len(data):
         return None
@@ -187,5 +210,5 @@ def _frame_at(data: bytes, view: memoryview, offset: int) -> Frame | None:
 
 
 def _corruption(path: str, what: str, *, offset: int, lost: int) -> Corruption:
-    hint = "`quire verify` shows what is affected; restore the file from a copy"
+    hint = "`quire kv repair` shows what can be saved"
     return Corruption(what, hint=hint, path=path, offset=offset, bytes_lost=lost)

@@ -36,8 +36,8 @@ from typing import Self
 from quire.core.errors import AlreadyExists, StorageFault, StoreClosed, StoreUnusable
 from quire.durable.checksums import Bytes
 from quire.durable.files import Disk, File, forget_cached, write_atomic
-from quire.durable.log_format import HEADER_BYTES, encode_frames, encode_header, encode_mark
-from quire.durable.log_reader import LogContents, scan
+from quire.durable.log_format import LogIdentity, encode_frames, encode_header, encode_mark
+from quire.durable.log_reader import LogContents, LogEnd, scan
 
 
 class LogWriter:
@@ -46,6 +46,7 @@ class LogWriter:
     def __init__(self, file: File, contents: LogContents) -> None:
         # Constant after construction.
         self._file = file
+        self.header = contents.header
         self._tag = contents.header.tag
         # Held while the tail moves. Order: the sync lock before the append lock.
         self._append_lock = threading.Lock()
@@ -55,27 +56,44 @@ class LogWriter:
         # Held while the disk syncs.
         self._sync_lock = threading.Lock()
         self._durable = contents.end
+        self._durable_link = contents.link
         # Written under either lock, read by all: only ever set.
         self._trouble: StoreUnusable | StoreClosed | None = None
 
     @classmethod
-    def create(cls, disk: Disk, path: str, *, kind: bytes, replace: bool = False) -> LogWriter:
+    def create(
+        cls, disk: Disk, path: str, *, kind: bytes, identity: LogIdentity | None = None, replace: bool = False
+    ) -> LogWriter:
         """Make a new, empty log (rule 1). `replace` starts a new life of an existing one, in one atomic step."""
         if not replace and disk.exists(path):
             raise AlreadyExists("there is a log already", hint="open it instead", path=path)
         # Never an all-zero tag: a scan over the zeros that power loss leaves would stop at every byte.
         tag = int.from_bytes(os.urandom(8), "little") | 1  # `secrets` would do the same, and load OpenSSL
-        write_atomic(disk, path, encode_header(kind, tag))
+        write_atomic(disk, path, encode_header(kind, tag, identity))
         return cls.open(disk, path, kind=kind)[0]
 
     @classmethod
-    def open(cls, disk: Disk, path: str, *, kind: bytes, durable_upto: int = 0) -> tuple[LogWriter, LogContents]:
-        """Recover the log, cut its torn tail (rule 2), and go on behind it; also returns what the log holds."""
+    def open(
+        cls,
+        disk: Disk,
+        path: str,
+        *,
+        kind: bytes,
+        vouched: LogEnd | None = None,
+        examine: Callable[[LogContents], None] | None = None,
+    ) -> tuple[LogWriter, LogContents]:
+        """Recover the log, cut its torn tail (rule 2), and go on behind it; also returns what the log holds.
+
+        A log that is not what was vouched for, or that `examine` raises about, stays as it is, torn tail included: it may be
+        evidence.
+        """
         file = disk.open(path)
         try:
             file.sync()
             forget_cached(file)
-            contents = scan(file.read_at(file.size(), 0), path, kind=kind, durable_upto=durable_upto)
+            contents = scan(file.read_at(file.size(), 0), path, kind=kind, vouched=vouched)
+            if examine is not None:
+                examine(contents)
             if contents.torn_bytes:
                 file.truncate(contents.end)
                 file.sync()
@@ -90,7 +108,7 @@ class LogWriter:
 
     @property
     def end(self) -> int:
-        """Where the next frame goes. `end - HEADER_BYTES` is the size of what was logged."""
+        """Where the next frame goes. `end - header.size` is the size of what was logged."""
         return self._end
 
     @property
@@ -101,7 +119,12 @@ class LogWriter:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever appended in this life of the file."""
-        return self._end == HEADER_BYTES
+        return self._end == self.header.size
+
+    def durable_end(self) -> LogEnd:
+        """What is durable now: to be recorded elsewhere, and given to `open` as what was vouched for."""
+        with self._sync_lock:
+            return LogEnd(salt=self.header.salt, end=self._durable, link=self._durable_link)
 
     def append(self, payload: Bytes) -> int:
         """Write one record; returns the `end` behind it. Durable after `sync`."""
@@ -127,9 +150,10 @@ class LogWriter:
             self._check()
             if self._durable < upto:
                 # Read before the sync starts: what is appended meanwhile may or may not be covered.
-                target = self._end
+                with self._append_lock:
+                    target, link = self._end, self._link
                 self._guard("a sync", self._file.sync)
-                self._durable = target
+                self._durable, self._durable_link = target, link
             return self._durable
 
     def close(self) -> None:
@@ -151,9 +175,12 @@ class LogWriter:
     def _append_mark(self) -> None:
         with self._append_lock:
             if not self._marked and self._trouble is None:
-                mark, _ = encode_mark(tag=self._tag, link=self._link, synced=self._durable)
+                mark, link = encode_mark(tag=self._tag, link=self._link, synced=self._durable)
                 self._guard("the closing mark", lambda: self._file.write_at(mark, self._end))
                 self._guard("the closing mark", self._file.sync)
+                self._end += len(mark)
+                self._link, self._marked = link, True
+                self._durable, self._durable_link = self._end, link
 
     def _check(self) -> None:
         if self._trouble is not None:

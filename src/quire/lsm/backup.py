@@ -18,6 +18,8 @@ Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Cor
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +32,7 @@ from quire.durable.lsm_names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.sst_reader import Table
 from quire.lsm.versions import write_manifest
+from quire.manifest.lsm_records import LsmTableRecord
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 
 if TYPE_CHECKING:
@@ -114,6 +117,21 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backu
         return msgspec.json.decode(store.get(key), type=Backup)
     except msgspec.MsgspecError as error:
         raise Corruption("the list of a backup does not decode", key=key, cause=str(error)) from error
+
+
+def find_table(
+    store: ObjectStore, label: str, sst_id: int, row: LsmTableRecord
+) -> tuple[str, Callable[[], bytes]] | None:
+    """A table of a database in its backups, the newest first: where it is, and what reads it. For repairs."""
+    for lsn in reversed(backups(store, label)):
+        try:
+            backup = read_backup(store, label, lsn)
+        except Corruption:
+            continue
+        for table in backup.tables:
+            if (table.sst_id, table.size_bytes) == (sst_id, row.size_bytes):
+                return f"the backup at lsn {lsn}", partial(store.get, table.key)
+    return None
 
 
 def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None:

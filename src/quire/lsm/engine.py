@@ -25,9 +25,14 @@ Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `Unkn
 
 from __future__ import annotations
 
+import os
+import shlex
 import threading
+import uuid
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,15 +46,17 @@ from quire.core.errors import (
 )
 from quire.core.events import emit
 from quire.core.settings import LsmSettings
+from quire.durable import quarantine
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.names import LSM, check_name
 from quire.lsm.cache import BlockCache
+from quire.lsm.compaction import table_options
+from quire.lsm.facts import NO_STORE, Owner, StoreFacts
 from quire.lsm.job_rows import JobRows
 from quire.lsm.kv import Kv
-from quire.lsm.manifest import Manifest
 from quire.lsm.projection import Projection
-from quire.lsm.versions import FrozenKv, copy_frozen, copy_live, remove_home
+from quire.lsm.versions import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
@@ -58,7 +65,9 @@ from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block
+    from quire.lsm.survey import RepairReport
     from quire.manifest.snapshots import SnapshotInfo
+    from quire.objects.api import ObjectStore
 
 MakeFiles = Callable[[str], object]
 
@@ -86,6 +95,7 @@ class KvEngine:
         self._disk = disk
         self._clock = clock
         self._settings = settings
+        self._store_id = _store_id(manifest)
         self.cache: BlockCache[Block] = BlockCache(settings.cache_bytes)
         # guarded by _lock
         self._lock = threading.RLock()
@@ -93,6 +103,8 @@ class KvEngine:
         self._seen: set[int] = set()
         """Ids of databases that were opened or made here."""
         self._closed = False
+        self._copies: weakref.WeakSet[FrozenKv] = weakref.WeakSet()
+        """Snapshots that somebody reads."""
         manifest.env.fork_hooks.append(self._forked)
         if not manifest.read_only:
             self.sweep()
@@ -126,16 +138,73 @@ class KvEngine:
         home = self._path(lsm_home(db_id))
         made = record.config_hash == FILES_MADE
         if made and not self._disk.exists(home):
-            hint = "restore the database from a backup: `quire kv restore`"
+            hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
             raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
-        rows = JobRows(self._manifest, db_id)
-        kv = Kv.open(self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=rows)
+        ledger, follower = JobRows(self._manifest, db_id), Projection(self._manifest, db_id)
+        facts = self._facts(db_id, follower, is_made=made)
+        try:
+            kv = Kv.open(
+                self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=ledger, facts=facts
+            )
+        except Corruption as error:
+            error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
+            raise
         kv.check_owner = self._manifest.writer.check_owner
-        kv.follower = Projection(self._manifest, db_id)
+        kv.follower = follower
         kv.fold()
         if not made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
         return kv
+
+    def _facts(self, db_id: int, follower: Projection, *, is_made: bool) -> StoreFacts:
+        """What the store knows of a database (facts.py)."""
+
+        def set_aside(path: str, why: str) -> None:
+            relative = os.path.relpath(path, self._root)
+            quarantine.move(self._disk, self._root, relative, why=why, at_ms=self._clock.now_ms(), database=db_id)
+
+        return StoreFacts(self._owner(db_id), is_made, follower.ends(), follower.rows(), set_aside)
+
+    def _owner(self, db_id: int) -> Owner:
+        return Owner(self._store_id, db_id)
+
+    def record_ends(self) -> None:
+        """Record how far the logs of all open databases are durable. Damage to what was acknowledged until now is from then on
+        told from a torn end; one commit for each database that was written to, none for a write."""
+        for kv in self.databases().values():
+            if kv.failure is None and kv.follower is not None:
+                kv.follower.record(kv.ends())
+
+    def repair(self, db: int | str, *, apply: bool = False, objects: ObjectStore | None = None) -> RepairReport:
+        """What can be saved of a database whose files do not fit together; with `apply` it is done, and the database opens.
+
+        Without it nothing is changed. `objects`: where backups of the database are looked for, under its name.
+        """
+        from quire.lsm.backup import find_table
+        from quire.lsm.repair import carry_out
+        from quire.lsm.survey import survey
+
+        with self._lock:
+            self._require()
+            with self._manifest.read() as txn:
+                db_id, record = txn.live(db, DbKind.LSM)
+            kv = self._open.pop(db_id, None)
+            if kv is not None:
+                kv.close()  # whoever holds it opens it anew: nobody may write while files are compared
+            facts = self._facts(db_id, Projection(self._manifest, db_id), is_made=True)
+            fetch = partial(find_table, objects, record.name) if objects is not None else None
+            state = survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)
+            try:
+                needed = state.report(applied=False).is_needed
+                if apply and needed:
+                    carry_out(state, table_options(self._settings))
+                report = state.report(applied=apply and needed)
+            finally:
+                state.close()
+            if report.applied:
+                emit("warning", "lsm.repaired", name=record.name, db_id=db_id, lost=len(report.lost))
+                self.open(db_id)
+            return report
 
     def _is_known(self, name: str) -> bool:
         with self._manifest.read() as txn:
@@ -174,7 +243,7 @@ class KvEngine:
             number = 1 + max(self._snapshot_numbers(db_id), default=0)
             target = self._path(lsm_snapshot_dir(db_id, number))
             try:
-                lsn = copy_live(kv, target)
+                lsn = copy_live(kv, target, self._owner(db_id), number)
                 return self._manifest.snapshots.publish(
                     db_id, name, anchor=Anchor(lsn, number), tags=tags, expires_at_ms=expires_at_ms
                 )
@@ -184,23 +253,27 @@ class KvEngine:
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
         """A snapshot by name or id, to be read."""
-        return FrozenKv(self._disk, self._snapshot_path(db, snapshot), self.cache)
+        self._require()
+        opened = FrozenKv(self._disk, self._copy(db, snapshot), self.cache)
+        self._copies.add(opened)
+        return opened
 
     def version(self, db: int | str, snapshot: int | str) -> Version:
         """A snapshot as a value: what a process that sees the directory needs to read it."""
-        info, path = self._manifest.snapshots.get(db, snapshot), self._snapshot_path(db, snapshot)
-        with Manifest.open(self._disk, LsmHome(path)) as manifest:
-            state = manifest.state()
-        ids = tuple(entry.id for entry in state.sstables)
-        return Version(info.db_id, info.snapshot_id, info.anchor_lsn, path, ids)
+        info, copy = self._manifest.snapshots.get(db, snapshot), self._copy(db, snapshot)
+        ids = tuple(entry.id for entry in copy.state(self._disk).sstables)
+        return Version(info.db_id, info.snapshot_id, info.anchor_lsn, copy.path, ids)
 
-    def _snapshot_path(self, db: int | str, snapshot: int | str) -> str:
+    def _copy(self, db: int | str, snapshot: int | str) -> FrozenCopy:
+        """A snapshot's files, and what its row says of them."""
         info = self._manifest.snapshots.get(db, snapshot)
         with self._manifest.read() as txn:
             txn.live(info.db_id, DbKind.LSM)
             record = txn.snapshot(info.db_id, info.snapshot_id)
         assert record is not None
-        return self._path(lsm_snapshot_dir(info.db_id, record.anchor_segment_id))
+        number = record.anchor_segment_id
+        path = self._path(lsm_snapshot_dir(info.db_id, number))
+        return FrozenCopy(path, self._owner(info.db_id), number, record.anchor_lsn)
 
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
         """A new database that begins as another one is now, or was at a snapshot; its id."""
@@ -214,11 +287,11 @@ class KvEngine:
             try:
                 snapshot_id, lsn = 0, 0
                 if at is None:
-                    lsn = copy_live(self.open(source), target)
+                    lsn = copy_live(self.open(source), target, self._owner(new_id))
                 else:
                     info = self._manifest.snapshots.get(source, at)
                     snapshot_id, lsn = info.snapshot_id, info.anchor_lsn
-                    copy_frozen(self._disk, self._snapshot_path(source, at), target)
+                    copy_frozen(self._disk, self._copy(source, at), target, self._owner(new_id))
                 self._manifest.submit([self._registration(new_id, new_name, source, snapshot_id, lsn)]).result()
             except Exception:
                 remove_home(self._disk, target)
@@ -309,11 +382,20 @@ class KvEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """Rule 7."""
+        """In the child of a fork(): what is open here is the parent's (rule 7)."""
         self._closed = True
         self._lock = threading.RLock()
+        failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
         for kv in self._open.values():
-            kv.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+            kv.forked(failure)
+        for copy in list(self._copies):
+            copy.failure = failure
+
+
+def _store_id(manifest: ManifestStore) -> bytes:
+    with manifest.read() as txn:
+        row = txn.get(t.META, "store_id")
+    return uuid.UUID(row.text).bytes if row is not None and row.text else NO_STORE
 
 
 def _hex8(name: str) -> int | None:

@@ -42,8 +42,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-import msgspec
-
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     InvalidInput,
@@ -62,13 +60,16 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.cache import BlockCache
+from quire.lsm.facts import StoreFacts, end_row
 from quire.lsm.ledger import CompactionLedger, Follower, NoLedger
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
+from quire.lsm.stats import Stats, stats_of
 from quire.lsm.upkeep import Upkeep
 from quire.lsm.view import LSN_MAX, Frozen, View
 from quire.lsm.wal import Items, Wal, encode_batch
+from quire.manifest.lsm_records import LsmEndsRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,26 +79,6 @@ if TYPE_CHECKING:
 KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB
 """A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """A database in numbers."""
-
-    last_lsn: int
-    rows: int
-    """In tables: versions, tombstones included."""
-    tombstones: int
-    tables: int
-    table_bytes: int
-    levels: tuple[int, ...]
-    """Tables in each, from level 0 on."""
-    memtable_keys: int
-    memtable_bytes: int
-    frozen: int
-    manifest_log_bytes: int
-    flushes: int
-    """Since the database was opened."""
-    compactions: int
 
 
 class Kv(Reader):
@@ -114,10 +95,12 @@ class Kv(Reader):
         *,
         background: bool,
         ledger: CompactionLedger | None = None,
+        facts: StoreFacts | None = None,
     ) -> None:
         # constant after construction
         self.disk = disk
         self.home = home
+        self.owner = (facts or StoreFacts()).owner
         self.settings = settings
         self.clock = clock
         self.cache = cache
@@ -126,7 +109,7 @@ class Kv(Reader):
         # guarded by _writing
         self._writing = threading.Lock()
         self._wal = opened.wal
-        self._lsn = opened.last_lsn
+        self._lsn = self._durable_lsn = opened.last_lsn
         self._loading: set[int] = set()
         """Lsns of bulk loads that are under way."""
         # replaced under _viewing, read by all
@@ -138,6 +121,8 @@ class Kv(Reader):
         """Raises if the store has another owner by now; set by the engine."""
         self.follower: Follower | None = None
         """Set by the engine once the database is open; it then folds what it has missed."""
+        self.is_recorded = True
+        """Whether LMDB has what the last fold was about; while it has not, no file goes."""
         self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,21 +137,24 @@ class Kv(Reader):
         cache: BlockCache[Block] | None = None,
         background: bool = True,
         ledger: CompactionLedger | None = None,
+        facts: StoreFacts | None = None,
     ) -> Kv:
         """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
 
         `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`.
-        `ledger`: is told of every compaction.
+        `ledger`: is told of every compaction. `facts`: what the store knows of the database; its files are compared with it.
         """
         settings = settings or LsmSettings()
         cache = cache if cache is not None else BlockCache(settings.cache_bytes)
         home = LsmHome(path)
-        opened = open_files(disk, home, cache)
+        opened = open_files(disk, home, cache, facts)
         clock = clock or SystemClock()
-        return cls(disk, home, opened, settings, clock, cache, background=background, ledger=ledger)
+        return cls(disk, home, opened, settings, clock, cache, background=background, ledger=ledger, facts=facts)
 
     def close(self) -> None:
         """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
+        if isinstance(self.failure, StoreClosed):
+            return  # also in the child of a fork(), whose upkeep must not touch the parent's files
         self.upkeep.stop()
         with self._writing:
             if isinstance(self.failure, StoreClosed):
@@ -176,6 +164,9 @@ class Kv(Reader):
                 if failed is None:
                     self._wal.close()
                     self.manifest.close()
+                    self._durable_lsn = self._lsn
+                    if self.follower is not None:
+                        self.follower.record(self.ends())
             finally:
                 self._wal.abandon()
                 self.manifest.abandon()
@@ -192,6 +183,12 @@ class Kv(Reader):
             self.manifest.abandon()
             for table in self.view.levels:
                 table.close()
+
+    def forked(self, failure: StoreClosed) -> None:
+        """This process is the child of a fork(): the database is the parent's (M12)."""
+        self.failure = failure
+        self._writing = threading.Lock()  # another thread of the parent may have held it, and is not here to let it go
+        self._viewing = threading.Condition()
 
     def __enter__(self) -> Self:
         return self
@@ -274,11 +271,12 @@ class Kv(Reader):
         """Go on in a new memtable and a new WAL. REQUIRES the write lock."""
         old, number = self._wal, self._wal.number + 1
         path = self.home.wal(number)
-        new = Wal.create(self.disk, path, number)
+        new = Wal.create(self.disk, path, number, self.owner)
         hit("lsm.freeze.created")
         try:
             # Else power loss could keep a batch of the new one and lose one of the old.
             self._sync(old, old.end)
+            self._durable_lsn = self._lsn
             hit("lsm.freeze.synced")
             self.manifest.rotate_wal(old.number, number, self._lsn)
         except Exception as error:
@@ -293,7 +291,9 @@ class Kv(Reader):
         with self._viewing:
             view = self.view
             view.memtable.freeze()
-            self.view = View(Memtable(), (Frozen(view.memtable, old.number), *view.frozen), view.levels)
+            self.view = View(
+                Memtable(), (Frozen(view.memtable, old.number, old.durable_end()), *view.frozen), view.levels
+            )
         self._wal = new
         with suppress(StoreUnusable):  # it is synced; its closing mark is a courtesy
             old.close()
@@ -325,9 +325,20 @@ class Kv(Reader):
             self._viewing.notify_all()
 
     def fold(self) -> None:
-        """Tell who follows the tables that they have changed."""
+        """Tell who follows the tables that they, or the logs, have changed."""
         if self.follower is not None:
-            self.follower.fold(lambda: self.view.levels)
+            self.is_recorded = self.follower.fold(lambda: self.view.levels, self.ends)
+
+    def ends(self) -> LsmEndsRecord:
+        """How far the logs are durable, now: to be recorded outside of them (facts.py)."""
+        lsn = self._durable_lsn
+        manifest, snapshot = self.manifest.durable_end()
+        wals = {frozen.wal: frozen.end for frozen in self.view.frozen}
+        wal = self._wal
+        wals[wal.number] = wal.durable_end()
+        return LsmEndsRecord(
+            end_row(0, manifest), snapshot, lsn, tuple(end_row(number, wals[number]) for number in sorted(wals))
+        )
 
     def notify(self) -> None:
         """Something that writers wait for may have changed."""
@@ -359,12 +370,12 @@ class Kv(Reader):
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: bytes) -> bytes | None:
         """The value of a key, `None` if there is none."""
+        if self.failure is not None:
+            self.require_open()
         view = self.view
         entry = view.memtable.entries.get(key)
         if entry is not None and entry[0] > view.levels.lsn_max:
             return entry[1]
-        if self.failure is not None:
-            self.require_open()
         return view.get(key, LSN_MAX)
 
     @property
@@ -391,23 +402,7 @@ class Kv(Reader):
 
     def stats(self) -> Stats:
         """What the database consists of, now."""
-        view = self.view
-        memtables = [view.memtable, *(each.memtable for each in view.frozen)]
-        tables = list(view.levels)
-        return Stats(
-            last_lsn=self._lsn,
-            rows=sum(table.meta.rows for table in tables),
-            tombstones=sum(table.meta.tombstones for table in tables),
-            tables=len(tables),
-            table_bytes=sum(table.size_bytes for table in tables),
-            levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
-            memtable_keys=sum(len(each.entries) for each in memtables),
-            memtable_bytes=sum(each.bytes for each in memtables),
-            frozen=len(view.frozen),
-            manifest_log_bytes=self.manifest.log_bytes,
-            flushes=self.upkeep.flushes,
-            compactions=self.upkeep.compactions,
-        )
+        return stats_of(self)
 
     # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def require(self) -> None:

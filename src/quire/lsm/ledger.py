@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from quire.lsm.compaction import Job
     from quire.lsm.sst_reader import Table
+    from quire.manifest.lsm_records import LsmEndsRecord
 
 
 class CompactionLedger(Protocol):
@@ -29,8 +30,11 @@ class CompactionLedger(Protocol):
 class Follower(Protocol):
     """Who follows a database's tables: the store's manifest (projection.py)."""
 
-    def fold(self, tables: Callable[[], Iterable[Table]]) -> None:
-        """They may have changed."""
+    def fold(self, tables: Callable[[], Iterable[Table]], ends: Callable[[], LsmEndsRecord]) -> bool:
+        """They may have changed, and the logs have come so far; whether that is recorded now."""
+
+    def record(self, ends: LsmEndsRecord) -> None:
+        """The logs have come so far."""
 
     def differences(self, tables: Iterable[Table]) -> Iterator[str]:
         """What it knows otherwise."""

@@ -21,6 +21,9 @@ Rules
      written as a snapshot, which covers the log, and an empty one begins. The event raises, and never reappears. If that
      fails too, the manifest is unusable until it is opened again, and only then is it known whether the event happened.
   5. A snapshot that is damaged, or missing while the log says that there is one, is an error; nothing is guessed.
+  6. Where an end of the log is recorded elsewhere (facts.py), the log is in that life and reaches at least there, behind the
+     snapshot that was recorded; or one checkpoint has come since, whose snapshot covers that life. Anything else is an error:
+     the files are older than what was acknowledged, or not these.
 
 Threads: any; one lock for all changes. Reading `state()` gives a copy.
 Format page: `docs/formats/lsm-manifest.md`. Errors carry the seed's `kind` (see manifest_data.py).
@@ -32,17 +35,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from quire.core.errors import Corruption, InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
-from quire.durable.log_format import HEADER_BYTES, decode_header
+from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
+from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.names import TEMPORARY
+from quire.lsm.facts import REPAIR, Owner, StoreFacts, log_end
 from quire.lsm.manifest_data import (
     AddFrozenWal,
     AddSst,
@@ -67,29 +72,44 @@ from quire.lsm.manifest_format import (
     encode_event,
     encode_snapshot,
     replay,
+    snapshot_crc32,
 )
-
-_HINT = "restore the database from a backup: `quire kv restore`"
 
 
 class Manifest:
     """An open manifest; made by `Manifest.open`."""
 
-    def __init__(self, disk: Disk, home: LsmHome, log: LogWriter, salt: int, data: ManifestData) -> None:
+    def __init__(
+        self, disk: Disk, home: LsmHome, owner: Owner, log: LogWriter, snapshot_crc32: int, data: ManifestData
+    ) -> None:
         # constant after construction
         self._disk = disk
         self._home = home
+        self._owner = owner
         # guarded by _lock
         self._lock = threading.RLock()
         self._log = log
-        self._salt = salt
+        self._snapshot_crc32 = snapshot_crc32
         self._data = data
         self._failure: QuireError | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
-    def open(cls, disk: Disk, home: LsmHome) -> Manifest:
-        """Recover the manifest below `home`: the snapshot, then the log. A directory without one gets an empty one."""
+    def open(
+        cls,
+        disk: Disk,
+        home: LsmHome,
+        facts: StoreFacts | None = None,
+        *,
+        number: int = 0,
+        examine: Callable[[ManifestData], None] | None = None,
+    ) -> Manifest:
+        """Recover the manifest below `home`: the snapshot, then the log. A directory without one gets an empty one, unless
+        the facts are that there was one. `number` is the copy's, if it is one (versions.py). `examine` may raise about what
+        is in it, before anything of it is changed."""
+        facts = facts or StoreFacts()
+        if facts.is_made and not (disk.exists(home.manifest_log) or disk.exists(home.manifest_snapshot)):
+            raise Corruption("the manifest is gone", hint=REPAIR, path=home.path, kind=ErrorKind.WAL.value)
         directory = os.path.dirname(home.manifest_log)
         with of_kind(ErrorKind.IO):
             disk.make_dirs(directory)
@@ -100,32 +120,46 @@ class Manifest:
             if disk.exists(home.manifest_snapshot):
                 snapshot = decode_snapshot(read_all(disk, home.manifest_snapshot), home.manifest_snapshot)
         with of_kind(ErrorKind.WAL):
-            return cls._open_log(disk, home, snapshot)
+            return cls._open_log(disk, home, snapshot, facts, number, examine or (lambda _: None))
 
     @classmethod
-    def _open_log(cls, disk: Disk, home: LsmHome, snapshot: ManifestSnapshot | None) -> Manifest:
-        path = home.manifest_log
+    def _open_log(
+        cls,
+        disk: Disk,
+        home: LsmHome,
+        snapshot: ManifestSnapshot | None,
+        facts: StoreFacts,
+        number: int,
+        examine: Callable[[ManifestData], None],
+    ) -> Manifest:
+        path, owner = home.manifest_log, facts.owner
         data = snapshot.manifest_data if snapshot is not None else ManifestData()
+        checksum = snapshot.checksum if snapshot is not None else 0
         if not disk.exists(path):
             if snapshot is not None:
-                raise Corruption("the manifest's log is missing", hint=_HINT, path=path)
-            log, salt = _new_log(disk, path, LOG_FIRST)
-            return cls(disk, home, log, salt, data)
-        header = decode_header(_head(disk, path), path)
+                raise Corruption("the manifest's log is missing", hint=REPAIR, path=path)
+            examine(data)
+            return cls(disk, home, owner, _new_log(disk, path, LOG_FIRST, owner), checksum, data)
+        header = read_header(disk, path)
+        recorded = recorded_end(facts, header, snapshot, path)
+        if recorded is None:
+            owner.require(header, number, path)
         if snapshot is not None and header.salt == snapshot.covered_salt:
-            log, salt = _new_log(disk, path, LOG_NEXT)  # the step that the checkpoint did not get to
-            return cls(disk, home, log, salt, data)
+            examine(data)
+            # the step that the checkpoint did not get to
+            return cls(disk, home, owner, _new_log(disk, path, LOG_NEXT, owner), checksum, data)
         if snapshot is None and header.kind == LOG_NEXT:
-            raise Corruption("the manifest's snapshot is missing", hint=_HINT, path=home.manifest_snapshot)
+            raise Corruption("the manifest's snapshot is missing", hint=REPAIR, path=home.manifest_snapshot)
         if snapshot is not None and header.kind == LOG_FIRST:
-            raise Corruption("the manifest's log is older than its snapshot", hint=_HINT, path=path)
-        log, contents = LogWriter.open(disk, path, kind=LOG_FIRST if snapshot is None else LOG_NEXT)
-        try:
+            raise Corruption("the manifest's log is older than its snapshot", hint=REPAIR, path=path)
+        kind = LOG_FIRST if snapshot is None else LOG_NEXT
+
+        def replayed(contents: LogContents) -> None:
             replay(data, contents.payloads, contents.offsets, path)
-        except BaseException:
-            log.abandon()
-            raise
-        return cls(disk, home, log, header.salt, data)
+            examine(data)
+
+        log, _ = LogWriter.open(disk, path, kind=kind, vouched=recorded, examine=replayed)
+        return cls(disk, home, owner, log, checksum, data)
 
     def close(self) -> None:
         """Close the log. A second time: nothing."""
@@ -158,7 +192,12 @@ class Manifest:
     @property
     def log_bytes(self) -> int:
         """What a replay would have to read."""
-        return self._log.end - HEADER_BYTES
+        return self._log.end - self._log.header.size
+
+    def durable_end(self) -> tuple[LogEnd, int]:
+        """How far the log is durable, and the CRC32 of the snapshot that it goes on from (0: none), to be recorded."""
+        with self._lock:
+            return self._log.durable_end(), self._snapshot_crc32
 
     @property
     def failure(self) -> QuireError | None:
@@ -271,7 +310,9 @@ class Manifest:
         target, disk = self._home.manifest_snapshot, self._disk
         data = self._data
         hit("lsm.checkpoint.begun")
-        final = encode_snapshot(data, self._salt)  # steps 1 to 3: with checksum 0, its CRC32, the two put together
+        final = encode_snapshot(
+            data, self._log.header.salt
+        )  # steps 1 to 3: with checksum 0, its CRC32, the two put together
         hit("lsm.checkpoint.built")
         with of_kind(ErrorKind.IO):
             file = disk.open(target + TEMPORARY, create=True)
@@ -289,7 +330,8 @@ class Manifest:
                 disk.sync_dir(os.path.dirname(target))  # 7
                 hit("lsm.checkpoint.named")
                 self._log.abandon()
-                self._log, self._salt = _new_log(disk, self._home.manifest_log, LOG_NEXT)  # 8
+                self._log = _new_log(disk, self._home.manifest_log, LOG_NEXT, self._owner)  # 8
+                self._snapshot_crc32 = snapshot_crc32(final)
                 hit("lsm.checkpoint.truncated")
             except BaseException as error:
                 self._fail("a checkpoint of the manifest failed half-way", error)  # rule 3
@@ -331,15 +373,32 @@ class Manifest:
         self._log.abandon()
 
 
-def _new_log(disk: Disk, path: str, kind: bytes) -> tuple[LogWriter, int]:
-    log = LogWriter.create(disk, path, kind=kind, replace=True)
-    return log, decode_header(_head(disk, path), path, kind).salt
+def _new_log(disk: Disk, path: str, kind: bytes, owner: Owner) -> LogWriter:
+    return LogWriter.create(disk, path, kind=kind, identity=owner.identity(0), replace=True)
 
 
-def _head(disk: Disk, path: str) -> bytes:
+def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapshot | None, path: str) -> LogEnd | None:
+    """What the log must have, `None` if nothing is known of this life (rule 6)."""
+    if facts.ends is None:
+        return None
+    recorded = log_end(facts.ends.manifest)
+    checksum = snapshot.checksum if snapshot is not None else 0
+    covered = snapshot.covered_salt if snapshot is not None else 0
+    if covered == recorded.salt:
+        return None  # a checkpoint since
+    if header.salt != recorded.salt:
+        raise Corruption("the manifest is not the one that was recorded", hint=REPAIR, path=path)
+    if checksum != facts.ends.snapshot_crc32:
+        text = "the manifest's snapshot is not the one that its log goes on from"
+        raise Corruption(text, hint=REPAIR, path=path, snapshot=checksum, recorded=facts.ends.snapshot_crc32)
+    return recorded
+
+
+def read_header(disk: Disk, path: str) -> LogHeader:
+    """The header of the manifest's log."""
     file = disk.open(path, write=False)
     try:
-        return file.read_at(HEADER_BYTES, 0)
+        return decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path)
     finally:
         file.close()
 

@@ -23,6 +23,7 @@ import msgspec
 from quire.core.errors import Corruption, FormatTooNew, OutOfRange, SnapshotChecksumMismatch
 from quire.core.ids import U64_MAX
 from quire.durable.checksums import crc32
+from quire.lsm.facts import REPAIR
 from quire.lsm.manifest_data import (
     AddFrozenWal,
     AddSst,
@@ -121,7 +122,7 @@ def decode_event(record: bytes, path: str = "", offset: int = 0) -> ManifestEven
     except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
         raise Corruption(
             "an event of the manifest does not decode",
-            hint="restore the database from a backup: `quire kv restore`",
+            hint=REPAIR,
             path=path,
             offset=offset,
             cause=str(error),
@@ -204,6 +205,8 @@ def _decode_add(record: bytes) -> ManifestEvent:
 def _decode_compaction(record: bytes) -> ManifestEvent:
     _, added_count, removed_count = COUNTS.unpack_from(record)
     at, added = COUNTS_BYTES, list[ManifestSstEntry]()
+    if at + ENTRY_BYTES * added_count + 8 * removed_count > len(record):  # before anything of that size is made
+        raise ValueError(f"{added_count} tables added and {removed_count} removed in {len(record)} bytes")
     for _ in range(added_count):
         entry, at = _decode_entry(record, at)
         added.append(entry)
@@ -254,12 +257,14 @@ def _u64(number: int) -> int:
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class ManifestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a MANIFEST file. Its checksum is a matter of its bytes."""
+    """The contents of a MANIFEST file."""
 
     version: int
     snapshot_lsn: int
     covered_salt: int
     """Of the log whose life ended with this snapshot; 0 if there was none."""
+    checksum: int
+    """CRC32 of the file."""
     manifest_data: ManifestData
 
 
@@ -281,9 +286,14 @@ def encode_snapshot(data: ManifestData, covered_salt: int) -> bytes:
     return zeroed[:CHECKSUM_OFFSET] + checksum + zeroed[CHECKSUM_OFFSET + 4 :]
 
 
+def snapshot_crc32(file: bytes) -> int:
+    """The checksum that a MANIFEST file has in its head."""
+    return int.from_bytes(file[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 4], "little")
+
+
 def decode_snapshot(file: bytes, path: str = "") -> ManifestSnapshot:
     """What a MANIFEST file says; anything that is not exactly what was written raises."""
-    hint = "restore the database from a backup: `quire kv restore`"
+    hint = REPAIR
     where = {"path": path, "size": len(file)}
     if len(file) < SNAPSHOT_BYTES + DATA_BYTES or not file.startswith(SNAPSHOT_MAGIC):
         raise SnapshotChecksumMismatch("the file is not a manifest's snapshot", hint=hint, **where, kind=_MISMATCH)
@@ -301,7 +311,9 @@ def decode_snapshot(file: bytes, path: str = "") -> ManifestSnapshot:
     except (struct.error, UnicodeDecodeError, ValueError) as error:
         text = "the manifest's snapshot does not decode"
         raise Corruption(text, hint=hint, **where, cause=str(error), kind=ErrorKind.ENCODING.value) from error
-    return ManifestSnapshot(version=version, snapshot_lsn=snapshot_lsn, covered_salt=salt, manifest_data=data)
+    return ManifestSnapshot(
+        version=version, snapshot_lsn=snapshot_lsn, covered_salt=salt, checksum=checksum, manifest_data=data
+    )
 
 
 _MISMATCH = ErrorKind.SNAPSHOT_CHECKSUM_MISMATCH.value
@@ -310,6 +322,8 @@ _MISMATCH = ErrorKind.SNAPSHOT_CHECKSUM_MISMATCH.value
 def _decode_data(file: bytes) -> ManifestData:
     version, last_lsn, active_wal, next_sst_id, frozen_count, sst_count = DATA.unpack_from(file, SNAPSHOT_BYTES)
     at = SNAPSHOT_BYTES + DATA_BYTES
+    if at + 8 * frozen_count + ENTRY_BYTES * sst_count > len(file):  # before anything of that size is made
+        raise ValueError(f"{frozen_count} WALs and {sst_count} tables in {len(file)} bytes")
     frozen = list(struct.unpack_from(f"<{frozen_count}Q", file, at))
     at += 8 * frozen_count
     tables: dict[int, ManifestSstEntry] = {}

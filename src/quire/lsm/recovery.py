@@ -2,10 +2,12 @@
 
 Steps
   1. the manifest: its snapshot, then its log
-  2. every table that it names is opened; one that is missing or altered is an error
-  3. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error
-  4. notes about bulk loads that say no end get one: their tables are live, or they are not
-  5. files that it does not name are removed: leftovers of flushes, compactions and loads that no event ever named
+  2. the witnesses are compared: files and rows that the manifest could not have forgotten say that it is behind, and the
+     database is refused (rule 4)
+  3. every table that it names is opened; one that is missing, altered, or another one than LMDB knows is an error
+  4. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error
+  5. notes about bulk loads that say no end get one: their tables are live, or they are not
+  6. files that it does not name are removed if they are garbage for certain, else moved to quarantine (rule 5)
 
 Rules
   1. A batch whose lsn is not above that of every table is skipped: a flush that was cut off between its two events has
@@ -13,6 +15,13 @@ Rules
      it back.
   2. Frozen WALs become frozen memtables, to be flushed; the active one goes on.
   3. Nothing that is named is ever removed, and nothing is removed before everything named has been found.
+  4. A table's id is logged before its file is made, and a new WAL takes no record before the manifest names it. So a table
+     of an id that was never handed out, a WAL with records above the active one, or a row of such a table in LMDB mean that
+     events of the manifest are lost. Nothing is opened on such ground: `quire kv repair` decides.
+  5. Garbage for certain: temporary files, which no event ever names; WALs below the active one that are not frozen, because
+     what a manifest once called flushed stays flushed, however much of its end is lost; an empty WAL just above the active
+     one; and, if the manifest reaches what LMDB has recorded, tables that it does not name: nothing was acknowledged or
+     removed on the strength of an event before that was recorded (facts.py).
 
 Threads: one, the opener's.
 Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`.
@@ -25,19 +34,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import Corruption
+from quire.core.clock import SystemClock
+from quire.core.errors import Corruption, QuireError
 from quire.core.events import emit
+from quire.durable import quarantine
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
 from quire.lsm.cache import BlockCache
+from quire.lsm.facts import REPAIR, StoreFacts
 from quire.lsm.levels import Levels
 from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
 from quire.lsm.view import Frozen, View
-from quire.lsm.wal import Wal, batches_of
+from quire.lsm.wal import LOG_KIND, Wal, batches_of, require_owner
 
 if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block, Table
@@ -52,30 +65,31 @@ class Opened(msgspec.Struct):
     last_lsn: int
 
 
-def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block]) -> Opened:
-    """See the steps above. A directory without a database gets an empty one."""
+def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block], facts: StoreFacts | None = None) -> Opened:
+    """See the steps above. A directory without a database gets an empty one, unless the facts are that there was one."""
+    facts = facts or StoreFacts()
+    manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_behind(disk, home, state, facts))
     for part in ("wal", "sst"):
         disk.make_dirs(f"{home.path}/{part}")
-    manifest = Manifest.open(disk, home)
     tables: list[Table] = []
     wals: list[Wal] = []
     try:
         state = manifest.state()
         if not state.active_wal:
-            _refuse_leftovers(disk, home, state)
-            state = _begin(disk, home, manifest)
+            state = _begin(disk, home, manifest, facts)
         hit("lsm.recovery.manifest")
-        for entry in state.sstables:
-            from quire.lsm.sst_reader import Table  # Arrow: not for a database that is all in its log
-
-            tables.append(Table.open(disk, f"{home.path}/{entry.path}", entry.id, cache))
+        tables.extend(_open_tables(disk, home, state, cache, facts))
         levels = Levels(tables)
         hit("lsm.recovery.tables")
-        memtables = [_replay(disk, home, number, levels.lsn_max, wals) for number in _numbers(state)]
+        memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts) for number in _numbers(state)]
+        last = max(state.last_lsn, levels.lsn_max, *(memtable.lsn_max for memtable in memtables))
+        if facts.ends is not None and last < facts.ends.last_lsn:
+            text = "the database ends before what was acknowledged"
+            raise Corruption(text, hint=REPAIR, path=home.path, last_lsn=last, acknowledged=facts.ends.last_lsn)
         active = wals.pop()
         settle_notes(disk, home, state.tables)
         hit("lsm.recovery.settled")
-        _sweep(disk, home, state)
+        _sweep(disk, home, state, facts)
     except BaseException:
         for table in tables:
             table.close()
@@ -87,8 +101,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block]) -> Opened:
     for memtable, wal in zip(memtables, wals):
         memtable.freeze()
         wal.close()
-        frozen.append(Frozen(memtable, wal.number))
-    last = max(state.last_lsn, levels.lsn_max, *(memtable.lsn_max for memtable in memtables))
+        frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
     return Opened(manifest, active, View(memtables[-1], tuple(reversed(frozen)), levels), last)
 
 
@@ -97,26 +110,87 @@ def _numbers(state: ManifestData) -> list[int]:
     return [*(number for number in state.frozen_wals if number != state.active_wal), state.active_wal]
 
 
-def _begin(disk: Disk, home: LsmHome, manifest: Manifest) -> ManifestData:
+def _begin(disk: Disk, home: LsmHome, manifest: Manifest, facts: StoreFacts) -> ManifestData:
     """The first WAL of a new database."""
-    Wal.create(disk, home.wal(1), 1).close()
+    Wal.create(disk, home.wal(1), 1, facts.owner).close()
     hit("lsm.recovery.first_wal")
     manifest.set_version(1)
     manifest.set_active_wal(1)
     return manifest.state()
 
 
-def _refuse_leftovers(disk: Disk, home: LsmHome, state: ManifestData) -> None:
-    """A manifest that knows no WAL is new, or was lost; beside tables it was lost."""
-    found = [name for name in disk.names(f"{home.path}/sst") if lsm_number(name, ".sst") is not None]
-    if found and not state.sstables:
-        hint = "restore the database from a backup: `quire kv restore`"
-        raise Corruption("there are tables, but the manifest is empty", hint=hint, path=home.path, tables=len(found))
+def refuse_behind(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
+    """Step 2 (rule 4)."""
+    tables = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
+    later = sorted(number for number in tables | facts.rows.keys() if number >= state.next_sst_id)
+    if not later and facts.ends is None:
+        # Without a record of how far the manifest came, rows of LMDB are all there is to compare it with.
+        later = sorted((facts.rows.keys() & tables) - state.tables.keys())
+    if later:
+        text = "the manifest is behind: there are tables that it does not know"
+        raise Corruption(text, hint=REPAIR, path=home.path, tables=later[:20], next=state.next_sst_id)
+    for name in names_in(disk, f"{home.path}/wal"):
+        number = lsm_number(name, ".log")
+        if number is None or number <= state.active_wal or _is_foreign(disk, home, number, facts):
+            continue
+        if number > state.active_wal + 1 or not _is_empty(disk, home.wal(number)):
+            text = "the manifest is behind: there is a write-ahead log that it does not know"
+            raise Corruption(text, hint=REPAIR, path=home.wal(number), active=state.active_wal)
 
 
-def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[Wal]) -> Memtable:
-    """Step 3 for one WAL, which is left open in `wals`."""
-    wal, contents = Wal.open(disk, home.wal(number), number)
+def names_in(disk: Disk, path: str) -> list[str]:
+    """The names in a directory; none if it is not there."""
+    try:
+        return disk.names(path)
+    except FileNotFoundError:
+        return []
+
+
+def _is_foreign(disk: Disk, home: LsmHome, number: int, facts: StoreFacts) -> bool:
+    """Whether a log says itself that it belongs elsewhere."""
+    try:
+        require_owner(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
+    except Corruption as error:
+        return "database" in error.where
+    return False
+
+
+def _is_empty(disk: Disk, path: str) -> bool:
+    """Whether a log certainly has no record."""
+    try:
+        return not read_log(disk, path, kind=LOG_KIND).payloads
+    except QuireError:
+        return False
+
+
+def _open_tables(
+    disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache[Block], facts: StoreFacts
+) -> list[Table]:
+    """Step 3."""
+    if not state.tables:
+        return []
+    from quire.lsm.projection import is_row_of  # Arrow: not for a database that is all in its log
+    from quire.lsm.sst_reader import Table
+
+    opened: list[Table] = []
+    try:
+        for entry in state.sstables:
+            table = Table.open(disk, f"{home.path}/{entry.path}", entry.id, cache)
+            opened.append(table)
+            row = facts.rows.get(entry.id)
+            if row is not None and not is_row_of(row, table):
+                text = "the file is another table than the store's manifest describes"
+                raise Corruption(text, hint=REPAIR, path=table.path, sst_id=entry.id)
+    except BaseException:
+        for table in opened:
+            table.close()
+        raise
+    return opened
+
+
+def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[Wal], facts: StoreFacts) -> Memtable:
+    """Step 4 for one WAL, which is left open in `wals`."""
+    wal, contents = Wal.open(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
     wals.append(wal)
     memtable = Memtable()
     for lsn, items, size in batches_of(contents):
@@ -127,17 +201,39 @@ def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[W
     return memtable
 
 
-def _sweep(disk: Disk, home: LsmHome, state: ManifestData) -> None:
-    """Step 5 (rule 3)."""
+def _sweep(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
+    """Step 6 (rules 3 and 5)."""
     live = {entry.path for entry in state.sstables}
     wals = {*state.frozen_wals, state.active_wal}
     for name in disk.names(f"{home.path}/sst"):
-        if f"sst/{name}" not in live and (lsm_number(name, ".sst") is not None or name.endswith(".tmp")):
-            _remove(disk, f"{home.path}/sst/{name}")
+        path = f"{home.path}/sst/{name}"
+        if name.endswith(".tmp") or (facts.ends is not None and _is_unnamed(name, live)):
+            _remove(disk, path)
+        elif _is_unnamed(name, live):
+            set_aside(
+                disk, home, path, "the manifest does not name this table, and how far it came is not recorded", facts
+            )
     for name in disk.names(f"{home.path}/wal"):
-        number = lsm_number(name, ".log")
-        if (number is not None and number not in wals) or name.endswith(".tmp"):
-            _remove(disk, f"{home.path}/wal/{name}")
+        number, path = lsm_number(name, ".log"), f"{home.path}/wal/{name}"
+        if name.endswith(".tmp"):
+            _remove(disk, path)
+        elif number is not None and number not in wals:
+            if _is_foreign(disk, home, number, facts):
+                set_aside(disk, home, path, "the log belongs to another database, or has another number", facts)
+            else:
+                _remove(disk, path)
+
+
+def _is_unnamed(name: str, live: set[str]) -> bool:
+    return lsm_number(name, ".sst") is not None and f"sst/{name}" not in live
+
+
+def set_aside(disk: Disk, home: LsmHome, path: str, why: str, facts: StoreFacts) -> None:
+    """Move a file to quarantine: the store's, or one beside the files of a database that belongs to none."""
+    if facts.quarantine is not None:
+        facts.quarantine(path, why)
+    else:
+        quarantine.move(disk, home.path, os.path.relpath(path, home.path), why=why, at_ms=SystemClock().now_ms())
 
 
 def _remove(disk: Disk, path: str) -> None:

@@ -107,12 +107,13 @@ class _Section:
     size: int
     meta: TableMeta
     bloom: Bloom
+    checksum: int
 
 
-def read_section(file: File, path: str) -> tuple[TableMeta, Bloom]:
-    """The index and the filter of a table; raises if the file is not a whole, unaltered table."""
-    found = _find_section(file, path)
-    return found.meta, found.bloom
+def read_section(file: File, path: str) -> tuple[TableMeta, Bloom, int]:
+    """The index, the filter and the checksum of both; raises if the file is not a whole, unaltered table."""
+    section = _find_section(file, path)
+    return section.meta, section.bloom, section.checksum
 
 
 def set_level(file: File, path: str, level: int) -> None:
@@ -154,7 +155,7 @@ def _find_section(file: File, path: str) -> _Section:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
     except msgspec.MsgspecError as error:
         raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
-    return _Section(offset, section_bytes, meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes]))
+    return _Section(offset, section_bytes, meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes]), checksum)
 
 
 _DECODER = msgspec.msgpack.Decoder(TableMeta)

@@ -92,10 +92,25 @@ class Block:
 class Table:
     """An open table; made by `Table.open`."""
 
-    __slots__ = ("__weakref__", "_cache", "_file", "_first_keys", "_number", "bloom", "meta", "path", "size_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_cache",
+        "_file",
+        "_first_keys",
+        "_number",
+        "bloom",
+        "checksum",
+        "meta",
+        "path",
+        "size_bytes",
+    )
 
-    def __init__(self, file: File, path: str, meta: TableMeta, bloom: Bloom, cache: BlockCache[Block] | None) -> None:
+    def __init__(
+        self, file: File, path: str, meta: TableMeta, bloom: Bloom, checksum: int, cache: BlockCache[Block] | None
+    ) -> None:
         self.path = path
+        self.checksum = checksum
+        """Of the section, which has the checksums of all blocks: tables that have the same are the same."""
         self.meta = meta
         self.bloom = bloom
         self.size_bytes = file.size()
@@ -113,12 +128,12 @@ class Table:
             hint = "restore the database from a backup: `quire kv restore`"
             raise Corruption("a table is missing", hint=hint, path=path, sst_id=sst_id) from None
         try:
-            meta, bloom = read_section(file, path)
+            meta, bloom, checksum = read_section(file, path)
             if sst_id is not None and meta.sst_id != sst_id:
                 raise Corruption(
                     "the file is another table than its name says", path=path, sst_id=sst_id, found=meta.sst_id
                 )
-            table = cls(file, path, meta, bloom, cache)
+            table = cls(file, path, meta, bloom, checksum, cache)
         except BaseException:
             file.close()
             raise

@@ -3,6 +3,7 @@
 What is on disk, step by step, and what a crash there leaves
   a flush writes its table        a file that no event names: swept at the next open
   AddSst, RemoveFrozenWal         the table is live; a crash between the two is recovery's rule 1
+  LMDB records it                 from here on a manifest without these events is known to be damaged
   the WAL's file goes             a file that no event names
   a compaction writes tables      files that no event names
   one Compaction event            the new ones are live and the old ones are not, at once
@@ -11,8 +12,8 @@ What is on disk, step by step, and what a crash there leaves
 Rules
   1. Memtables are flushed in the order in which they were written, one at a time: so a table's lsns are above those of
      every table that was flushed before it.
-  2. A file goes only after the event that makes it dead is durable, and when the last view or scan that could read it is
-     gone.
+  2. A file goes only after the event that makes it dead is durable and LMDB has recorded that, and when the last view or scan
+     that could read it is gone. So no damage to the manifest alone can cost what the file held.
   3. A flush or compaction that fails (no space, say) leaves everything as it was and is tried again; writers are told.
      After doubt about the manifest the database stops.
   4. Versions that an open snapshot needs stay; so do tombstones that hide what a bulk load under way will bring.
@@ -148,6 +149,7 @@ class Upkeep:
             kv.require()
             if not kv.view.frozen:
                 return False
+            kv.fold()  # which WAL took over: a manifest that has forgotten it would pass for one before the rotation
             oldest = kv.view.frozen[-1]
             added = [self._write_memtable(oldest.memtable)] if oldest.memtable.entries else []
             hit("lsm.flush.written")
@@ -156,10 +158,12 @@ class Upkeep:
             hit("lsm.flush.recorded")
             kv.install(flushed=oldest, added=added)
             self.flushes += 1
-            with suppress(StorageFault, FileNotFoundError):
-                kv.disk.remove(kv.home.wal(oldest.wal))
-            hit("lsm.flush.done")
             kv.fold()
+            hit("lsm.flush.folded")
+            if kv.is_recorded:  # rule 2; else the next open removes it
+                with suppress(StorageFault, FileNotFoundError):
+                    kv.disk.remove(kv.home.wal(oldest.wal))
+            hit("lsm.flush.done")
             self._checkpoint_manifest()
         self._compact_due.set()
         return True
@@ -195,7 +199,8 @@ class Upkeep:
             raise
 
     def _checkpoint_manifest(self) -> None:
-        if self._kv.manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
+        # Not twice without a record in between: an open knows the log that was recorded, and the one behind its checkpoint.
+        if self._kv.is_recorded and self._kv.manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
             with self._recording(()):
                 self._kv.manifest.checkpoint()
 
@@ -361,7 +366,7 @@ class Upkeep:
         """Remove the files that nobody can reach any more; how many."""
         removed = 0
         self._remove_forsaken()
-        while self._garbage:
+        while self._garbage and self._kv.is_recorded:  # rule 2
             path = self._garbage.popleft()
             with suppress(StorageFault, FileNotFoundError):
                 self._kv.disk.remove(path)

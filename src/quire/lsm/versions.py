@@ -10,6 +10,8 @@ Rules
      bytes go with the last of them (as RocksDB's checkpoints do it).
   3. A copy is whole when its manifest is there: that is written last, everything before it is synced. What a crash leaves is a
      directory that nobody names; the engine sweeps it.
+  4. A snapshot's row in the store's manifest says that there is a copy, of which number and lsn. A copy that is not there, or
+     is another one, is an error: it never reads as an empty snapshot.
 
 Threads: any. Raises what the disk raises, `Corruption`.
 """
@@ -20,12 +22,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
+from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.trees import remove_tree
 from quire.lsm.cache import BlockCache
+from quire.lsm.facts import REPAIR, Owner, StoreFacts
 from quire.lsm.levels import Levels
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
@@ -41,23 +47,25 @@ if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block, Table
 
 
-def copy_live(kv: Kv, target: str) -> int:
-    """Make a copy of an open database in `target`, a directory that is not there; the last lsn it holds."""
+def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
+    """Make a copy of an open database in `target`, a directory that is not there; the last lsn it holds.
+
+    `owner` is the database that the copy belongs to, `number` the snapshot's; 0 for a database of its own.
+    """
     lsn = kv.last_lsn
     kv.flush()
     with kv.upkeep.held():  # the tables that the manifest names stay where they are
         state = kv.manifest.state()
         link_tables(kv.disk, kv.home.path, target, state)
-        write_manifest(kv.disk, target, state, max(lsn, kv.view.levels.lsn_max))
+        write_manifest(kv.disk, target, state, max(lsn, kv.view.levels.lsn_max), owner, number)
     return max(lsn, kv.view.levels.lsn_max)
 
 
-def copy_frozen(disk: Disk, source: str, target: str) -> None:
-    """Make a copy of a copy."""
-    with Manifest.open(disk, LsmHome(source)) as manifest:
-        state = manifest.state()
-    link_tables(disk, source, target, state)
-    write_manifest(disk, target, state, state.last_lsn)
+def copy_frozen(disk: Disk, source: FrozenCopy, target: str, owner: Owner) -> None:
+    """Make a database of a snapshot."""
+    state = source.state(disk)
+    link_tables(disk, source.path, target, state)
+    write_manifest(disk, target, state, state.last_lsn, owner)
 
 
 def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> None:
@@ -65,32 +73,67 @@ def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> No
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     for entry in state.sstables:
-        disk.link(f"{source}/{entry.path}", f"{target}/{entry.path}")
+        try:
+            disk.link(f"{source}/{entry.path}", f"{target}/{entry.path}")
+        except FileNotFoundError:
+            raise Corruption("a table is missing", hint=REPAIR, path=f"{source}/{entry.path}") from None
     hit("lsm.copy.linked")
     disk.sync_dir(f"{target}/sst")
 
 
-def write_manifest(disk: Disk, target: str, state: ManifestData, last_lsn: int) -> None:
+def write_manifest(
+    disk: Disk, target: str, state: ManifestData, last_lsn: int, owner: Owner | None = None, number: int = 0
+) -> None:
     """The manifest of a copy: the tables, and no WAL (rule 3)."""
     home = LsmHome(target)
     tables = {entry.id: ManifestSstEntry(entry.id, entry.path) for entry in state.sstables}
     data = ManifestData(version=1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
-    LogWriter.create(disk, home.manifest_log, kind=LOG_NEXT, replace=True).close()
+    identity = (owner or Owner()).identity(number)
+    LogWriter.create(disk, home.manifest_log, kind=LOG_NEXT, identity=identity, replace=True).close()
     hit("lsm.copy.logged")
     write_atomic(disk, home.manifest_snapshot, encode_snapshot(data, 0))
+
+
+class FrozenCopy(msgspec.Struct, frozen=True):
+    """Where a snapshot's copy is, and what the store's manifest says of it."""
+
+    path: str
+    owner: Owner
+    number: int
+    lsn: int
+
+    def state(self, disk: Disk) -> ManifestData:
+        """The copy's manifest; raises unless it is there and is the one of this snapshot (rule 4)."""
+        hint = "drop the snapshot, or put its directory back from a copy of the store"
+        if not disk.exists(self.path):
+            raise Corruption("the snapshot's files are gone", hint=hint, path=self.path)
+        facts = StoreFacts(self.owner, is_made=True)
+        try:
+            with Manifest.open(disk, LsmHome(self.path), facts, number=self.number) as manifest:
+                state = manifest.state()
+        except Corruption as error:
+            error.hint = hint
+            raise
+        if state.last_lsn != self.lsn:
+            text = "the snapshot's files are of another moment"
+            raise Corruption(text, hint=hint, path=self.path, lsn=state.last_lsn, expected=self.lsn)
+        return state
 
 
 class FrozenKv(Reader):
     """A copy, opened for reading. Use it as a context manager."""
 
-    def __init__(self, disk: Disk, path: str, cache: BlockCache[Block] | None = None) -> None:
+    def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache[Block] | None = None) -> None:
         from quire.lsm.sst_reader import Table
 
-        home = LsmHome(path)
-        with Manifest.open(disk, home) as manifest:
-            self.state = manifest.state()
-        tables = [Table.open(disk, f"{path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
+        self.state = copy.state(disk)
+        tables = [Table.open(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
         self._view = View(Memtable(), (), Levels(tables))
+        self.failure: StoreClosed | None = None
+
+    def _require(self) -> None:
+        if (why := self.failure) is not None:
+            raise StoreClosed(why.what, hint=why.hint)
 
     @property
     def tables(self) -> list[Table]:
@@ -99,13 +142,17 @@ class FrozenKv(Reader):
 
     def get(self, key: bytes) -> bytes | None:
         """The value that a key had."""
+        if self.failure is not None:
+            self._require()
         return self._view.get(key, LSN_MAX)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        self._require()
         return self._view.scan(low, high, LSN_MAX, reverse=reverse)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. A second time: nothing."""
+        self.failure = self.failure or StoreClosed("the snapshot is closed", hint="open it again")
         for table in self._view.levels:
             table.close()
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.durable.log_reader import LogEnd
 from quire.lsm.levels import Levels
 from quire.lsm.memtable import Memtable
 
@@ -32,6 +33,8 @@ class Frozen(msgspec.Struct, frozen=True):
 
     memtable: Memtable
     wal: int
+    end: LogEnd
+    """Of that WAL, which takes no more."""
 
 
 class View(msgspec.Struct, frozen=True):

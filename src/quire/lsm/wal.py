@@ -10,6 +10,8 @@ Rules
   3. An append reaches the operating system before it returns: it survives the death of the process. Only `sync` makes it
      survive the loss of power.
   4. After a failed append or sync nothing more is taken (the framed log's rule 4).
+  5. A log that is not this database's, not this number, or has less than was recorded of it elsewhere is `Corruption`
+     (facts.py): a damaged end never passes for a torn one, once somebody has recorded it.
 
 Threads: appends under the engine's write lock; `sync` by any. Format page: `docs/formats/lsm-wal.md`.
 Raises `StoreUnusable`, `OutOfRange` (a batch above 64 MiB), `Corruption`.
@@ -24,9 +26,11 @@ from itertools import accumulate
 from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.durable.log_reader import LogContents
+from quire.durable.log_format import NAMED_HEADER_BYTES, decode_header
+from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
 from quire.lsm.ahead import AheadDisk
+from quire.lsm.facts import REPAIR, Owner
 
 LOG_KIND = b"lsmw"
 
@@ -65,6 +69,8 @@ def decode_batch(record: bytes, path: str, offset: int) -> tuple[int, dict[bytes
     """The lsn and the items of a record."""
     try:
         lsn, count = HEAD.unpack_from(record)
+        if 8 * count > len(record):  # before anything of that size is made
+            raise _corrupt(path, offset, "its sizes do not fit")
         sizes = struct.unpack_from(f"<{2 * count}I", record, HEAD_BYTES)
     except struct.error as error:
         raise _corrupt(path, offset, str(error)) from error
@@ -86,18 +92,23 @@ class Wal:
         self._log = log
 
     @classmethod
-    def create(cls, disk: Disk, path: str, number: int) -> Wal:
+    def create(cls, disk: Disk, path: str, number: int, owner: Owner) -> Wal:
         """A new, empty log."""
-        return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, replace=True))
+        identity = owner.identity(number)
+        return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, identity=identity, replace=True))
 
     @classmethod
-    def open(cls, disk: Disk, path: str, number: int) -> tuple[Wal, LogContents]:
-        """A log that was left, its torn end cut off, and what it holds."""
+    def open(
+        cls, disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None = None
+    ) -> tuple[Wal, LogContents]:
+        """A log that was left, its torn end cut off, and what it holds (rule 5)."""
         try:
-            log, contents = LogWriter.open(AheadDisk(disk), path, kind=LOG_KIND)
+            require_owner(
+                disk, path, number, owner, recorded
+            )  # before its torn end is cut off: it may be somebody else's
+            log, contents = LogWriter.open(AheadDisk(disk), path, kind=LOG_KIND, vouched=recorded)
         except FileNotFoundError:
-            hint = "restore the database from a backup: `quire kv restore`"
-            raise Corruption("a write-ahead log is missing", hint=hint, path=path, number=number) from None
+            raise Corruption("a write-ahead log is missing", hint=REPAIR, path=path, number=number) from None
         return cls(number, log), contents
 
     @property
@@ -108,6 +119,10 @@ class Wal:
     def end(self) -> int:
         """Where the next record goes."""
         return self._log.end
+
+    def durable_end(self) -> LogEnd:
+        """What is durable now, to be recorded elsewhere."""
+        return self._log.durable_end()
 
     def append(self, record: bytes) -> int:
         """Write a record; where it ends."""
@@ -135,6 +150,17 @@ class Wal:
         self._log.abandon()
 
 
+def require_owner(disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None) -> None:
+    """Raise if the log is another database's, or has another number. One in the life that was recorded is ours in any case."""
+    file = disk.open(path, write=False)
+    try:
+        header = decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path, LOG_KIND)
+    finally:
+        file.close()
+    if recorded is None or recorded.salt != header.salt:
+        owner.require(header, number, path)
+
+
 def batches_of(contents: LogContents) -> Iterator[tuple[int, dict[bytes, bytes | None], int]]:
     """Lsn, items and size of each record of a log, in order (rule 2)."""
     last = None
@@ -147,5 +173,6 @@ def batches_of(contents: LogContents) -> Iterator[tuple[int, dict[bytes, bytes |
 
 
 def _corrupt(path: str, offset: int, cause: str) -> Corruption:
-    hint = "restore the database from a backup: `quire kv restore`"
-    return Corruption("a batch of the write-ahead log makes no sense", hint=hint, path=path, offset=offset, cause=cause)
+    return Corruption(
+        "a batch of the write-ahead log makes no sense", hint=REPAIR, path=path, offset=offset, cause=cause
+    )

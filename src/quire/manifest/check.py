@@ -200,6 +200,7 @@ def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
         t.LIVE_LEAF,
         t.SNAPSHOT_INDEX,
         t.LSM_CATALOG,
+        t.LSM_ENDS,
         t.PAGE_VERSION_INDEX,
         t.PAGE_VERSION_HEAD,
     ):

@@ -336,6 +336,7 @@ class Overlay:
         self.snapshot_index = view(t.SNAPSHOT_INDEX)
         self.retention = view(t.RETENTION)
         self.lsm_catalog = view(t.LSM_CATALOG)
+        self.lsm_ends = view(t.LSM_ENDS)
         self.audit = view(t.AUDIT)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)

@@ -21,7 +21,7 @@ from typing import Any, Generic
 from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
 from quire.manifest.keys import KeyCodec, Width
-from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.rows import RowCodec
 
@@ -193,6 +193,9 @@ SNAPSHOT_FLOOR = Table("snapshot_floor", (("db_id", "u32"),), r.FloorRecord, _LO
 METRICS = Table("metrics", (("scope", "u32"), ("metric_kind", "u32")), r.MetricRecord, _LOCAL, "rolling metrics")
 IDEMPOTENCY = Table("idempotency", (("key", "raw"),), r.IdempotencyRecord, _LOCAL, "answers to keyed batches")
 JOB_LEASES = Table("job_leases", (("job_id", "u64"),), r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
+LSM_ENDS = Table(
+    "lsm_ends", (("db_id", "u32"),), LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs"
+)
 META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
 MIGRATIONS = Table("migrations", (("name", "text"),), r.MigrationRecord, _LOCAL, "the migration ledger")
 

@@ -270,8 +270,11 @@ class Rooms:
         upload_now(self._manifest, self.worker, keys)
 
     def _sweep_versions(self) -> int:
-        """Files of dropped key-value snapshots; they can wait until the engine is loaded for something else."""
-        return self.kv.sweep() if "kv" in self._made else 0
+        """Files of dropped key-value snapshots, and how far the logs have come; both wait until the engine is loaded."""
+        if "kv" not in self._made:
+            return 0
+        self.kv.record_ends()
+        return self.kv.sweep()
 
     def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
         """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""

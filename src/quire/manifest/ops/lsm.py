@@ -1,4 +1,4 @@
-"""The operation by which LMDB follows the manifest of a key-value database (S1).
+"""The operations by which LMDB follows the manifest and the logs of a key-value database (S1).
 
 Rules
   1. The database's own log is the truth: this follows it, may be repeated, and is folded again when the database is opened.
@@ -7,7 +7,7 @@ Rules
 
 from quire.core.errors import WrongKind
 from quire.manifest import tables as t
-from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import DbKind, UInt
@@ -29,3 +29,15 @@ class FoldLsm(Op, frozen=True, tag=83):
             tables.lsm_catalog.delete(t.LSM_CATALOG.key.pack(self.db_id, sst_id))
         for sst_id, row in self.added:
             tables.lsm_catalog.put(t.LSM_CATALOG.key.pack(self.db_id, sst_id), row)
+
+
+class RecordLsmEnds(Op, frozen=True, tag=130):
+    """Remember how far the logs of a key-value database are durable."""
+
+    logged = False
+    db_id: UInt
+    ends: LsmEndsRecord
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.writable(self.db_id, even="read_only")
+        tables.lsm_ends.put(t.LSM_ENDS.key.pack(self.db_id), self.ends)

@@ -29,7 +29,7 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
-from quire.manifest.ops.lsm import FoldLsm
+from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
@@ -90,6 +90,7 @@ AnyOp = (
     | DropPageVersions
     | ForgetPages
     | FoldLsm
+    | RecordLsmEnds
     | RecordMetric
     | RegisterCursor
     | AcknowledgeChanges

@@ -1,0 +1,314 @@
+"""What LMDB has recorded of a key-value database is compared with its files: damage is told, nothing acknowledged is removed.
+
+Issue 18: a flipped bit in the last record dropped a synced write, one in the manifest's last group had a log full of
+acknowledged writes swept, a lost snapshot read as an empty one; all of it in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import Corruption
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
+from quire.durable.log_writer import LogWriter
+from quire.durable.lsm_names import LsmHome
+from quire.durable.quarantine import entries
+from quire.lsm.facts import Owner
+from quire.lsm.manifest_format import LOG_FIRST
+from quire.lsm.wal import LOG_KIND, Wal, encode_batch
+from quire.manifest import tables as t
+from quire.store.store import Store
+from tests.lsm.worlds import TINY, assert_same, assert_sound, forget_ends
+
+SETTINGS = StoreSettings(lsm=TINY, maintenance=MaintenanceSettings(enabled=False))
+
+
+def opened(path: Path) -> Store:
+    return quire.open(path / "store", settings=SETTINGS)
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> tuple[Path, LsmHome, dict[bytes, bytes]]:
+    """A database with a table and a log, closed in order."""
+    with opened(tmp_path) as store:
+        kv = store.kv("cart", create=True)
+        kv.write({b"%03d" % n: b"table" for n in range(20)})
+        kv.flush()
+        for n in range(5):
+            kv.put(b"log%d" % n, b"synced")
+        there = dict(kv.scan())
+    return tmp_path, LsmHome(kv.home.path), there
+
+
+def active(home: LsmHome) -> Path:
+    return max(Path(home.path, "wal").iterdir())
+
+
+def files(home: LsmHome) -> list[Path]:
+    return sorted(path for path in Path(home.path).rglob("*") if path.is_file())
+
+
+def refused(base: Path) -> Corruption:
+    with opened(base) as store:
+        store.kv("other", create=True).put(b"k", b"v")  # the store itself goes on
+        with pytest.raises(Corruption) as caught:
+            store.kv("cart")
+    return caught.value
+
+
+def test_every_flipped_byte_of_the_logs_is_told_after_a_clean_close(
+    closed: tuple[Path, LsmHome, dict[bytes, bytes]],
+) -> None:
+    base, home, there = closed
+    for path in (active(home), Path(home.manifest_log)):
+        whole = path.read_bytes()
+        for at in {*range(0, len(whole), 41), *range(len(whole) - 60, len(whole), 3), len(whole) - 1}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+            error = refused(base)
+            assert "`quire kv repair cart`" in error.hint, (path, at)
+        path.write_bytes(whole)
+    with opened(base) as store:
+        assert_same(store.kv("cart"), there)
+
+
+def test_a_log_cut_anywhere_is_told_after_a_clean_close(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, _ = closed
+    for path in (active(home), Path(home.manifest_log)):
+        whole = path.read_bytes()
+        for size in {0, 20, 72, len(whole) // 2, len(whole) - 24, len(whole) - 1}:
+            path.write_bytes(whole[:size])
+            refused(base)
+        path.write_bytes(whole)
+
+
+def test_every_missing_file_is_told(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, there = closed
+    for path in [*files(home), Path(home.path, "manifest"), Path(home.path, "wal"), Path(home.path, "sst")]:
+        away = base / "away"
+        os.rename(path, away)
+        refused(base)
+        if path.is_dir():
+            shutil.rmtree(path)  # an attempt to open makes an empty one
+        os.rename(away, path)
+    with opened(base) as store:
+        assert_same(store.kv("cart"), there)
+
+
+def test_files_of_another_database_are_told(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, there = closed
+    with opened(base) as store:
+        other = store.kv("other", create=True)
+        other.write({b"%03d" % n: b"theirs" for n in range(20)})
+        other.flush()
+        other.put(b"log", b"theirs")
+    theirs = LsmHome(other.home.path)
+    for ours, their in zip(files(home), files(theirs), strict=True):
+        whole = ours.read_bytes()
+        ours.write_bytes(their.read_bytes())
+        refused(base)
+        ours.write_bytes(whole)
+    with opened(base) as store:
+        assert_same(store.kv("cart"), there)
+
+
+def test_an_older_copy_of_the_manifest_is_told(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, _ = closed
+    shutil.copytree(Path(home.path, "manifest"), base / "older")
+    for _ in range(2):
+        with opened(base) as store:
+            kv = store.kv("cart")
+            for n in range(30):
+                kv.put(b"new%d" % n, b"v" * 50)
+                kv.flush()
+    assert Path(home.manifest_snapshot).exists(), "checkpoints have come since"
+    shutil.copytree(Path(home.path, "manifest"), base / "newer")
+    shutil.rmtree(Path(home.path, "manifest"))
+    shutil.copytree(base / "older", Path(home.path, "manifest"))
+    refused(base)
+    shutil.copytree(base / "newer", Path(home.path, "manifest"), dirs_exist_ok=True)
+    with opened(base) as store:
+        assert store.kv("cart").get(b"new29") is not None
+
+
+def test_an_older_snapshot_beside_its_manifest_s_log_is_told(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, _ = closed
+    older: bytes = b""
+    for _ in range(2):
+        with opened(base) as store:
+            store.kv("cart").put(b"x", b"y")
+            store.kv("cart").manifest.checkpoint()
+            store.kv("cart").fold()
+        older = older or Path(home.manifest_snapshot).read_bytes()
+    Path(home.manifest_snapshot).write_bytes(older)
+    assert "snapshot" in refused(base).what
+
+
+def test_a_torn_end_behind_what_was_recorded_is_only_torn(closed: tuple[Path, LsmHome, dict[bytes, bytes]]) -> None:
+    base, home, there = closed
+    for path in (active(home), Path(home.manifest_log)):
+        with path.open("ab") as file:
+            file.write(b"half a record")
+    with opened(base) as store:
+        assert_same(store.kv("cart"), there)
+        assert_sound(store.kv("cart"))
+
+
+def crashed(base: Path, *, record: bool) -> tuple[LsmHome, dict[bytes, bytes]]:
+    """A database whose owner died after its log had rotated; whether LMDB had heard of it."""
+    with opened(base) as store:
+        kv = store.kv("cart", create=True)
+        before = kv.manifest.log_bytes
+        kv.upkeep.stop()  # nobody flushes what is frozen
+        kv.put(b"first", b"1")
+        with kv._writing:
+            kv._freeze()
+        assert kv.manifest.log_bytes > before
+        kv.put(b"second", b"acknowledged")
+        if record:
+            store.kvs.record_ends()
+        there = dict(kv.scan())
+        kv.abandon()
+        return LsmHome(kv.home.path), there
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_damaged_end_of_the_manifest_does_not_have_a_full_log_swept(tmp_path: Path, record: bool) -> None:
+    """The rotation is lost with the last group; the log behind it holds acknowledged writes."""
+    home, there = crashed(tmp_path, record=record)
+    whole = Path(home.manifest_log).read_bytes()
+    for back in (40, 65, 80):
+        Path(home.manifest_log).write_bytes(whole[:-back] + bytes([whole[-back] ^ 1]) + whole[len(whole) - back + 1 :])
+        error = refused(tmp_path)
+        assert record or "behind" in error.what
+        assert len(os.listdir(f"{home.path}/wal")) == 2
+        assert len(Path(home.manifest_log).read_bytes()) == len(whole), "what is behind the damage is kept for a repair"
+    Path(home.manifest_log).write_bytes(whole)
+    with opened(tmp_path) as store:
+        assert_same(store.kv("cart"), there)
+
+
+def test_a_record_now_and_then_is_enough_to_tell_damage_after_a_crash(tmp_path: Path) -> None:
+    home, there = crashed(tmp_path, record=True)
+    wal = active(home)
+    whole = wal.read_bytes()
+    for back in (1, 9, 30):
+        wal.write_bytes(whole[:-back] + bytes([whole[-back] ^ 1]) + whole[len(whole) - back + 1 :])
+        refused(tmp_path)
+    wal.write_bytes(whole)
+    with opened(tmp_path) as store:
+        assert_same(store.kv("cart"), there)
+
+
+def test_the_next_log_without_a_record_is_garbage(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        kv = store.kv("cart", create=True)
+        kv.put(b"a", b"1")
+        with armed("lsm.freeze.created", stop), pytest.raises(KeyboardInterrupt):
+            kv.flush()
+        kv.abandon()
+    assert len(os.listdir(f"{kv.home.path}/wal")) == 2
+    with opened(tmp_path) as store:
+        assert_same(store.kv("cart"), {b"a": b"1"})
+    assert len(os.listdir(f"{kv.home.path}/wal")) == 1
+
+
+def stop(_name: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_log_of_another_database_that_nothing_names_is_set_aside(
+    closed: tuple[Path, LsmHome, dict[bytes, bytes]],
+) -> None:
+    base, home, there = closed
+    wal = Wal.create(OsDisk(), home.wal(77), 77, Owner(b"x" * 16, 9))
+    wal.append(encode_batch(1, {b"theirs": b""}))
+    wal.close()
+    with opened(base) as store:
+        assert_same(store.kv("cart"), there)
+    (entry,) = entries(OsDisk(), str(base / "store"))
+    assert entry.path.endswith("wal/000077.log")
+    assert "another database" in entry.why
+
+
+def test_a_wal_goes_only_when_lmdb_has_the_flush(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        kv = store.kv("cart", create=True)
+        kv.put(b"a", b"1")
+        kv.upkeep.stop()  # this thread flushes
+        with armed("lsm.flush.folded", stop), pytest.raises(KeyboardInterrupt):
+            kv.flush()
+        assert len(os.listdir(f"{kv.home.path}/wal")) == 2
+        with store.manifest.read() as txn:
+            assert [key[1] for key, _ in txn.scan(t.LSM_CATALOG)] == [1]
+
+
+# ── stores that are older than the record ─────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def old(tmp_path: Path) -> tuple[Path, LsmHome]:
+    with opened(tmp_path) as store:
+        kv = store.kv("cart", create=True)
+        kv.put(b"table", b"1")
+        kv.flush()
+        kv.put(b"log", b"2")
+        home = LsmHome(kv.home.path)
+    wal, number = active(home), kv.manifest.state().active_wal
+    wal.unlink()
+    with LogWriter.create(OsDisk(), str(wal), kind=LOG_KIND) as log:
+        log.append(encode_batch(9, {b"log": b"2"}))
+    events = [b"\x01" + (1).to_bytes(8, "little"), b"\x02" + number.to_bytes(8, "little")]
+    events += [b"\x08" + (1).to_bytes(8, "little"), b"\x05" + (1).to_bytes(8, "little") + b"\x0e\x00sst/000001.sst"]
+    with LogWriter.create(OsDisk(), home.manifest_log, kind=LOG_FIRST, replace=True) as log:
+        log.append_many(events)
+    return tmp_path, home
+
+
+def test_logs_without_a_name_are_still_read(old: tuple[Path, LsmHome]) -> None:
+    base, home = old
+    assert active(home).read_bytes()[8] == 1
+    with opened(base) as store:
+        with pytest.raises(Corruption, match="not the one that was recorded"):
+            store.kv("cart")
+        forget_ends(store)
+        assert_same(store.kv("cart"), {b"table": b"1", b"log": b"2"})
+        store.kv("cart").put(b"more", b"3")
+    with opened(base) as store:
+        assert_same(store.kv("cart"), {b"table": b"1", b"log": b"2", b"more": b"3"})
+        assert_sound(store.kv("cart"))
+    wal = active(home)  # and from the first close on its end is recorded too
+    wal.write_bytes(wal.read_bytes()[:-30])
+    refused(base)
+
+
+# ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_snapshot_that_lost_its_files_is_an_error_and_never_empty(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for n in range(2):
+            store.kv("cart", create=True).put(b"k%d" % n, b"v")
+            store.snapshot("cart", f"s{n}")
+        folder = Path(store.kv("cart").home.path, "snapshots")
+        first, second = sorted(folder.iterdir())
+        for path in (first / "manifest", first / "sst", first):
+            away = tmp_path / "away"
+            os.rename(path, away)
+            with pytest.raises(Corruption):
+                store.kvs.open_snapshot("cart", "s0")
+            with pytest.raises(Corruption):
+                store.fork("cart", "again", at="s0")
+            if path.name != "sst":  # a version names tables; whoever reads it finds out
+                with pytest.raises(Corruption):
+                    store.kvs.version("cart", "s0")
+            shutil.rmtree(path, ignore_errors=True)
+            os.rename(away, path)
+        with store.kvs.open_snapshot("cart", "s0") as snapshot:
+            assert dict(snapshot.scan()) == {b"k0": b"v"}
+        os.rename(first, tmp_path / "away")
+        shutil.copytree(second, first)
+        with pytest.raises(Corruption):
+            store.kvs.open_snapshot("cart", "s0")
