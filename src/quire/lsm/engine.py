@@ -150,7 +150,6 @@ class KvEngine:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
             raise
         kv.check_owner = self._manifest.writer.check_owner
-        kv.follower = follower
         kv.fold()
         if not made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
@@ -163,7 +162,7 @@ class KvEngine:
             relative = os.path.relpath(path, self._root)
             quarantine.move(self._disk, self._root, relative, why=why, at_ms=self._clock.now_ms(), database=db_id)
 
-        return StoreFacts(self._owner(db_id), is_made, follower.ends(), follower.rows(), set_aside)
+        return StoreFacts(self._owner(db_id), is_made, follower.ends(), follower.rows(), set_aside, follower)
 
     def _owner(self, db_id: int) -> Owner:
         return Owner(self._store_id, db_id)

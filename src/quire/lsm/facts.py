@@ -23,6 +23,7 @@ import msgspec
 from quire.core.errors import Corruption
 from quire.durable.log_format import LogHeader, LogIdentity
 from quire.durable.log_reader import LogEnd
+from quire.lsm.ledger import Follower
 from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 
 REPAIR = "`quire kv repair` shows what can be saved"
@@ -69,6 +70,8 @@ class StoreFacts(msgspec.Struct, frozen=True):
     """Of the tables that LMDB knows, by id."""
     quarantine: Callable[[str, str], None] | None = None
     """Moves a file (path, why); `None`: into a directory beside the database's own."""
+    follower: Follower | None = None
+    """Records what the database does from now on."""
 
     def wal_end(self, number: int) -> LogEnd | None:
         """What is recorded of a write-ahead log."""

@@ -61,7 +61,7 @@ from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.cache import BlockCache
 from quire.lsm.facts import StoreFacts, end_row
-from quire.lsm.ledger import CompactionLedger, Follower, NoLedger
+from quire.lsm.ledger import CompactionLedger, NoLedger
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
@@ -100,7 +100,9 @@ class Kv(Reader):
         # constant after construction
         self.disk = disk
         self.home = home
-        self.owner = (facts or StoreFacts()).owner
+        facts = facts or StoreFacts()
+        self.owner = facts.owner
+        self.follower = facts.follower
         self.settings = settings
         self.clock = clock
         self.cache = cache
@@ -119,8 +121,6 @@ class Kv(Reader):
         self.failure: QuireError | None = None
         self.check_owner: Callable[[], None] = lambda: None
         """Raises if the store has another owner by now; set by the engine."""
-        self.follower: Follower | None = None
-        """Set by the engine once the database is open; it then folds what it has missed."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
         self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
