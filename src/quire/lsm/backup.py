@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.errors import ChecksumMismatch, Corruption, NotFound
+from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, write_new
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from quire.lsm.kv import Kv
 
 READ_BYTES = 4 * MIB
+LIST_BYTES_MAX = 256 * MIB
+"""About two million tables."""
+
+_OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
 
 
 class TableObject(msgspec.Struct, frozen=True):
@@ -113,10 +118,18 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backu
     if not there or (lsn is not None and lsn not in there):
         raise NotFound("there is no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
     key = _list_key(label, there[-1] if lsn is None else lsn)
+    size = store.head(key).size_bytes
+    if size > LIST_BYTES_MAX:
+        raise Corruption("the list of a backup is too large to be one", hint=_OTHER, key=key, size=size)
     try:
-        return msgspec.json.decode(store.get(key), type=Backup)
+        backup = msgspec.json.decode(store.get(key), type=Backup)
     except msgspec.MsgspecError as error:
-        raise Corruption("the list of a backup does not decode", key=key, cause=str(error)) from error
+        raise Corruption("the list of a backup does not decode", hint=_OTHER, key=key, cause=str(error)) from error
+    ids = {table.sst_id for table in backup.tables}
+    fits = 0 <= backup.lsn <= U64_MAX and 0 < backup.next_sst_id <= U64_MAX and len(ids) == len(backup.tables)
+    if not fits or not all(0 < sst_id < backup.next_sst_id for sst_id in ids):
+        raise Corruption("the list of a backup makes no sense", hint=_OTHER, key=key)
+    return backup
 
 
 def find_table(
@@ -140,19 +153,32 @@ def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None
         disk.make_dirs(f"{target}/{part}")
     tables: dict[int, ManifestSstEntry] = {}
     for each in backup.tables:
+        size = store.head(each.key).size_bytes
+        if size != each.size_bytes:  # before it is fetched
+            text = "a table of the backup has another size than was backed up"
+            raise Corruption(text, hint=_OTHER, key=each.key, size=size, expected=each.size_bytes)
         data = store.get(each.key)
         digest = hashlib.sha256(data).hexdigest()
         if len(data) != each.size_bytes or digest != each.sha256:
             text = "a table of the backup is not what was backed up"
-            hint = "restore an earlier backup: `quire kv backups LABEL` lists them"
-            raise ChecksumMismatch(text, hint=hint, key=each.key, expected=each.sha256, actual=digest)
+            raise ChecksumMismatch(text, hint=_OTHER, key=each.key, expected=each.sha256, actual=digest)
         entry = ManifestSstEntry(each.sst_id, sst_entry_path(each.sst_id))
         write_new(disk, f"{target}/{entry.path}", data)
-        Table.open(disk, f"{target}/{entry.path}", each.sst_id).close()
+        _verify(disk, f"{target}/{entry.path}", each.sst_id)
         tables[each.sst_id] = entry
     disk.sync_dir(f"{target}/sst")
     state = ManifestData(tables=tables, next_sst_id=backup.next_sst_id)
     write_manifest(disk, target, state, backup.lsn)
+
+
+def _verify(disk: Disk, path: str, sst_id: int) -> None:
+    """Read every block of a table that comes from outside, once: who made it is not known, whatever its checksums say."""
+    table = Table.open(disk, path, sst_id)
+    try:
+        for problem in table.verify():
+            raise Corruption("a table of the backup is not sound", hint=_OTHER, path=path, cause=problem)
+    finally:
+        table.close()
 
 
 def _list_key(label: str, lsn: int) -> str:

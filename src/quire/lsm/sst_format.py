@@ -8,7 +8,9 @@ Terms
 Rules
   1. Rows are sorted by key, and the versions of a key by lsn, newest first. No key spans two blocks.
   2. Any Arrow reader reads the file: it looks at Arrow's footer, which knows nothing of the section.
-  3. We read a block by its place in the index, check its crc64, and only then decode it. The section has a crc64 of its own.
+  3. We read a block by its place in the index, check its crc64, then what decoding it would take (block_bounds.py), decode it,
+     and check that Arrow's offsets stay inside its buffers: a checksum says that somebody wrote the bytes, not that they make
+     sense. The section has a crc64 of its own, and its numbers are checked against the file before any is used.
   4. A tombstone has a null value.
   5. A table never changes once a manifest names it. Before that its level may: a load's is chosen when all of it is there.
 
@@ -28,6 +30,7 @@ import pyarrow as pa
 from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError
 from quire.durable.checksums import crc64
 from quire.durable.files import File
+from quire.lsm.block_bounds import BLOCK_ROWS_MAX, check_message
 from quire.lsm.bloom import Bloom
 
 SCHEMA = pa.schema(
@@ -53,13 +56,18 @@ ARROW_END = struct.Struct("<i6s")
 ARROW_END_BYTES = 10
 ARROW_MAGIC = b"ARROW1"
 END_OF_STREAM_BYTES = 8
+COMPRESSIONS = frozenset({"lz4", "zstd", "none"})
+LEVEL_MAX = 64
+"""Each level is ten times the one above: more than these do not exist."""
+PROBES_MAX = 64
+U64_END = 1 << 64
 READ_BYTES = 64 << 10
 """Read from the end of a file at first: mostly all of the section."""
 
 if TAIL.size != TAIL_BYTES or ARROW_END.size != ARROW_END_BYTES:
     raise AssertionError("the table's structs disagree with their literal sizes")
 
-_HINT = "`quire kv verify` shows what is affected; restore the database from a backup: `quire kv restore`"
+_HINT = "`quire kv verify` shows what is affected; `quire kv repair` shows what can be saved"
 
 
 class BlockPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +163,32 @@ def _find_section(file: File, path: str) -> _Section:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
     except msgspec.MsgspecError as error:
         raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
+    if nonsense := _nonsense(meta, hashes, bloom_bytes, offset):
+        raise Corruption("a table's index makes no sense", hint=_HINT, path=path, cause=nonsense)
     return _Section(offset, section_bytes, meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes]), checksum)
+
+
+def _nonsense(meta: TableMeta, probes: int, bloom_bytes: int, blocks_end: int) -> str:
+    """What is impossible about an index, before any of its numbers is used; empty if nothing is."""
+    numbers = (meta.sst_id, meta.rows, meta.tombstones, meta.lsn_min, meta.lsn_max, meta.raw_bytes)
+    if not all(0 <= number < U64_END for number in numbers) or meta.lsn_min > meta.lsn_max:
+        return "numbers out of range"
+    if not (0 <= meta.level <= LEVEL_MAX and meta.compression in COMPRESSIONS and 0 < probes <= PROBES_MAX):
+        return f"level {meta.level}, compression {meta.compression!r}, {probes} probes"
+    if not 0 < meta.bloom_bits <= 8 * bloom_bytes:
+        return f"a filter of {meta.bloom_bits} bits in {bloom_bytes} bytes"
+    if not meta.blocks or meta.blocks[0].first_key != meta.key_min:
+        return "no block, or another first key"
+    end, last = 0, None
+    for place in meta.blocks:
+        if place.offset < end or place.size <= 0 or place.offset + place.size > blocks_end:
+            return f"a block of {place.size} bytes at {place.offset}"
+        if not 0 < place.rows <= BLOCK_ROWS_MAX or (last is not None and place.first_key <= last):
+            return f"a block of {place.rows} rows, or out of order, at {place.offset}"
+        end, last = place.offset + place.size, place.first_key
+    if last is None or meta.key_max < last or sum(place.rows for place in meta.blocks) != meta.rows:
+        return "keys or rows that do not add up"
+    return "" if meta.tombstones <= meta.rows else "more tombstones than rows"
 
 
 _DECODER = msgspec.msgpack.Decoder(TableMeta)
@@ -169,15 +202,21 @@ def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes
     return file.read_at(length, offset)
 
 
-def decode_blocks(data: bytes, places: Sequence[BlockPlace], compression: str, path: str) -> list[pa.RecordBatch]:
-    """The rows of neighbouring blocks, if the bytes are the ones that were written (rule 3)."""
-    start, view = places[0].offset, memoryview(data)
+def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, path: str) -> list[pa.RecordBatch]:
+    """The rows of neighbouring blocks, if the bytes are the ones that were written, and make sense (rule 3)."""
+    start, view, compression = places[0].offset, memoryview(data), meta.compression
     for place in places:
-        actual = crc64(view[place.offset - start : place.offset - start + place.size])
+        piece = view[place.offset - start : place.offset - start + place.size]
+        actual = crc64(piece)
         if actual != place.crc64:
             text = "a block of a table fails its checksum"
             where = {"path": path, "offset": place.offset, "expected": place.crc64, "actual": actual}
             raise ChecksumMismatch(text, hint=_HINT, **where)
+        try:
+            check_message(piece, place.rows, meta.raw_bytes, compressed=compression != "none")
+        except ValueError as error:
+            text = "a block of a table does not decode"
+            raise Corruption(text, hint=_HINT, path=path, offset=place.offset, cause=str(error)) from error
     try:
         if compression == "none":  # the columns then lie in `data` itself
             pieces = (view[place.offset - start : place.offset - start + place.size] for place in places)
@@ -185,7 +224,10 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], compression: str, p
         else:  # as a stream, because only there can Arrow be told not to wake other threads for a few KiB
             reader = pa.ipc.open_stream(pa.py_buffer(_SCHEMA_MESSAGE + data), options=_READ_OPTIONS)
             batches = [reader.read_next_batch() for _ in places]
-    except (pa.ArrowException, OSError, StopIteration) as error:
+        for batch in batches:
+            batch.validate(full=True)  # 2 µs of the 45 that a block costs; without it bad offsets crash the process
+            _refuse_nulls(batch)
+    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
         text = "a block of a table does not decode"
         raise Corruption(text, hint=_HINT, path=path, offset=start, cause=str(error)) from error
     for batch, place in zip(batches, places):
@@ -193,6 +235,12 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], compression: str, p
             text = "a block has another number of rows"
             raise Corruption(text, hint=_HINT, path=path, offset=place.offset, rows=batch.num_rows)
     return batches
+
+
+def _refuse_nulls(batch: pa.RecordBatch) -> None:
+    """Only values may be null; point reads look at the other columns' buffers as they are."""
+    if any(batch.column(number).null_count for number in (0, 2, 3)):
+        raise ValueError("a key, an lsn or a tombstone is null")
 
 
 _SCHEMA_MESSAGE: bytes = SCHEMA.serialize().to_pybytes()

@@ -212,7 +212,7 @@ class Table:
                 end += 1
             size = places[end - 1].offset + places[end - 1].size - start
             data = self._file.read_at(size, start)
-            batches += decode_blocks(data, places[first:end], self.meta.compression, self.path)
+            batches += decode_blocks(data, places[first:end], self.meta, self.path)
             first = end
         return batches
 

@@ -24,10 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from quire.core.errors import InternalError, StorageFault
+from quire.core.errors import InternalError, OutOfRange, StorageFault
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.lsm.block_bounds import BLOCK_ROWS_MAX
 from quire.lsm.bloom import build_bloom, hash_keys
 from quire.lsm.sst_format import (
     ARROW_END,
@@ -99,6 +100,8 @@ class TableWriter:
     def _write_block(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
+        if batch.num_rows > BLOCK_ROWS_MAX:
+            raise OutOfRange("a key has too many versions for a block", rows=batch.num_rows, max=BLOCK_ROWS_MAX)
         offset = self._sink.begin()
         self._arrow.write_batch(batch)
         if not offset:  # Arrow writes its head together with the first batch
