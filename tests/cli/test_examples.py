@@ -39,7 +39,7 @@ IN_ORDER = (
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
     "kv repair", "kv delete",
     "stream append", "stream read", "stream tail", "stream seal", "stream ls", "stream info", "stream tier",
-    "stream checkpoint", "stream verify", "stream retention",
+    "stream checkpoint", "stream verify", "stream repair", "stream retention",
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",
     "feed tail", "feed cursors", "feed drop", "audit",
     "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "snapshot drop", "drop", "rename", "serve", "tour",

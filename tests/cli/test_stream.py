@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import quire
@@ -66,3 +67,36 @@ def test_retention(run: Run) -> None:
     assert run("stream", "read", "clicks", "--from", "1").code == 4
     assert run("stream", "retention", "clicks", "--consumed").out.endswith("until everybody has read it\n")
     assert run("stream", "retention", "clicks", "--reset").out == "clicks: keeps everything\n"
+
+
+def test_a_stream_without_its_log_is_refused_and_repaired(run: Run, path: Path) -> None:
+    """Opening it removed every segment, and every verifier called that sound (issue 18)."""
+    assert run("stream", "append", "clicks", "a", "b", "c").code == 0
+    shutil.rmtree(path / "streams/2/manifest")
+    refused = run("stream", "read", "clicks")
+    assert refused.code == 7
+    assert "quire stream repair clicks" in refused.err
+    assert run("ls").code == 0, "the store opens"
+    assert run("manifest", "verify").code == 1
+    whole = run("verify")
+    assert whole.code == 1
+    assert "the log is behind" in whole.out
+    dry = run("stream", "repair", "clicks", "--json")
+    assert dry.code == 0
+    assert {row["kind"] for row in dry.data} == {"to do"}
+    assert run("stream", "read", "clicks").code == 7, "nothing was done"
+    assert run("stream", "repair", "clicks", "--apply").code == 0
+    assert [row["payload"] for row in run("stream", "read", "clicks", "--json").data] == ["61", "62", "63"]
+    assert run("manifest", "verify").code == 0
+    assert run("stream", "repair", "clicks").out.startswith("clicks needs no repair: 1 segment")
+
+
+def test_what_a_repair_cannot_save_is_its_exit_code(run: Run, path: Path) -> None:
+    assert run("stream", "append", "clicks", "a", "b", "c").code == 0
+    shutil.rmtree(path / "streams/2/manifest")
+    (path / "streams/2/hot/0000000000000001.seg").unlink()
+    for more in ((), ("--apply",)):
+        ended = run("stream", "repair", "clicks", *more)
+        assert ended.code == 1
+        assert "records 1 to 3: segment 1 has no sound copy" in ended.out
+    assert run("drop", "clicks", "--yes").code == 0

@@ -69,13 +69,18 @@ def verify(
     """
     from quire.jobs.stream_verify.logs import verify_logs
     from quire.jobs.stream_verify.run import LogTask
+    from quire.stream.projection import witness_in
 
     need_runner(runner)
     streams = _streams(cli, stream)
     names = dict(streams)
     root, settings = os.path.abspath(cli.path), cli.settings().manifest_log
     with _store(cli) as store:
-        tasks = [LogTask(stream_id=each, root=root, url=store.url, settings=settings) for each in names]
+        with cli.reader() as manifest, manifest.read() as txn:
+            tasks = [
+                LogTask(stream_id=each, root=root, url=store.url, settings=settings, witness=witness_in(txn, each))
+                for each in names
+            ]
         here = _threads(root, store)
         chosen = _spark(root, store.url) if runner == "spark" and tasks else here
         found = list(verify_logs(tasks, chosen, here, deep=not shallow))

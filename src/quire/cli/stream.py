@@ -1,4 +1,4 @@
-"""Commands about streams: append, read, tail, ls, info, seal, tier, checkpoint, verify, retention.
+"""Commands about streams: append, read, tail, ls, info, seal, tier, checkpoint, verify, repair, retention.
 
 Rules
   1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,7 @@ def add_to(app: Group) -> None:
     command(group, "tier", example="quire stream tier clicks upload")(tier)
     command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
     command(group, "verify", example="quire stream verify clicks")(verify)
+    command(group, "repair", example="quire stream repair clicks")(repair)
     command(group, "retention", example="quire stream retention clicks --days 30")(retention)
     app.add("stream", group)
 
@@ -299,6 +301,37 @@ def verify(
         columns=["rule", "kind", "what"], rows=rows, empty=f"{database} is sound: {count_of(count, 'segment')} read"
     )
     return Verdict(shown, PROBLEMS if any(not each.leak for each in found) else OK)
+
+
+def repair(
+    cli: Cli,
+    database: Database,
+    apply: Annotated[bool, Option("--apply", help="Do it; without, only show what would be done.")] = False,
+) -> Verdict:
+    """Rebuild the manifest log of a stream that does not open.
+
+    From its chunks here and in tier 2, from LMDB, and from segments and objects. Nothing is removed: what is damaged or in the
+    way goes to quarantine. Exit code 1 if something cannot be saved.
+    """
+    with cli.owner() as store:
+        found = store.streams.repair(database, apply=apply)
+        if apply and found.steps:
+            store.stream(database)  # says so if that was not enough
+    rows = [
+        Row([kind, what], {"kind": kind, "what": what})
+        for kind, told in (("note", found.notes), ("done" if apply else "to do", found.steps), ("lost", found.lost))
+        for what in told
+    ]
+    first, end = found.records
+    kept = f"{count_of(found.segments, 'segment')}, records {first} to before {end}"
+    more = "" if apply or not found.steps else f"; `quire stream repair {shlex.quote(database)} --apply` does it"
+    shown = Listing(
+        columns=["", "what"],
+        rows=rows,
+        empty=f"{database} needs no repair: {kept}",
+        closing=f"{kept}{more}" if rows else "",
+    )
+    return Verdict(shown, PROBLEMS if found.lost else OK)
 
 
 def retention(

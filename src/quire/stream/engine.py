@@ -47,7 +47,11 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
 from quire.stream.cache import ByteCache
+from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.mlog_metrics import LogFigures
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.projection import Projection
+from quire.stream.repair import Repair, Survey
 from quire.stream.stream import Stream
 from quire.stream.upkeep import Moved
 
@@ -133,6 +137,26 @@ class StreamEngine:
             background=self._background,
             store_locked=self._store_locked,
         )
+
+    def repair(self, db: int | str, *, apply: bool = False) -> Survey:
+        """See what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
+
+        The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
+        """
+        with self._lock:
+            self._require()
+            with self._manifest.read() as txn:
+                stream_id, _ = txn.live(db, DbKind.STREAM)
+            stream = self._open.pop(stream_id, None)
+            if stream is not None:
+                stream.close()
+            files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
+            objects, projection = LogObjects(self._store(), stream_id), Projection(self._manifest, files)
+            repair = Repair(files, projection, objects, clock, self._log_settings)
+            found = repair.survey()
+            if apply and found.steps:
+                repair.apply(found)
+        return found
 
     @contextmanager
     def borrowed(self, db: int | str) -> Iterator[tuple[Stream, bool]]:

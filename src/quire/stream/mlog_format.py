@@ -59,7 +59,7 @@ if COPY_BYTES != COPY_CHECKED_BYTES + 8 or CHUNK_BYTES % ALIGNMENT or RECORD_BYT
 
 LOG_FIELDS = {"chunk": "chunk_index", "segment": "segment_id", "offset": "chunk_offset"}
 """What an error's places are called in events: a log is searched by one name for each thing."""
-HINT = "the stream is quarantined: `quire manifest verify` shows the damage; restore the file from tier 2 or a copy"
+HINT = "the stream stays closed: `quire manifest verify` shows the damage, `quire stream repair` what can be rebuilt"
 
 
 class ChunkHeader(NamedTuple):

@@ -25,6 +25,8 @@ from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, ManifestIntegrityError, ObjectNotFound
 from quire.core.events import emit
 from quire.durable.files import Disk, write_atomic
+from quire.durable.names import ManifestLogFile
+from quire.durable.quarantine import move
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, UPLOADED, ChunkFacts, damaged, decode_copy, log_fields
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
@@ -140,6 +142,30 @@ def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:
         )
     write_atomic(files.disk, files.chunk(index), object_bytes(chunk))
     mark_uploaded(files, index)
+
+
+def restore_log(files: LogFiles, objects: LogObjects, *, at_ms: int) -> list[int]:
+    """Bring back from tier 2 what the log lacks at its end: chunks, and the snapshot before them if none is here; which chunks.
+
+    A chunk that is here and not sealed, or older, and sealed there, is moved to quarantine: what was uploaded came later.
+    """
+    listing, here = objects.listing(), files.chunks()
+    start = here[-1] if here else 0
+    if not here and not files.snapshots() and listing.snapshots:
+        newest = max(listing.snapshots)
+        start = objects.get_snapshot(newest).position.chunk_index  # checked by that
+        write_atomic(files.disk, files.snapshot(newest), objects.store.get(objects.snapshot_key(newest)))
+    restored = []
+    for index in sorted(each for each in listing.chunks if each >= start):
+        if index in here:
+            if local_facts(files.disk, files, index).header.sealed:
+                continue
+            path = ManifestLogFile(stream_id=files.stream_id, chunk_index=index).path
+            why = "a chunk that is not sealed, and was uploaded sealed"
+            move(files.disk, files.root, path, why=why, at_ms=at_ms, database=files.stream_id)
+        restore_chunk(files, objects, index)
+        restored.append(index)
+    return restored
 
 
 class Reconciled(msgspec.Struct):

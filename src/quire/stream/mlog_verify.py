@@ -13,6 +13,9 @@ Rules that are checked
   L6  local retention: the newest snapshot's chunks and everything not uploaded are on disk; nothing is kept beyond need
       (told as a leak: harmless)
   L7  every segment is in at least one tier; its object is there
+  L8  the log knows every segment that LMDB knows, and every file with records in it; it has not become shorter since the last
+      close. Only of a log that is believed, and if a witness is given. The other way round, a log that knows more, is what
+      every crash leaves: opening the stream mends LMDB, and `quire stream verify` compares the two then
 
 Reads only; works beside a live writer, whose uncommitted tail is not looked at. Threads: functions without state.
 Raises what disk and object store raise; damage is a problem, not an error.
@@ -30,6 +33,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import ManifestIntegrityError, ObjectNotFound, QuireError
 from quire.core.settings import ManifestLogSettings
 from quire.durable.files import read_all
+from quire.stream.files import StreamFiles
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import CHUNK_BYTES, UPLOADED, decode_chunk_header, decode_copy, unsound
 from quire.stream.mlog_index import ManifestIndex
@@ -38,6 +42,8 @@ from quire.stream.mlog_records import RecordType, UnknownRecord
 from quire.stream.mlog_recovery import Recovered, local_facts, reconcile, recover
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.state import believed_end
+from quire.stream.witnesses import Witness, behind, held_above
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +133,12 @@ def verify(
     settings: ManifestLogSettings | None = None,
     object_exists: Callable[[str], bool] | None = None,
     deep: bool = True,
+    witness: Witness | None = None,
 ) -> Iterator[Problem]:
-    """Every rule that is broken."""
+    """Every rule that is broken. `witness` is what LMDB said before."""
+    stream = StreamFiles(files.disk, files.root, files.stream_id)
+    held = held_above(stream, witness.last_segment) if witness is not None else []  # before the log is read
+    closed = believed_end(stream) if witness is not None else None
     broken = list(_chunks(files))
     yield from broken
     yield from _headers(files)
@@ -141,6 +151,9 @@ def verify(
             yield Problem(rule="L3", what=error.what, where=error.where)
     if recovered is not None:
         yield from _state(recovered, object_exists)
+        if witness is not None and closed is not None:
+            for what in behind(recovered.index, witness, held=held, closed_records=closed):
+                yield Problem(rule="L8", what=f"the log is behind: {what}")
         yield from _retention(files, recovered, settings or ManifestLogSettings())
     if objects is not None and not broken:
         for chunk, what in objects_apart(files, objects).items():

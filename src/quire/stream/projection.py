@@ -37,6 +37,7 @@ from quire.stream.files import StreamFiles
 from quire.stream.mlog_modes import SegmentFacts
 from quire.stream.mlog_states import Remote
 from quire.stream.warm import WARM_HEADER_BYTES, dictionary_of
+from quire.stream.witnesses import Witness, witness_of
 
 _ORDER = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED, WalState.TRUNCATED)
 
@@ -142,8 +143,18 @@ class Projection:
     def rows(self) -> dict[int, WalRecord]:
         """The rows of segments that are not gone."""
         with self._manifest.read() as txn:
-            rows = {key[1]: row for key, row in txn.scan(t.WAL_CATALOG, self._stream_id)}
-        return {each: row for each, row in rows.items() if row.state in _ORDER[:-1]}
+            return _rows(txn, self._stream_id)
+
+    def name(self) -> str:
+        """What people call the stream."""
+        with self._manifest.read() as txn:
+            record = txn.database(self._stream_id)
+        return record.name if record is not None else f"#{self._stream_id}"
+
+    def witness(self) -> Witness:
+        """What the manifest log must know."""
+        with self._manifest.read() as txn:
+            return witness_in(txn, self._stream_id)
 
     def last_segment(self) -> int:
         """The highest segment id that ever had a row."""
@@ -187,6 +198,17 @@ class Projection:
             return file.size(), dictionary_of(file.read_at(WARM_HEADER_BYTES, 0), path=path)
         finally:
             file.close()
+
+
+def witness_in(txn: ReadTxn, stream_id: int) -> Witness:
+    """What LMDB has of a stream, which its manifest log must know."""
+    state = txn.wal_state(stream_id)
+    return witness_of(_rows(txn, stream_id), state.last_sealed_segment if state is not None else 0)
+
+
+def _rows(txn: ReadTxn, stream_id: int) -> dict[int, WalRecord]:
+    rows = {key[1]: row for key, row in txn.scan(t.WAL_CATALOG, stream_id)}
+    return {each: row for each, row in rows.items() if row.state in _ORDER[:-1]}
 
 
 def _residency(segment: Segment) -> Residency:

@@ -11,6 +11,7 @@ Rules
   3. A copy that moved on while it was read is looked up again. If nothing has moved it is damaged or gone: then the next
      copy is read, and that is told; without another copy the error is raised.
   4. A tail sees durable records only, each once, in order.
+  5. A copy that has not the records that its segment should have is damaged: a read that makes no progress raises.
 
 Threads: any; an iterator belongs to one. Raises `CursorLost`, `OutOfRange`, `Corruption`, `ObjectNotFound`,
 `ObjectStoreUnavailable`, `StoreClosed`.
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.errors import CursorLost, OutOfRange, StoreClosed, Unavailable
+from quire.core.errors import Corruption, CursorLost, OutOfRange, StoreClosed, Unavailable
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.stream.cache import ByteCache
@@ -33,7 +34,7 @@ from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_states import Remote
 from quire.stream.segment import HEADER_BYTES
-from quire.stream.sources import Lost, Marks, WarmSource, hot_source, remote_source, warm_source
+from quire.stream.sources import VERIFY, Lost, Marks, WarmSource, hot_source, remote_source, warm_source
 from quire.stream.spans import Span
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class StreamReader:
                 continue
             if record is not None:
                 return min(max(record, position), self._hot.durable)
-            position = segment.end_record or self._hot.durable
+            position = max(segment.end_record, position + 1) if segment.is_sealed else self._hot.durable
         return self._hot.durable
 
     # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,10 +170,13 @@ class StreamReader:
         search = _Search()
         while position < stop:
             segment, tier = self._choose(position, stop, search)
+            begun = position
             try:
                 for span in self._of_copy(segment, tier, position, stop):
                     yield span.within(position, stop)
                     position = span.end_record
+                if position == begun:
+                    raise Lost(_lacking(segment, position))
             except Lost as lost:
                 self._lost(position, segment, tier, lost, search)
 
@@ -285,6 +289,12 @@ class _Search:
         self.asked: set[int] = set()
         """Segments whose hydration was asked for."""
         self.races = 0
+
+
+def _lacking(segment: Segment, record: int) -> Corruption:
+    return Corruption(
+        "a segment's copy has not all of its records", hint=VERIFY, segment=segment.segment_id, record=record
+    )
 
 
 def is_going(segment: Segment) -> bool:

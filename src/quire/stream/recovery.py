@@ -5,10 +5,12 @@ Rules
      it is what LMDB and the directories say, and the log is brought up to it.
   2. A segment that was open is cut behind its last whole commit, sealed there, and never appended to again (P4). One without
      records is given up.
-  3. Files that the state does not know are removed: what was not announced was promised to nobody.
+  3. A file that the state does not know is removed if it is proven to be garbage: the log has a segment's other copy, or has
+     retired it, or the file has no record in it. Any other is moved to `quarantine/`, and that is told.
   4. A copy that the state knows and that is not there is told as evicted if another one is there; else that is damage, told
      here and raised by whoever reads it. Opening goes on: the rest of the stream is sound.
-  5. LMDB is folded again (S1).
+  5. LMDB is folded again (S1), after the log was found to know all that LMDB knows (`witnesses.py`): else the stream is not
+     opened, nothing is removed, and the error names the repair.
 
 Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise.
 """
@@ -22,13 +24,16 @@ import msgspec
 
 from quire.core.errors import Corruption
 from quire.core.events import emit
+from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.names import Tier
+from quire.durable.names import StreamSegmentFile, Tier
+from quire.durable.quarantine import move
 from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
+from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_modes import Mode
@@ -42,13 +47,18 @@ from quire.stream.mlog_records import (
     SegmentOpened,
     Tier2DeleteQueued,
 )
+from quire.stream.mlog_recovery import restore_log
 from quire.stream.mlog_states import Warm
+from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
+from quire.stream.reader import is_going
 from quire.stream.segment import HEADER_BYTES, SegmentHeader
 from quire.stream.segment_scan import scan
-from quire.stream.sources import VERIFY
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
+from quire.stream.witnesses import behind, held_above, holding, refused
+
+REPAIR = "put it back from a copy, or see what `quire stream repair` can save"
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +79,7 @@ def recover_stream(
     clock.raise_to(log.index.last_ms)
     ledger = _believe(files, log, projection, state, clock, mode)
     torn = sum(_settle(files, ledger, clock, segment) for segment in ledger.view if not segment.is_sealed)
-    _sweep(files, ledger)
+    _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
     return Recovered(
@@ -80,6 +90,46 @@ def recover_stream(
         epoch=max((each.epoch for each in segments), default=0) + 1,
         torn_bytes=torn,
     )
+
+
+# ── the log and its witnesses ─────────────────────────────────────────────────────────────────────────────────────────
+def open_log(
+    files: StreamFiles,
+    at: LogFiles,
+    objects: LogObjects,
+    projection: Projection,
+    state: StreamState,
+    clock: StreamClock,
+    settings: ManifestLogSettings,
+) -> ManifestLog:
+    """The manifest log, if it knows what its witnesses know (rule 5).
+
+    One that is behind is completed from tier 2, where its sealed chunks are; if that is not enough, the stream is not opened.
+    """
+    log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects)
+    try:
+        why = log_behind(files, log, projection, state)
+        if why:
+            log.abandon()
+            chunks = restore_log(at, objects, at_ms=clock.now_ms())
+            emit("warning", "stream.mlog.behind", stream=files.stream_id, why=why[0], reasons=len(why), chunks=chunks)
+            log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects)
+            why = log_behind(files, log, projection, state)
+        if why:
+            raise refused(projection.name(), files.stream_id, why)
+    except BaseException:
+        log.abandon()
+        raise
+    return log
+
+
+def log_behind(files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState) -> list[str]:
+    """What the manifest log does not know and should; nothing if it is not what is believed (rule 1)."""
+    if Mode(state.mode) is not Mode.ON:
+        return []
+    witness = projection.witness()
+    held = held_above(files, max(witness.last_segment, log.index.opened_max))
+    return list(behind(log.index, witness, held=held, closed_records=state.log_records))
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,9 +207,7 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Seg
     try:
         file = files.disk.open(path)
     except FileNotFoundError:
-        raise Corruption(
-            "the segment that was being written is missing", hint="restore it from a backup", path=path
-        ) from None
+        raise Corruption("the segment that was being written is missing", hint=REPAIR, path=path) from None
     try:
         file.sync()  # nothing is concluded from bytes that could still be lost
         raw = file.read_at(file.size(), 0)
@@ -168,7 +216,7 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Seg
     found = scan(raw, durable_upto=segment.base_record, path=path)
     header = found.header
     if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
-        raise Corruption("the segment that was being written is another one's", hint=VERIFY, path=path)
+        raise Corruption("the segment that was being written is another one's", hint=REPAIR, path=path)
     clock.raise_to(max(found.last_ms, header.created_at_ms))
     sealed = SealSegment(found.cut, crc64(memoryview(raw)[: found.cut]))
     if found.end_record == segment.base_record:
@@ -186,17 +234,46 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Seg
 
 
 # ── what is left over, and what is missing ────────────────────────────────────────────────────────────────────────────
-def _sweep(files: StreamFiles, ledger: Ledger) -> None:
+def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
     view = ledger.view
     hot, warm = set(files.segments(Tier.HOT)), set(files.segments(Tier.WARM))
-    files.remove(Tier.HOT, sorted(hot - {each.segment_id for each in view if each.is_hot}))
-    files.remove(Tier.WARM, sorted(warm - {each.segment_id for each in view if each.is_warm}))
+    known = {
+        Tier.HOT: {each.segment_id for each in view if each.is_hot},
+        Tier.WARM: {each.segment_id for each in view if each.is_warm},
+    }
+    for tier, here in ((Tier.HOT, hot), (Tier.WARM, warm)):
+        garbage = []
+        for segment_id in sorted(here - known[tier]):
+            if (why := _not_garbage(files, ledger, tier, segment_id)) is None:
+                garbage.append(segment_id)
+                continue
+            name = StreamSegmentFile(stream_id=files.stream_id, tier=tier, segment_id=segment_id)
+            move(files.disk, files.root, name.path, why=why, at_ms=clock.now_ms(), database=files.stream_id)
+        files.remove(tier, garbage)
     hit("stream.recovery.swept")
     for segment in view:
         if segment.is_hot and segment.segment_id not in hot:
             _missing(files, ledger, segment, Tier.HOT)
         if segment.is_warm and segment.segment_id not in warm:
             _missing(files, ledger, segment, Tier.WARM)
+
+
+def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int) -> str | None:
+    """Why a file that belongs to no copy may not be removed; `None`: it may (rule 3)."""
+    segment = ledger.view.get(segment_id)
+    if segment is not None:
+        if segment.is_hot or segment.is_warm or segment.is_remote or is_going(segment):
+            return None  # the log gave this copy up when there was another, or has not finished making it
+        return "the log has no copy of its segment"
+    held = holding(files, tier, segment_id)
+    if held is None:
+        return "no segment that is known, and not a sound file of one"
+    if held.base_record == held.end_record:
+        return None  # made and never announced, or given up by the recovery before this one
+    first = min((each.base_record for each in ledger.view), default=ledger.projection.next_record())
+    if segment_id <= ledger.index.opened_max and held.base_record < first:
+        return None  # the log has retired it
+    return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not know"
 
 
 def _missing(files: StreamFiles, ledger: Ledger, segment: Segment, tier: Tier) -> None:

@@ -60,6 +60,25 @@ class _Stored(msgspec.Struct, frozen=True):
     consumers: dict[str, Consumer] = {}
     retention: Retention | None = None
     going: tuple[int, ...] = ()
+    log_records: int = 0
+    """How many records the manifest log had at the last clean close; it never has fewer."""
+
+
+def _load(files: StreamFiles) -> _Stored:
+    path = files.state
+    try:
+        return msgspec.json.decode(read_all(files.disk, path), type=_Stored)
+    except FileNotFoundError:
+        return _Stored()
+    except msgspec.MsgspecError as error:
+        hint = "restore it from a backup, or remove it: consumers and retention are then forgotten"
+        raise Corruption(f"the state of a stream cannot be read: {error}", hint=hint, path=path) from error
+
+
+def believed_end(files: StreamFiles) -> int | None:
+    """How many records the manifest log had at the last clean close; `None` if it is not what is believed."""
+    stored = _load(files)
+    return stored.log_records if stored.mode == "on" else None
 
 
 class StreamState:
@@ -70,17 +89,7 @@ class StreamState:
         self._clock = clock
         # guarded by _lock
         self._lock = threading.Lock()
-        self._stored = self._load()
-
-    def _load(self) -> _Stored:
-        path = self._files.state
-        try:
-            return msgspec.json.decode(read_all(self._files.disk, path), type=_Stored)
-        except FileNotFoundError:
-            return _Stored()
-        except msgspec.MsgspecError as error:
-            hint = "restore it from a backup, or remove it: consumers and retention are then forgotten"
-            raise Corruption(f"the state of a stream cannot be read: {error}", hint=hint, path=path) from error
+        self._stored = _load(files)
 
     def _save(self, stored: _Stored) -> None:
         """REQUIRES the lock."""
@@ -104,6 +113,18 @@ class StreamState:
             stored = msgspec.structs.replace(self._stored, mode=mode, going=tuple(sorted(going)))
             if stored != self._stored:
                 self._save(stored)
+
+    # ── the end of the log ────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def log_records(self) -> int:
+        """How many records the manifest log had at the last clean close."""
+        return self._stored.log_records
+
+    def remember_end(self, log_records: int) -> None:
+        """The log ends here: outside of its own bytes, which cannot say that some of them are gone."""
+        with self._lock:
+            if log_records != self._stored.log_records:
+                self._save(msgspec.structs.replace(self._stored, log_records=log_records))
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

@@ -39,8 +39,6 @@ from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.ledger import Ledger
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
@@ -49,7 +47,7 @@ from quire.stream.open_segment import Opened, Sealed
 from quire.stream.pending import Records
 from quire.stream.projection import Projection
 from quire.stream.reader import Record, StreamReader, is_going
-from quire.stream.recovery import Recovered, recover_stream
+from quire.stream.recovery import Recovered, open_log, recover_stream
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
 from quire.stream.upkeep import Moved, Upkeep
@@ -163,12 +161,11 @@ class Stream:
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         objects = LogObjects(_Later(store), stream_id)
         log_files = LogFiles(disk, root, stream_id, store_locked)
-        log = ManifestLog.open(log_files, clock=ticking, settings=log_settings, objects=objects)
+        state, projection = StreamState(files, ticking), Projection(manifest, files)
+        log = open_log(files, log_files, objects, projection, state, ticking, log_settings)
         try:
             files.make()
             files.sweep()
-            state = StreamState(files, ticking)
-            projection = Projection(manifest, files)
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
             cache = cache if cache is not None else ByteCache(settings.cache_bytes)
             owned = manifest.writer.check_owner
@@ -418,6 +415,7 @@ class Stream:
             closing.callback(self.ledger.log.close)
             closing.callback(self.ledger.project)
             closing.callback(self.hot.close)
+        self._state.remember_end(self.ledger.log.index.records)
 
     def abandon(self) -> None:
         """Let everything go and write nothing more, as a crash would."""

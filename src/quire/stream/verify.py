@@ -7,6 +7,7 @@ Rules that are checked
   T4  segments have consecutive records, and only the last one is open
   T5  every segment has a copy
   T6  there are no files that the state does not know (told as a leak: harmless)
+  T7  the manifest log and LMDB say the same of every segment
 
 Reads only; a copy that moves meanwhile is looked at again. Threads: functions without state.
 Raises what disk and object store raise, `ObjectStoreUnavailable` for one; damage is a problem, not an error.
@@ -15,6 +16,7 @@ Raises what disk and object store raise, `ObjectStoreUnavailable` for one; damag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
 from quire.stream.catalogue import Segment
+from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_verify import Problem
 from quire.stream.reader import is_going
 from quire.stream.segment_scan import sealed_blocks
@@ -47,6 +50,20 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[Problem]:
             found = list(_of_segment(stream, again, deep)) if again is not None else []
         yield from found
     yield from _leaks(stream)
+    yield from _apart(stream)
+
+
+def _apart(stream: Stream) -> Iterator[Problem]:
+    """T7, both ways. Which local copies there are LMDB does not know: T1, T2 and T6 tell of those."""
+    for apart in stream.compare() if stream.mode is Mode.ON else ():
+        log, rows = apart.log, apart.projection
+        if log is None or rows is None:
+            what = f"only {'LMDB' if log is None else 'the manifest log'} has a segment"
+        elif replace(log, hot=rows.hot, warm_bytes=rows.warm_bytes, dictionary_id=rows.dictionary_id) == rows:
+            continue
+        else:
+            what = "the manifest log and LMDB differ about a segment"
+        yield Problem(rule="T7", what=what, where={"segment": apart.segment_id})
 
 
 def _of_segment(stream: Stream, segment: Segment, deep: bool) -> Iterator[Problem]:

@@ -311,6 +311,13 @@ def check_header(raw: Bytes, *, path: str = "") -> tuple[int, int]:
     return stream_id, segment_id
 
 
+def header_fields(read: Read, size: int, path: str) -> tuple[tuple[int, int], int, int]:
+    """((stream_id, segment_id), base_record, end_record) of a compressed segment, from its header and its footer."""
+    header = read(0, WARM_HEADER_BYTES)
+    whose = check_header(header, path=path)
+    return whose, HEADER.unpack_from(header)[6], WarmReader(read, size, path=path).end_record
+
+
 def dictionary_of(raw: Bytes, *, path: str = "") -> int:
     """The dictionary_id of a compressed segment, from its first 64 bytes."""
     check_header(raw, path=path)

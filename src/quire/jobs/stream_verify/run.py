@@ -35,6 +35,7 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import Problem, verify
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.warm import WarmReader
+from quire.stream.witnesses import Witness
 
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,6 +109,8 @@ class LogTask:
     url: str
     settings: ManifestLogSettings | None = None
     """What is kept on disk, by the store's configuration."""
+    witness: Witness | None = None
+    """What LMDB has of the stream, which its log must know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,9 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     store = tools.open_store(task.url)
     files, objects = LogFiles(tools.disk, task.root, task.stream_id), LogObjects(store, task.stream_id)
     exists = partial(_exists, store)
-    found = tuple(verify(files, objects, settings=task.settings, object_exists=exists, deep=False))
+    found = tuple(
+        verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
+    )
     listing = objects.listing()
     return LogFound(task.stream_id, found, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
 

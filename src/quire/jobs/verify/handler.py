@@ -36,6 +36,7 @@ from quire.jobs.verify.run import Finding, VerifyTask, verify
 from quire.jobs.verify.whole import plan_aged, verify_store
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, DbStatus
+from quire.stream.projection import witness_in
 
 STEP_ARTIFACTS = 16
 """Artifacts between two commits: 1 GiB of full chunks."""
@@ -87,7 +88,7 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
     of their objects' bodies if everything is wanted, however lately it was seen."""
     with ctx.manifest.read() as txn:
         tasks = [
-            LogTask(stream_id=db_id, root=ctx.root, url=ctx.objects_url)
+            LogTask(stream_id=db_id, root=ctx.root, url=ctx.objects_url, witness=witness_in(txn, db_id))
             for db_id, record in txn.databases()
             if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
         ]

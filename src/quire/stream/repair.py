@@ -1,0 +1,381 @@
+"""Rebuilds the manifest log of a stream from everything that is left: its chunks here and in tier 2, LMDB, files, objects.
+
+Terms
+  chain      chunks that follow each other, from a snapshot or from the first one on: what a log can go on behind
+  survey     what was found, what is to be done about it, and what cannot be saved; nothing is changed by it
+  lost       records that no sound copy has any more
+
+Rules
+  1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
+  2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
+     LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
+  3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
+     but a lost segment had are told as lost.
+  4. The log is brought up by records, in one commit, as after a time in which it was off (`mlog_modes.catch_up`). A crash
+     before it leaves a log that is behind: the stream stays closed, and the repair can be repeated.
+
+Threads: one; the stream is closed meanwhile. Raises `Corruption` if there is nothing to rebuild from, and what disk, object
+store and manifest raise.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+
+from quire.core.errors import Corruption, FormatTooNew, ManifestIntegrityError, ObjectNotFound
+from quire.core.settings import ManifestLogSettings
+from quire.durable.checksums import crc64
+from quire.durable.files import read_all, write_atomic
+from quire.durable.names import Tier
+from quire.durable.quarantine import entries, move
+from quire.manifest.records import WalRecord
+from quire.objects.api import ObjectStore
+from quire.stream.catalogue import Segment, view_of
+from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.ledger import bring_up, fold
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_format import CHUNK_BYTES
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_modes import SegmentFacts, catch_up, facts_of
+from quire.stream.mlog_reader import START, Chunk, check_sequence, load_chunk
+from quire.stream.mlog_records import SealSegment
+from quire.stream.mlog_recovery import restore_chunk
+from quire.stream.mlog_snapshot import Snapshot, read_snapshot
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.projection import Projection
+from quire.stream.reader import is_going
+from quire.stream.segment_scan import Scan, scan
+from quire.stream.state import StreamState, believed_end
+from quire.stream.warm import WarmReader, dictionary_of
+
+
+class Survey(msgspec.Struct, kw_only=True):
+    """What is there, what is to be done, and what cannot be saved."""
+
+    steps: list[str] = msgspec.field(default_factory=list)
+    """What `apply` does, in words and in order."""
+    lost: list[str] = msgspec.field(default_factory=list)
+    """What cannot be saved."""
+    notes: list[str] = msgspec.field(default_factory=list)
+    """What a person may want to do before."""
+    records: tuple[int, int] = (0, 0)
+    """The first record that is kept, and the one behind the last; those that are lost in between included."""
+    segments: int = 0
+    to_quarantine: dict[str, str] = msgspec.field(default_factory=dict)
+    """path → why"""
+    to_fetch: list[int] = msgspec.field(default_factory=list)
+    """Chunks of the log that come back from tier 2."""
+    snapshot: int = 0
+    """The snapshot of the log that comes back from tier 2; 0 for none."""
+    facts: dict[int, SegmentFacts] = msgspec.field(default_factory=dict)
+    ends: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """segment → (end_record, sealed_ms)"""
+    known: ManifestIndex = msgspec.field(default_factory=ManifestIndex)
+    """The newest state that anything of the log has."""
+
+
+class Repair:
+    """The repair of one stream."""
+
+    def __init__(
+        self,
+        files: StreamFiles,
+        projection: Projection,
+        objects: LogObjects,
+        clock: StreamClock,
+        settings: ManifestLogSettings,
+    ) -> None:
+        self._files = files
+        self._log = LogFiles(files.disk, files.root, files.stream_id)
+        self._projection = projection
+        self._objects = objects
+        self._store: ObjectStore = objects.store
+        self._clock = clock
+        self._settings = settings
+
+    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def survey(self) -> Survey:
+        """What can be rebuilt (rule 1)."""
+        found = Survey()
+        found.known = self._survey_log(found)
+        self._survey_segments(found)
+        closed = believed_end(self._files) or 0
+        if closed > found.known.records:
+            lost = closed - found.known.records
+            found.steps.append(f"go on with a log that has {lost} records less than when the stream was last closed")
+        mine = [
+            entry for entry in entries(self._files.disk, self._files.root) if entry.database == self._files.stream_id
+        ]
+        if mine:
+            numbers = " ".join(str(entry.number) for entry in mine)
+            found.notes.append(
+                f"{len(mine)} files of it are in quarantine ({numbers}): `quire quarantine restore` first what is wanted"
+            )
+        return found
+
+    def _survey_log(self, found: Survey) -> ManifestIndex:
+        """The chain that the log goes on behind; the newest state that anything of the log has."""
+        snapshots = self._snapshots(found)
+        best, chain, base = ManifestIndex(), list[Chunk](), None
+        for candidate in [*snapshots, None]:
+            index = copy.deepcopy(candidate.index) if candidate is not None else ManifestIndex()
+            chunks = self._chain(candidate, index, found)
+            if chunks is not None and (index.records > best.records or not (chain or base)):
+                best, chain, base = index, chunks, candidate
+        last = chain[-1].last_index if chain else (base.position.chunk_index - 1 if base is not None else -1)
+        here = self._log.chunks()
+        for number in here:
+            if number > last and self._log.chunk(number) not in found.to_quarantine:
+                self._put_aside(
+                    found, self._log.chunk(number), "a chunk of the log behind one that is missing or damaged"
+                )
+        for snapshot_id in self._log.snapshots():
+            if base is None or snapshot_id > base.snapshot_id:
+                why = "a snapshot of the log that the log does not reach any more"
+                self._put_aside(found, self._log.snapshot(snapshot_id), why)
+        found.to_fetch = [each.index for each in chain if self._is_to_fetch(each, found)]
+        if base is not None and base.snapshot_id not in self._log.snapshots():
+            found.snapshot = base.snapshot_id
+            found.steps.append(f"bring back snapshot {base.snapshot_id} of the log from tier 2")
+        if found.to_fetch:
+            found.steps.append(f"bring back chunks {_numbers(found.to_fetch)} of the log from tier 2")
+        return max([best, *(each.index for each in snapshots)], key=lambda index: index.records)
+
+    def _snapshots(self, found: Survey) -> list[Snapshot]:
+        """Every sound snapshot, the newest first; one that is here before the same in tier 2."""
+        sound: dict[int, Snapshot] = {}
+        for snapshot_id in self._log.snapshots():
+            try:
+                sound[snapshot_id] = read_snapshot(self._log, snapshot_id)
+            except ManifestIntegrityError as error:
+                self._put_aside(found, self._log.snapshot(snapshot_id), error.what)
+        for snapshot_id in self._objects.listing().snapshots:
+            if snapshot_id not in sound:
+                try:
+                    sound[snapshot_id] = self._objects.get_snapshot(snapshot_id)
+                except ManifestIntegrityError as error:
+                    found.notes.append(f"snapshot {snapshot_id} of the log in tier 2 is damaged: {error.what}")
+        return [sound[each] for each in sorted(sound, reverse=True)]
+
+    def _chain(self, base: Snapshot | None, index: ManifestIndex, found: Survey) -> list[Chunk] | None:
+        """The chunks from a snapshot on, folded; `None` if the log does not reach the snapshot."""
+        start = base.position if base is not None else START
+        chain: list[Chunk] = []
+        number = start.chunk_index
+        while (chunk := self._chunk(number, found)) is not None:
+            try:
+                if chain:
+                    check_sequence(chunk.header, chain[-1].facts.next_record, is_last=True)
+                index.fold_chunk(chunk)
+            except ManifestIntegrityError as error:
+                self._put_aside(found, self._log.chunk(number), error.what)
+                break
+            chain.append(chunk)
+            if not chunk.header.sealed:
+                break
+            number = chunk.last_index + 1
+        reaches = bool(chain) or start.offset == CHUNK_BYTES
+        return chain if reaches else None
+
+    def _chunk(self, number: int, found: Survey) -> Chunk | None:
+        """A chunk from here, if it is sound and no older than what tier 2 has; else from there."""
+        path, local = self._log.chunk(number), None
+        if path not in found.to_quarantine:
+            try:
+                local = load_chunk(read_all(self._files.disk, path), chunk_index=number, path=path)
+            except FileNotFoundError:
+                pass
+            except (ManifestIntegrityError, FormatTooNew) as error:
+                self._put_aside(found, path, error.what)
+        if local is not None and local.header.sealed:
+            return local
+        try:
+            there = self._objects.fetch(number)
+        except ManifestIntegrityError as error:
+            found.notes.append(f"chunk {number} of the log in tier 2 is damaged: {error.what}")
+            there = None
+        if there is not None and local is not None:
+            self._put_aside(found, path, "a chunk that is not sealed, and was uploaded sealed")
+        return there if there is not None else local
+
+    def _is_to_fetch(self, chunk: Chunk, found: Survey) -> bool:
+        path = self._log.chunk(chunk.index)
+        gone = path in found.to_quarantine or not self._files.disk.exists(path)
+        return gone and chunk.last_index == chunk.index
+
+    def _put_aside(self, found: Survey, path: str, why: str) -> None:
+        if path not in found.to_quarantine and self._files.disk.exists(path):
+            found.to_quarantine[path] = why
+            found.steps.append(f"move {os.path.relpath(path, self._files.root)} to quarantine: {why}")
+
+    # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _survey_segments(self, found: Survey) -> None:
+        known, rows = found.known, self._projection.rows()
+        listed = self._projection.facts({info.segment_id: facts_of(info).etag for info in known.segments()})
+        here = {each for tier in Tier for each in self._files.segments(tier)}
+        view, first, end = view_of(known), 0, 0
+        for segment_id in sorted({*known.entries, *rows, *here}):
+            info, segment = known.get(segment_id), view.get(segment_id)
+            if info is None and segment_id <= known.opened_max:
+                continue  # retired: opening decides about its files
+            if info is not None and segment is not None and is_going(segment):
+                found.facts[segment_id] = facts_of(info)
+                continue
+            sealed = facts_of(info) if info is not None and segment is not None and segment.is_sealed else None
+            sealed = sealed or listed.get(segment_id)
+            hot, warm = self._hot(segment_id, sealed, found), self._warm(segment_id, sealed, found)
+            facts = self._sealed(sealed, hot, warm) if sealed is not None else self._unsealed(segment_id, hot, warm)
+            if facts is None:
+                if info is not None:
+                    base = facts_of(info).base_offset
+                    found.lost.append(
+                        f"records from {base} on: segment {segment_id} was being written, and its file is gone"
+                    )
+                continue
+            if sealed is None and facts.base_offset < end:
+                for tier in Tier:
+                    self._put_aside(found, self._files.segment(tier, segment_id), "its records are in another segment")
+                continue
+            last = self._end_of(rows.get(segment_id), segment, hot, warm)
+            if end and facts.base_offset > end:
+                found.lost.append(f"records {end} to {facts.base_offset - 1}: no copy of their segment is known")
+            if sealed is not None and hot is None and facts.hot:
+                found.lost.append(f"records {facts.base_offset} to {last - 1}: segment {segment_id} has no sound copy")
+            sealed_ms = rows[segment_id].sealed_at_ms if segment_id in rows else self._clock.now_ms()
+            found.facts[segment_id], found.ends[segment_id] = facts, (last, sealed_ms)
+            first, end = first or facts.base_offset, max(end, last)
+        found.segments, found.records = len(found.facts), (first, end)
+        if told := {segment_id for _, segment_id in catch_up(known, found.facts)}:
+            found.steps.append(f"tell the log what it does not know of segments {_numbers(sorted(told))}")
+
+    def _sealed(self, sealed: SegmentFacts, hot: Scan | None, warm: tuple[SegmentFacts, int] | None) -> SegmentFacts:
+        """A segment that log or LMDB has sealed, with the copies that are there."""
+        key = sealed.key if sealed.key and self._has_object(sealed.key) else None
+        size, dictionary_id = (warm[0].warm_bytes, warm[0].dictionary_id) if warm is not None else (None, 0)
+        # The log has no word for a segment that is nowhere: it is told as hot, and whoever reads it finds no file (rule 3).
+        is_hot = hot is not None or (key is None and warm is None)
+        etag = sealed.etag if key else ""
+        return replace(sealed, hot=is_hot, warm_bytes=size, dictionary_id=dictionary_id, key=key, etag=etag)
+
+    def _unsealed(
+        self, segment_id: int, hot: Scan | None, warm: tuple[SegmentFacts, int] | None
+    ) -> SegmentFacts | None:
+        """A segment that neither has sealed: by its file alone. One that is followed by another is sealed by that."""
+        if hot is None:
+            return warm[0] if warm is not None else None
+        base = hot.header.base_record
+        if not any(each > segment_id for tier in Tier for each in self._files.segments(tier)):
+            return SegmentFacts(base_offset=base)
+        if hot.end_record == base:
+            return None
+        raw = read_all(self._files.disk, self._files.segment(Tier.HOT, segment_id))
+        checksum = crc64(memoryview(raw)[: hot.cut])
+        return SegmentFacts(base_offset=base, sealed=True, durable_bytes=hot.cut, segment_crc64=checksum)
+
+    def _end_of(
+        self, row: WalRecord | None, segment: Segment | None, hot: Scan | None, warm: tuple[SegmentFacts, int] | None
+    ) -> int:
+        if row is not None:
+            return row.last_lsn + 1
+        if segment is not None and segment.is_sealed:
+            return segment.end_record
+        if hot is not None:
+            return hot.end_record
+        return warm[1] if warm is not None else 0
+
+    def _hot(self, segment_id: int, facts: SegmentFacts | None, found: Survey) -> Scan | None:
+        """The hot copy of a segment, if it is sound."""
+        path = self._files.segment(Tier.HOT, segment_id)
+        try:
+            raw = read_all(self._files.disk, path)
+            scanned = scan(raw, path=path)
+            whose = (scanned.header.stream_id, scanned.header.segment_id)
+            if whose != (self._files.stream_id, segment_id):
+                raise Corruption("it is another segment's")
+            sealed = facts is not None and facts.sealed
+            if facts is not None and sealed and crc64(raw[: facts.durable_bytes]) != facts.segment_crc64:
+                raise Corruption("it is not the segment that was sealed")
+        except (Corruption, FormatTooNew) as error:
+            self._put_aside(found, path, error.what)
+            return None
+        except FileNotFoundError:
+            return None
+        return scanned
+
+    def _warm(self, segment_id: int, facts: SegmentFacts | None, found: Survey) -> tuple[SegmentFacts, int] | None:
+        """(what it is, the id behind it) by the compressed copy of a segment, if that is sound."""
+        path = self._files.segment(Tier.WARM, segment_id)
+        try:
+            data = read_all(self._files.disk, path)
+            reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path)
+            header, checksum = reader.header(), reader.verify()
+            if (header.stream_id, header.segment_id) != (self._files.stream_id, segment_id):
+                raise Corruption("it is another segment's")
+            if facts is not None and facts.sealed and checksum != facts.segment_crc64:
+                raise Corruption("it is not the segment that was sealed")
+        except (Corruption, FormatTooNew) as error:
+            self._put_aside(found, path, error.what)
+            return None
+        except FileNotFoundError:
+            return None
+        told = SegmentFacts(
+            base_offset=header.base_record, sealed=True, durable_bytes=reader.raw_bytes, segment_crc64=checksum, hot=False,
+            warm_bytes=len(data), dictionary_id=dictionary_of(data, path=path),
+        )  # fmt: skip
+        return told, reader.end_record
+
+    def _has_object(self, key: str) -> bool:
+        try:
+            self._store.head(key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def apply(self, found: Survey) -> None:
+        """Do what a survey says; the stream can be opened then."""
+        files, now = self._files, self._clock.now_ms()
+        for path, why in found.to_quarantine.items():
+            relative = os.path.relpath(path, files.root)
+            move(files.disk, files.root, relative, why=f"repair: {why}", at_ms=now, database=files.stream_id)
+        files.make()
+        files.disk.make_dirs(self._log.directory)
+        if found.snapshot:
+            data = self._store.get(self._objects.snapshot_key(found.snapshot))
+            write_atomic(files.disk, self._log.snapshot(found.snapshot), data)
+        for number in found.to_fetch:
+            restore_chunk(self._log, self._objects, number)
+        log = ManifestLog.open(self._log, clock=self._clock, settings=self._settings, objects=self._objects)
+        with log:
+            bring_up(log, self._truth(found))
+            records = log.index.records
+        state = StreamState(files, self._clock)
+        state.remember_mode("on")
+        state.remember_end(records)
+
+    def _truth(self, found: Survey) -> ManifestIndex:
+        """The state that the log is brought up to: what it knew, and what the survey has seen."""
+        index, now = copy.deepcopy(found.known), self._clock.now_ms()
+        for value, segment_id in catch_up(found.known, found.facts):
+            end, sealed_ms = found.ends.get(segment_id, (0, now))
+            sealing = isinstance(value, SealSegment)
+            fold(index, value, segment_id, end if sealing else 0, sealed_ms if sealing else now)
+        return index
+
+
+def _numbers(numbers: list[int]) -> str:
+    """`3, 5 to 9`"""
+    return ", ".join(_runs(sorted(numbers)))
+
+
+def _runs(numbers: list[int]) -> Iterator[str]:
+    while numbers:
+        count = next((place for place, each in enumerate(numbers) if each != numbers[0] + place), len(numbers))
+        yield str(numbers[0]) if count == 1 else f"{numbers[0]} to {numbers[count - 1]}"
+        numbers = numbers[count:]
