@@ -152,7 +152,7 @@ class StreamEngine:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
             objects, projection = LogObjects(self._store(), stream_id), Projection(self._manifest, files)
-            repair = Repair(files, projection, objects, clock, self._log_settings)
+            repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:
                 repair.apply(found)

@@ -90,9 +90,11 @@ class Repair:
         objects: LogObjects,
         clock: StreamClock,
         settings: ManifestLogSettings,
+        *,
+        store_locked: bool = False,
     ) -> None:
         self._files = files
-        self._log = LogFiles(files.disk, files.root, files.stream_id)
+        self._log = LogFiles(files.disk, files.root, files.stream_id, store_locked)
         self._projection = projection
         self._objects = objects
         self._store: ObjectStore = objects.store

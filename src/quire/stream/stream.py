@@ -39,6 +39,7 @@ from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.ledger import Ledger
+from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
