@@ -36,6 +36,7 @@ ROUND = {
     "jobs_forgotten": ("old job", "forgotten"),
     "answers_forgotten": ("old answer", "to a keyed batch forgotten"),
     "audit_pruned": ("database", "whose old audit was pruned"),
+    "leftovers": ("file", "of killed processes and dropped databases removed"),
 }
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
 

@@ -29,6 +29,7 @@ from quire.core.errors import (
 )
 from quire.core.events import emit
 from quire.jobs.context import JobContext
+from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.stream_checkpoint.plan import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
@@ -43,6 +44,9 @@ SLOW_SECONDS = 60.0
 
 UNABSORBED = frozenset({WalState.INDEXED, WalState.CHECKPOINT_READY})
 """Segments that wait for a checkpoint; the latter are of a plan that runs, or of one whose job has failed for good."""
+
+LEFTOVERS_SECONDS = 3600.0
+"""Between two looks for what killed processes have left: they list directories of all databases."""
 
 PRUNED_PER_ROUND = 10_000
 """Answers to keyed batches forgotten in one round."""
@@ -68,6 +72,7 @@ class Round:
     checkpoints: int = 0
     bundles: int = 0
     jobs: int = 0
+    leftovers: int = 0
 
     @property
     def total(self) -> int:
@@ -92,6 +97,7 @@ class Upkeep:
         self._made: dict[tuple[int, str], str] = {}
         """The last snapshot of each schedule: one that was dropped again is not made twice."""
         self._next_slow = 0.0
+        self._next_leftovers = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -137,6 +143,9 @@ class Upkeep:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
             steps += [self._retention, self._deletions, self._tombstones, self._feed, self._stream_checkpoints]
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
+            if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
+                self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
+                steps.append(self._leftovers)
         for step in steps:
             try:
                 step(done)
@@ -275,6 +284,9 @@ class Upkeep:
         """After retention: what it dropped of key-value databases are directories of links."""
         if self._sweep_versions is not None:
             self._sweep_versions()
+
+    def _leftovers(self, done: Round) -> None:
+        done.leftovers += sweep_leftovers(self._ctx)
 
     def _feed(self, _: Round) -> None:
         self._ctx.manifest.feed.maintain()

@@ -61,6 +61,7 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     manifest_bytes: int
     map_bytes: int
     readers: int
+    disk_bytes: int = 0
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):

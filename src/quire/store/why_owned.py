@@ -71,7 +71,10 @@ def stray_hint(path: str) -> str:
     """What finds or removes something that could be an artifact and is none: an object, or a file at a path in the store."""
     found = names.parse_path(path)
     if isinstance(found, names.WalSegmentFile):
-        return "if there is such a file, the owner removes it when it opens the database the next time"
+        return (
+            "if there is such a file, the owner looks at it when it opens the database the next time: without a commit in it "
+            "it is removed, else moved to quarantine"
+        )
     if isinstance(found, names.StreamSegmentFile):
         return "if there is such a file, the owner removes it when it opens the stream the next time"
     return NOBODYS if isinstance(found, names.CachedChunkFile) else ORPHANS
@@ -90,5 +93,5 @@ def _swept(path: str) -> str:
     if path.startswith(names.LSM):
         return "the next use of a key-value database, or the owner's upkeep"
     if path.startswith(names.PAGES):
-        return "nothing by itself: delete it"
+        return "the owner's upkeep, within an hour"
     return "when the next stream is dropped"

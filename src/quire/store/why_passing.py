@@ -47,7 +47,7 @@ def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
         )
     if path.startswith(_STAGED):
         what = "puts an object there before it gets its name"
-        release = "when it is whole; `quire verify --sweep` removes what is an hour old"
+        release = "when it is whole; the owner's upkeep or `quire verify --sweep` removes what is an hour old"
         return _answer(path, look, Holder("store", "a writer", what, release))
     if _PROBE.fullmatch(path):
         what, release = "has put it there to see whether it comes back", "when it ends; what is left may be deleted"
@@ -109,7 +109,7 @@ def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | N
 def _of_pages(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if (match := _OF_PAGES.fullmatch(path)) is None or not path.endswith(names.TEMPORARY):
         return None
-    told = (WRITES, "when it is whole; what is left is overwritten when the file is written again")
+    told = (WRITES, "when it is whole; what is left, by the owner's upkeep when it is an hour old")
     return owned(txn, path, "file", int(match["id"], 16), told, look)
 
 

@@ -11,22 +11,22 @@ What is there after each durable step, and what a crash behind it leads to:
   publish               no rows                                the next step, or the next attempt, finds others
   complete              no row at zero, the gate is open       for a dropped database its tombstone goes in the same transaction
 
-A dropped database's empty directories go before its tombstone; what a person has put there stays.
+A dropped database's directories go before its tombstone, with files of ours that no row names (`jobs/leftovers.py`); what a
+person has put there stays.
 """
 
 from __future__ import annotations
 
 import os
 
-from quire.core.errors import StorageFault
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk
 from quire.jobs.context import JobContext
 from quire.jobs.delete.plan import has_other_jobs, is_bare, plan_deletion
 from quire.jobs.delete.publish import deletion_ops, next_origins
 from quire.jobs.delete.run import delete
 from quire.jobs.handler import Done, Later, Outcome, Progress
+from quire.jobs.leftovers import remove_empty, remove_home
 from quire.jobs.steps import commit_step
 from quire.jobs.trouble import Trouble
 from quire.manifest.jobqueue import Job
@@ -69,16 +69,8 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 def _end_of(ctx: JobContext, db_id: int, result: dict[str, int]) -> Done:
     """Nothing is left of a dropped database: its directories go, then its tombstone, which may have held a namespace."""
-    for part in (names.pages_wal_dir(db_id), names.stream_dir(db_id, "hot"), names.lsm_dir(db_id, "wal")):
-        _remove_empty(os.path.join(ctx.root, os.path.dirname(part)), ctx.disk)
+    remove_home(ctx.disk, ctx.root, db_id)
+    for part in (names.stream_dir(db_id, "hot"), names.lsm_dir(db_id, "wal")):
+        remove_empty(os.path.join(ctx.root, os.path.dirname(part)), ctx.disk)
+    hit("jobs.delete.emptied")
     return Done(result, after=(RemoveDb(db_id), *ctx.manifest.jobs.deletions({NAMESPACES})))
-
-
-def _remove_empty(folder: str, disk: Disk) -> None:
-    """Remove a directory and those in it, as far as they are empty. What is left costs an entry and does no harm."""
-    try:
-        for name in disk.names(folder):
-            _remove_empty(os.path.join(folder, name), disk)
-        disk.remove_dir(folder)
-    except (FileNotFoundError, StorageFault):
-        pass  # it is not there, or a file, or not empty

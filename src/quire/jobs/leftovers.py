@@ -1,0 +1,124 @@
+"""What killed processes and dropped databases leave of page databases and of objects, named by no row: it is removed here.
+
+  left                                         by                                           removed
+  pages/<db>/….tmp                             a hydration, or a position being written     an hour after it was touched
+  objects/.tmp/…                               a put into a directory of objects            an hour after it began
+  pages/<db>/follow.json, the directories      a database that was dropped                  with its tombstone, or here
+
+Rules
+  1. A temporary file is garbage when its writer is gone. Nobody knows that of a writer in another process, so its age decides:
+     an hour, in which any step of any writer touches its file many times.
+  2. Files of a database go only if it is known to be gone: its id was given out by this manifest, and it has no row. An id that
+     was never given out may be of a database that is newer than the manifest, which was restored from an older copy: its files
+     stay, and `quire why` says so.
+  3. Only names of ours are removed; what a person has put there stays, and keeps its directory.
+
+Streams and key-value sets have sweeps of their own, in their engines. Thread: the owner's upkeep, about once an hour.
+Raises nothing of a single file: what cannot be removed now is met again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from quire.core.errors import StorageFault, Unavailable
+from quire.core.events import emit
+from quire.durable import names
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.jobs.context import JobContext
+from quire.manifest.ops.base import Counter
+from quire.objects.local import TEMPORARY_AGE_SECONDS, LocalStore
+
+
+def sweep_leftovers(ctx: JobContext) -> int:
+    """Remove what is left of whom; how many files."""
+    return _staged_objects(ctx) + _temporary(ctx) + _dropped(ctx)
+
+
+def _staged_objects(ctx: JobContext) -> int:
+    try:
+        store = ctx.open_store(ctx.objects_url)
+        return store.sweep_temporary() if isinstance(store, LocalStore) else 0
+    except (StorageFault, Unavailable) as error:
+        emit("warning", "leftovers.not_removed", store=ctx.objects_url, error=str(error))
+        return 0
+
+
+def _temporary(ctx: JobContext) -> int:
+    """Rule 1."""
+    horizon = ctx.clock.now_ms() / 1000 - TEMPORARY_AGE_SECONDS
+    home = os.path.join(ctx.root, names.PAGES)
+    aged = [
+        path for path in _files(ctx.disk, home) if path.endswith(names.TEMPORARY) and _touched_seconds(path) <= horizon
+    ]
+    return sum(_remove(ctx.disk, path) for path in aged if _is_ours(ctx.root, path))
+
+
+def _dropped(ctx: JobContext) -> int:
+    """Rule 2."""
+    with ctx.manifest.read() as txn:
+        given_out, known = txn.next_id(Counter.DB), {db_id for db_id, _ in txn.databases()}
+    removed = 0
+    for name in _names(ctx.disk, os.path.join(ctx.root, names.PAGES)):
+        db_id = int(name, 16) if len(name) == 8 and set(name) <= set("0123456789abcdef") else 0
+        if 0 < db_id < given_out and db_id not in known:
+            removed += remove_home(ctx.disk, ctx.root, db_id)
+    return removed
+
+
+def remove_home(disk: Disk, root: str, db_id: int) -> int:
+    """Remove the files of a page database that is gone, and its directories as far as they are empty then (rule 3); files."""
+    home = os.path.join(root, os.path.dirname(names.pages_wal_dir(db_id)))
+    removed = sum(_remove(disk, path) for path in list(_files(disk, home)) if _is_ours(root, path))
+    hit("jobs.leftovers.removed")
+    remove_empty(home, disk)
+    return removed
+
+
+def remove_empty(folder: str, disk: Disk) -> None:
+    """Remove a directory and those in it, as far as they are empty. What is left costs an entry and does no harm."""
+    try:
+        for name in disk.names(folder):
+            remove_empty(os.path.join(folder, name), disk)
+        disk.remove_dir(folder)
+    except (FileNotFoundError, StorageFault):
+        pass  # it is not there, or a file, or not empty
+
+
+def _is_ours(root: str, path: str) -> bool:
+    return names.parse_path(os.path.relpath(path, root).removesuffix(names.TEMPORARY)) is not None
+
+
+def _files(disk: Disk, folder: str) -> Iterator[str]:
+    for name in _names(disk, folder):
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            yield from _files(disk, path)
+        else:
+            yield path
+
+
+def _names(disk: Disk, folder: str) -> list[str]:
+    with suppress(FileNotFoundError):
+        return disk.names(folder)
+    return []
+
+
+def _touched_seconds(path: str) -> float:
+    with suppress(FileNotFoundError):
+        return os.stat(path).st_mtime
+    return float("inf")  # its writer was alive after all
+
+
+def _remove(disk: Disk, path: str) -> bool:
+    try:
+        disk.remove(path)
+    except FileNotFoundError:
+        return False
+    except StorageFault as fault:
+        emit("warning", "leftovers.not_removed", path=path, error=str(fault))
+        return False
+    return True
