@@ -139,14 +139,20 @@ def test_what_makes_no_sense_is_refused(store: Store, client: Client) -> None:
 
 
 def test_versions_are_lent_and_go(store: Store, client: Client) -> None:
-    lent = client.lend("cart", 0.001)
-    version = client.kv_version("cart", lent.snapshot_id)
+    lent = client.lend_kv("cart", 60)
+    version = lent.version
     assert (version.lsn, len(version.sst_ids)) == (1, 1)
+    assert client.snapshots("cart") == []
     assert Path(version.directory, "sst", f"{version.sst_ids[0]:06d}.sst").exists()
     store.snapshot("cart", "monday")
     assert client.kv_version("cart", "monday").sst_ids == version.sst_ids
     with pytest.raises(quire.UnknownSnapshot):
         client.kv_version("cart", "absent")
-    assert store.maintain().dropped == 1
+    store.kvs.sweep()
+    assert Path(version.directory).exists(), "it is read"
+    client.renew_lease(lent.lease_id)
+    client.release_lease(lent.lease_id)
+    store.kvs.sweep()
     assert not Path(version.directory).exists()
+    assert Path(client.kv_version("cart", "monday").directory).exists()
     assert store.kv("cart").get(b"a") == b"before"

@@ -11,8 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import Conflict, InvalidInput, NotFound, UnknownDatabase
-from quire.manifest.retention import is_lent
+from quire.core.errors import Conflict, InvalidInput, LeaseExpired, NotFound, UnknownDatabase
 from quire.service import tables
 from quire.service.client import Client
 from quire.service.loads import Loads, values_of
@@ -150,18 +149,28 @@ def test_values_are_what_sqlite_can_store() -> None:
     assert values_of(pa.array([b"x", None])) == [b"x", None]
 
 
-def test_a_lent_version_goes_by_itself(client: Client, shop: Store) -> None:
-    lent = client.lend("shop", 60)
-    assert (lent.name, lent.expires_at_ms - lent.created_at_ms <= 60_000) == ("", True)
-    assert client.view("shop", lent.snapshot_id).size_pages == lent.size_pages > 0
+def test_a_lent_version_is_no_snapshot_and_goes_by_itself(client: Client, shop: Store) -> None:
+    """Issue 18: people saw what was lent to Spark as snapshots of theirs."""
+    lent = client.lend(["shop"], 60)
+    (view,) = lent.views
+    assert (view.snapshot_id, view.name, view.size_pages > 0) == (0, "", True)
+    with shop.pages.open_view("shop", shop.snapshot("shop", "now").snapshot_id) as now:
+        assert dict(view.open(shop.pages.sources).scan()) == dict(now.scan())
     with losing_answers() as lost:
-        again = client.lend("shop", 60)
-    assert lost
-    assert [each.snapshot_id for each in client.snapshots("shop")] == [lent.snapshot_id, again.snapshot_id]
-    assert all(is_lent(each) for each in (lent, again)), "a policy does not count them"
+        client.lend(["shop"], 60)
+    assert lost, "one whose answer was lost is asked for again, and the first ends by itself"
+    assert [snapshot.name for snapshot in client.snapshots("shop")] == ["now"]
+    client.renew_lease(lent.lease_id)
+    assert client.lend(["shop"], 60, lease_id=lent.lease_id).lease_id == lent.lease_id
+    client.release_lease(lent.lease_id)
+    client.release_lease(lent.lease_id)
+    with pytest.raises(LeaseExpired):
+        client.renew_lease(lent.lease_id)
+    with pytest.raises(LeaseExpired):
+        client.lend(["shop"], 60, lease_id=lent.lease_id)
     for seconds in (0, -1, 1e9):
         with pytest.raises(InvalidInput):
-            client.lend("shop", seconds)
+            client.lend(["shop"], seconds)
 
 
 def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

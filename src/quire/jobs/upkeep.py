@@ -33,6 +33,7 @@ from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.stream_checkpoint.plan import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.local import PruneIdempotency
 from quire.manifest.reads import ReadTxn
@@ -205,6 +206,7 @@ class Upkeep:
 
     def _leases(self, done: Round) -> None:
         done.leases_lost += self._ctx.manifest.jobs.expire()
+        leases_of(self._ctx.manifest).expire()
 
     def _deletions(self, done: Round) -> None:
         """Work without a job: batches that were built by hand, jobs that were cancelled."""

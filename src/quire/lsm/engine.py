@@ -12,7 +12,8 @@ Rules
      handed out is spared: the manifest may be an older one, put back.
   3. When the files of a new database are on disk its row says so (`config_hash`): from then on a missing directory is an
      error, not a new database.
-  4. Dropping a database or a snapshot takes its row; the files go with the next sweep. Forks have names of their own for the
+  4. Dropping a database or a snapshot takes its row; the files go with the next sweep, as do those of a lease that has ended
+     (`manifest/leases.py`). Forks have names of their own for the
      tables that they share, so nothing of theirs goes.
   5. Compactions, whoever begins them, are jobs in the store's manifest (job_rows.py).
   6. The store's manifest has a row for every live table, folded from the database's own manifest (projection.py); folded again
@@ -58,6 +59,7 @@ from quire.lsm.kv import Kv
 from quire.lsm.projection import Projection
 from quire.lsm.versions import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.manifest import tables as t
+from quire.manifest.leases import Lent, leases_of
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
@@ -250,6 +252,23 @@ class KvEngine:
                 remove_home(self._disk, target)
                 raise
 
+    def lend(self, db: int | str, seconds: float) -> tuple[int, Version]:
+        """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease."""
+        with self._lock:
+            kv = self.open(db)
+            with self._manifest.read() as txn:
+                db_id, _ = txn.live(db, DbKind.LSM)
+            number = 1 + max(self._snapshot_numbers(db_id), default=0)
+            target = self._path(lsm_snapshot_dir(db_id, number))
+            try:
+                lsn = copy_live(kv, target, self._owner(db_id), number)
+                tables = FrozenCopy(target, self._owner(db_id), number, lsn).state(self._disk).sstables
+                lease_id = leases_of(self._manifest).hold([Lent(db_id, lsn, number)], seconds)
+            except Exception:
+                remove_home(self._disk, target)
+                raise
+        return lease_id, Version(db_id, 0, lsn, target, tuple(entry.id for entry in tables))
+
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
         """A snapshot by name or id, to be read."""
         self._require()
@@ -338,8 +357,10 @@ class KvEngine:
             except FileNotFoundError:
                 return 0
             with self._manifest.read() as txn:
+                leases = leases_of(self._manifest)
                 live = {
                     db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
+                    | leases.copies(db_id)
                     for db_id, record in txn.databases()
                     if record.kind is DbKind.LSM and record.status is not DbStatus.TOMBSTONED
                 }

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from quire.core.clock import Clock
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
+from quire.manifest.leases import is_view
 from quire.manifest.ops.local import SetFloor
 from quire.manifest.records import ReaderRecord, WalState
 from quire.manifest.store import ManifestStore
@@ -87,7 +88,7 @@ class Floors:
             found += [
                 Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
                 for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id)
-                if reader_id not in known and self.believes(row)
+                if reader_id not in known and not is_view(row) and self.believes(row)
             ]
         return found
 

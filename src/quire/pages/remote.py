@@ -29,6 +29,7 @@ from quire.core.errors import InvalidInput, LeaseExpired, SnapshotGone, UnknownR
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
+from quire.manifest.leases import is_view, leases_of
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
 from quire.manifest.records import ReaderRecord
@@ -92,6 +93,8 @@ class RemoteReaders:
         self._held: dict[tuple[int, int], _Held] = {}
         self._retired: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._looked_at: dict[int, float] = {}
+        if not manifest.read_only:
+            leases_of(manifest)  # leases of an earlier life have one more length from now on, not from their first use
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, tags: dict[str, str] | None = None, ttl: float = LEASE_SECONDS) -> RemoteReader:
@@ -180,7 +183,7 @@ class RemoteReaders:
         key = (store.db_id, reader_id)
         self._held.pop(key, None)
         row = self._row(*key)
-        if row is None:
+        if row is None or is_view(row):
             raise self._expired(*key) if key in self._retired else self._unknown(*key)
         if not self._believes(row):
             self._give_up(key, "it was silent")
@@ -219,7 +222,7 @@ class RemoteReaders:
                 return
             self._looked_at[db_id] = now
             with self._manifest.read() as txn:
-                rows = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_READERS, db_id)]
+                rows = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_READERS, db_id) if not is_view(row)]
             known = self.in_memory(db_id)
             for reader_id, row in rows:
                 if reader_id not in known and not self._believes(row):

@@ -11,6 +11,7 @@ Rules
   2. A file is recycled instead of made where there is one: the spare, or a doomed segment's. The delete job finds the latter's
      name gone, which is a success for it; a reader that is still at it meets a salt that is not its own and looks again (P8).
      Only a file that was filled is recycled: one that was trimmed would need its zeros again, which is what making one costs.
+     While versions are lent (`manifest/leases.py`) the files of what they may need are left alone.
   3. Ids are never used twice: not even when it is unknown whether the batch with the rows was committed. Rows of such segments
      are discarded as soon as they are seen: left open they would hold every checkpoint back.
   4. A file without a row has been made by this process and its batch was refused, or it is the spare, which has the name of
@@ -39,6 +40,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import WalSegmentFile
 from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.wal import DiscardSegment, OpenSegment
 from quire.manifest.records import WalFormat, WalState
@@ -213,6 +215,7 @@ class SegmentMaker:
         return segment
 
     def _doomed(self, file_bytes: int) -> str | None:
+        kept = leases_of(self._manifest).kept_since(self._db_id)
         with self._manifest.read() as txn:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
@@ -222,6 +225,8 @@ class SegmentMaker:
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
                 if count is None or count.in_use or count.pending_upload:
+                    continue
+                if kept is not None and count.zero_since_ms >= kept[0]:
                     continue
                 path = self.path(segment_id)
                 if self._disk.exists(path):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.errors import InvalidInput, TimedOut
@@ -174,10 +174,33 @@ class Client:
         view: SnapshotView = self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
         return view
 
-    def lend(self, db: int | str, seconds: float) -> SnapshotInfo:
-        """Keep the newest version of a page database for a time, without a name: for readers that come after the planning."""
-        lent: SnapshotInfo = self._channel.call("snapshot.lend", m.Lend(db, float(seconds)))
+    def lend(
+        self,
+        databases: Sequence[int | str],
+        seconds: float,
+        *,
+        lease_id: int = 0,
+        upload: bool = False,
+        timeout: float = 600.0,
+    ) -> m.LentViews:
+        """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
+        `seconds` after the lease was last renewed. With `lease_id` they become part of that lease."""
+        request = m.Lend(tuple(databases), float(seconds), lease_id, upload)
+        lent: m.LentViews = self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
         return lent
+
+    def lend_kv(self, db: int | str, seconds: float) -> m.LentKv:
+        """The same of a key-value set."""
+        lent: m.LentKv = self._channel.call("lease.open_kv", m.LendKv(db, float(seconds)))
+        return lent
+
+    def renew_lease(self, lease_id: int) -> None:
+        """Somebody still reads what was lent. `LeaseExpired` if it is no longer kept."""
+        self._channel.call("lease.renew", m.OfLease(lease_id))
+
+    def release_lease(self, lease_id: int) -> None:
+        """Nobody reads it any more; a lease that has ended is fine."""
+        self._channel.call("lease.release", m.OfLease(lease_id))
 
     def reader(
         self, db: int | str, *, tags: dict[str, str] | None = None, ttl_seconds: float = LEASE_SECONDS

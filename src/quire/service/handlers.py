@@ -24,13 +24,13 @@ from quire.core.tracing import continued
 from quire.manifest import feed
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
+from quire.manifest.leases import leases_of
 from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
-from quire.manifest.records import DbKind
-from quire.manifest.retention import LENT_TAGS
 from quire.manifest.snapshots import SnapshotInfo
+from quire.pages.lending import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.api import StoreApi
@@ -50,7 +50,8 @@ WAIT_PIECE_SECONDS = 0.25
 
 SUBMIT_SECONDS_MAX = 60.0
 
-LEND_SECONDS_MAX = 7 * 24 * 3_600.0
+READER_SECONDS_MAX = 3_600.0
+"""What who may only read may hold what would be deleted: longer ones are for who could make a snapshot."""
 
 _DECODE_OPS = msgspec.msgpack.Decoder(tuple[AnyOp, ...]).decode
 
@@ -181,27 +182,30 @@ class Handlers:
             raise AccessDenied("to upload needs the admin token", hint="ask for the view without upload")
         return self._store.pages.view(request.db, request.snapshot, upload=request.upload)
 
-    def do_snapshot_lend(self, request: m.Lend, asked: Asked) -> SnapshotInfo:
-        """A version that goes by itself; through the engine, so that what is newest is in it."""
-        if not 0 < request.seconds <= LEND_SECONDS_MAX:
-            raise InvalidInput("a version is lent for up to seven days", seconds=request.seconds)
-        until = self._manifest.clock.now_ms() + int(request.seconds * 1000)
+    def do_lease_open(self, request: m.Lend, asked: Asked) -> m.LentViews:
+        self._check_lending(request.seconds, asked, upload=request.upload)
+        lease_id, views = lend(
+            self._store.pages, request.databases, request.seconds, lease_id=request.lease_id, upload=request.upload
+        )
+        return m.LentViews(lease_id, views)
 
-        def do() -> SnapshotInfo:
-            with self._manifest.read() as txn:
-                db_id = txn.database_id(request.db) if isinstance(request.db, str) else request.db
-                record = txn.database(db_id)
-            is_kv = record is not None and record.kind is DbKind.LSM
-            engine = self._store.kvs if is_kv else self._store.pages
-            return engine.snapshot(request.db, tags=dict(LENT_TAGS), expires_at_ms=until)
+    def do_lease_open_kv(self, request: m.LendKv, asked: Asked) -> m.LentKv:
+        self._check_lending(request.seconds, asked)
+        return m.LentKv(*self._store.kvs.lend(request.db, request.seconds))
 
-        def tell(op: PublishSnapshot) -> tuple[int, int]:
-            return op.db_id, op.snapshot_id
+    def _check_lending(self, seconds: float, asked: Asked, *, upload: bool = False) -> None:
+        if asked.role == m.Access.ADMIN.value:
+            return
+        if upload:
+            raise AccessDenied("to upload needs the admin token", hint="ask for the versions without upload")
+        if seconds > READER_SECONDS_MAX:
+            raise AccessDenied("for more than an hour a version is lent to the admin token", seconds=seconds)
 
-        def again(told: Any) -> SnapshotInfo:
-            return self._manifest.snapshots.get(*told)
+    def do_lease_renew(self, request: m.OfLease, _: Asked) -> None:
+        leases_of(self._manifest).renew(request.lease_id)
 
-        return once(self._manifest, asked.key, "snapshot.lend", (PublishSnapshot,), tell, do, again)
+    def do_lease_release(self, request: m.OfLease, _: Asked) -> None:
+        leases_of(self._manifest).release(request.lease_id)
 
     # ── tables, and rows into SQLite ──────────────────────────────────────────────────────────────────────────────────
     def do_table_cuts(self, request: m.TableCuts, _: Asked) -> list[tuple[Any, ...]]:

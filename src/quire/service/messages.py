@@ -26,9 +26,11 @@ from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
 from quire.service.stream_messages import STREAM_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
+from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
 from quire.service.tickets import Access as Access
 from quire.service.tickets import Action as Action
+from quire.service.tickets import OfLease as OfLease
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Request as Request
 from quire.service.tickets import Shelf as Shelf
@@ -98,10 +100,29 @@ class OfView(Request, frozen=True):
 
 
 class Lend(Request, frozen=True):
-    """Keep the newest version of a database for a time, without a name."""
+    """Lend the newest versions of some databases, as a lease of their own (0) or as part of one."""
 
+    databases: tuple[int | str, ...]
+    seconds: float
+    lease_id: int = 0
+    upload: bool = False
+
+
+class LentViews(Request, frozen=True):
+    """The lease, and what it is about, in the order that was asked for."""
+
+    lease_id: int
+    views: list[SnapshotView]
+
+
+class LendKv(Request, frozen=True):
     db: int | str
     seconds: float
+
+
+class LentKv(Request, frozen=True):
+    lease_id: int
+    version: Version
 
 
 class Start(Request, frozen=True):
@@ -329,7 +350,10 @@ ACTIONS: dict[str, Action] = {
         _read("snapshot.list", Snapshots, list[SnapshotInfo]),
         _read("snapshot.get", OfSnapshot, SnapshotInfo),
         _read("snapshot.view", OfView, SnapshotView),
-        _once("snapshot.lend", Lend, SnapshotInfo),
+        _read("lease.open", Lend, LentViews),
+        _read("lease.open_kv", LendKv, LentKv),
+        LEASE_RENEW,
+        _read("lease.release", OfLease, None),
         _once("start", Start, Started),
         Action("submit", Submit, list[Outcome]),
         Action("reserve", Reserve, int),

@@ -64,6 +64,15 @@ class PutPart(Request, frozen=True):
 LOAD_PUT = Action("load.put", PutPart, None)
 
 
+class OfLease(Request, frozen=True):
+    """A lease on versions that were lent."""
+
+    lease_id: int
+
+
+LEASE_RENEW = Action("lease.renew", OfLease, None, Access.READ)
+
+
 class TakeIds(Request, frozen=True):
     """Ids for tables of a load into a key-value database; the first such call begins the load. Asking again gives others."""
 

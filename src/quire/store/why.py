@@ -27,6 +27,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.durable import names
 from quire.manifest import tables as t
+from quire.manifest.leases import VIEW_TAG, is_view
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     TERMINAL_JOB_STATES,
@@ -146,9 +147,12 @@ def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 
 def _readers_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
-        who = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()))
+        who = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name != VIEW_TAG)
         what = f"reads at lsn {row.snapshot_lsn}" + (f" ({who})" if who else "")
-        yield Holder("reader", str(reader_id), what, "when it closes, or its lease runs out")
+        release = "when it closes, or its lease runs out"
+        if is_view(row):
+            what, release = f"is a query (Spark, say), and {what}", "some minutes after it was last read"
+        yield Holder("reader", str(reader_id), what, release)
 
 
 def _jobs_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:

@@ -3,7 +3,8 @@
 Rules
   1. Work is what the manifest says is at zero: a deletion is an intent there before a byte goes.
   2. Bytes go no sooner than the grace after zero, by the owner's clock, and not before their row's `purge_after_ms`: readers
-     that found the name a moment ago finish. Leaves have no bytes and go at once.
+     that found the name a moment ago finish. Leaves have no bytes and go at once. What a lent version may need stays for as
+     long as it is lent (`manifest/leases.py`).
   3. Steps are bounded: a job over a million artifacts is many small commits, between which others write.
   4. The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding.
   5. Nothing is deleted by a damaged row: an artifact goes only if its row in `gc_zero`, its counts and its catalog row are
@@ -25,6 +26,7 @@ from quire.jobs.places import Place
 from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.trouble import Trouble
 from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
 from quire.manifest.ops.refs import unpack_artifact
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, JobKind
@@ -67,6 +69,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
     rowless: list[ArtifactKey] = []
     due_at = 0
     damaged: ManifestDamaged | None = None
+    kept = leases_of(ctx.manifest).kept_since(db_id)
     for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
         try:
             since = t.GC_ZERO.rows.decode(raw, value).value  # first: it looks at the key too
@@ -79,6 +82,8 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -
             leaves.append(key)
         else:
             due = max(since + grace, getattr(row, "purge_after_ms", 0))
+            if kept is not None and since >= kept[0]:
+                due = max(due, kept[1])
             if due > now:
                 due_at = min(due_at or due, due)
             elif row is None or borrows(key, row):

@@ -30,6 +30,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, LongType, StructField, StructType
 
 from quire.core.limits import MIB
+from quire.spark.sources.leases import kept
 from quire.spark.sources.options import Options
 from quire.spark.sources.row_diff import ROW_FIELDS, changed_rows
 from quire.spark.sources.shapes import arrow_schema, default_partitions
@@ -128,7 +129,8 @@ class DiffReader(DataSourceReader):
         if part is None:  # Spark makes one partition of none
             return
         wanted = arrow_schema(self.schema)
-        with opened(part.before) as before, opened(part.after) as after:
+        keep = kept(self.access, part.after.lease_id, self.asked.keep_seconds)
+        with keep, opened(part.before) as before, opened(part.after) as after:
             if not self.table:
                 yield from _page_batches(changed_pages(before, after, *part.run), wanted)
                 return

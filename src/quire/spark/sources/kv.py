@@ -7,8 +7,8 @@ Terms
   piece   a range of keys: what one task reads, merged from all tables that have keys of it
 
 Rules
-  1. A query reads one version: the snapshot that is asked for, or one that is made for it and goes after `keep_seconds`. The
-     owner is asked when the query is planned, and not again; executors read the snapshot's tables, which nobody changes.
+  1. A DataFrame reads one version: the snapshot that is asked for, or what is newest when its first query is planned, which is
+     kept until `keep_seconds` after it was last read (`leases.py`). Executors read its tables, which nobody changes.
   2. Pieces are cut at the tables' blocks, so that each has about the same number of bytes. No key is in two pieces.
   3. `prefix`, or `low` and `high`, say which keys are read.
   4. Executors must see the directory of the store.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -35,9 +35,9 @@ from quire.durable.lsm_names import LsmHome
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import Table
 from quire.lsm.view import LSN_MAX, prefix_end
+from quire.spark.sources.leases import KEEP_SECONDS, kept
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions
-from quire.spark.sources.views import KEEP_SECONDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,6 +97,7 @@ class Piece:
     directory: str
     sst_ids: tuple[int, ...]
     range: Range
+    lease_id: int = 0
 
 
 class KvPartition(InputPartition):
@@ -122,21 +123,22 @@ class KvReader(DataSourceReader):
         """Rules 1 and 2."""
         if self.range.is_empty:
             return [InputPartition(None)]
-        version = self._version()
-        pieces = list(cut(version.directory, version.sst_ids, self.range, self._wanted))
-        return [KvPartition(piece) for piece in pieces] or [InputPartition(None)]
+        lease_id, version = self._version()
+        pieces = cut(version.directory, version.sst_ids, self.range, self._wanted)
+        return [KvPartition(replace(piece, lease_id=lease_id)) for piece in pieces] or [InputPartition(None)]
 
-    def _version(self) -> Version:
+    def _version(self) -> tuple[int, Version]:
+        """(what keeps it, if no snapshot does; the version)."""
         with self.access.connect() as client:
             if not self.snapshot:
-                lent = client.lend(self.database, self._keep_seconds)
-                return client.kv_version(self.database, lent.snapshot_id)
+                lent = client.lend_kv(self.database, self._keep_seconds)
+                return lent.lease_id, lent.version
             try:
-                return client.kv_version(self.database, self.snapshot)
+                return 0, client.kv_version(self.database, self.snapshot)
             except UnknownSnapshot:
                 if not self.snapshot.isdecimal():
                     raise
-                return client.kv_version(self.database, int(self.snapshot))
+                return 0, client.kv_version(self.database, int(self.snapshot))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of a task's piece."""
@@ -144,7 +146,8 @@ class KvReader(DataSourceReader):
         if piece is None:
             return
         wanted = arrow_schema(self.schema)
-        with opened(piece.directory, piece.sst_ids) as tables:
+        keep = kept(self.access, piece.lease_id, self._keep_seconds)
+        with keep, opened(piece.directory, piece.sst_ids) as tables:
             for batch in scan_parts(tables, piece.range.low, piece.range.high, LSN_MAX):
                 yield _shaped(batch, wanted)
 
@@ -166,7 +169,7 @@ def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[Table]]:
     if not os.path.isdir(directory):
         raise InvalidInput(
             "the snapshot's directory is not seen from here, or the snapshot has gone",
-            hint="executors share a disk with the owner; `keep_seconds` says how long a version without a name stays",
+            hint="executors share a disk with the owner; `keep_seconds` says how long a version stays that nobody reads",
             path=directory,
         )
     home, tables = LsmHome(directory), list[Table]()

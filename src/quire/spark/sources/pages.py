@@ -24,6 +24,7 @@ from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
 from quire.pages.view import SnapshotView
 from quire.spark.sources import views
+from quire.spark.sources.leases import kept
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions
 from quire.spark.sources.views import Asked, Piece, Version, dealt, opened
@@ -88,16 +89,22 @@ class PagesReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The pages of a task."""
-        for piece in partition.value or ():
-            with opened(piece.version) as reader:
-                rows: list[tuple[int, bytes]] = []
-                for page, image in reader.scan(*piece.part):
-                    rows.append((page, image))
-                    if len(rows) * piece.version.view.page_size >= BATCH_BYTES:
-                        yield _batch(piece.version.database, rows)
-                        rows = []
-                if rows:
-                    yield _batch(piece.version.database, rows)
+        pieces: list[Piece[Run]] = partition.value or []
+        with kept(self.access, pieces[0].version.lease_id if pieces else 0, self.asked.keep_seconds):
+            for piece in pieces:
+                yield from _read(piece)
+
+
+def _read(piece: Piece[Run]) -> Iterator[pa.RecordBatch]:
+    with opened(piece.version) as reader:
+        rows: list[tuple[int, bytes]] = []
+        for page, image in reader.scan(*piece.part):
+            rows.append((page, image))
+            if len(rows) * piece.version.view.page_size >= BATCH_BYTES:
+                yield _batch(piece.version.database, rows)
+                rows = []
+        if rows:
+            yield _batch(piece.version.database, rows)
 
 
 def _pieces(version: Version, first: int, stop: int) -> Iterator[Piece[Run]]:

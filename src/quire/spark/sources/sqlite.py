@@ -33,6 +33,7 @@ from pyspark.sql.types import StructType
 from quire.core.errors import InvalidInput, NotFound
 from quire.core.limits import MIB
 from quire.spark.sources import views
+from quire.spark.sources.leases import kept
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions
 from quire.spark.sources.sqlite_columns import ColumnQuery, windows
@@ -160,10 +161,12 @@ class SqliteReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of a task's pieces."""
         wanted = arrow_schema(self.schema)
-        for piece in partition.value or ():
-            with opened(piece.version) as source, connected(ReadAhead(source)) as connection:
-                if (table := self._find(connection, piece.version)) is not None:
-                    yield from gathered(self._rows(connection, table, piece, wanted))
+        pieces: list[Piece[Rowids]] = partition.value or []
+        with kept(self.access, pieces[0].version.lease_id if pieces else 0, self.asked.keep_seconds):
+            for piece in pieces:
+                with opened(piece.version) as source, connected(ReadAhead(source)) as connection:
+                    if (table := self._find(connection, piece.version)) is not None:
+                        yield from gathered(self._rows(connection, table, piece, wanted))
 
     def _rows(
         self, connection: Connection, table: Table, piece: Piece[Rowids], wanted: pa.Schema

@@ -2,12 +2,12 @@
 
 Terms
   view      a version as a value (P16): leaf contents and pins, read with nothing but the object store
-  lent      a version without a name: kept by an anonymous snapshot that its owner drops when its time is over
+  lent      a version without a name: what it needs is kept by a lease while somebody reads it (`leases.py`)
   asked     `database` (one), or `databases` (names and patterns with commas), and `snapshot` (a name or an id)
 
 Rules
-  1. Without `snapshot` a query reads what is newest when it is planned, all its tasks the same: the owner lends it that
-     version for `keep_seconds`. A query that takes longer hears that the version is gone.
+  1. Without `snapshot` a DataFrame reads what is newest when its first query is planned: Spark plans the source once, and all
+     queries on the DataFrame have these partitions. The owner lends that version until `keep_seconds` after it was last read.
   2. Where objects are remote, WAL segments that a view needs are uploaded first, and executors read objects alone (`upload`
      says otherwise); else they read the files of the store's directory, which they share under the same path.
   3. Pieces of many databases are dealt to at most `partitions` partitions, the largest first, so that a thousand small
@@ -36,6 +36,7 @@ from quire.pages.cache import PageCache
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader, without_object
+from quire.spark.sources.leases import KEEP_SECONDS
 from quire.spark.sources.options import Options
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 OPTIONS = ("database", "databases", "snapshot", "keep_seconds", "upload", "partitions")
 
-KEEP_SECONDS = 4 * 3_600
-"""How long a version without a name is lent (rule 1)."""
+LENT_AT_ONCE = 64
+"""Databases of one call: each must be opened and sealed, and all their views are one answer."""
 
 CACHE_BYTES = 32 * MIB
 """Of one task: enough for the upper pages of a tree and the frames it walks through."""
@@ -66,6 +67,8 @@ class Version:
     view: SnapshotView
     root: str
     """The store's directory, for who sees it; empty if everything is in objects."""
+    lease_id: int = 0
+    """What keeps it, if no snapshot does."""
 
     @property
     def size_bytes(self) -> int:
@@ -91,7 +94,7 @@ class Asked:
         if bool(self.one) == bool(self.patterns):
             raise InvalidInput("which database?", hint="either the option `database` or `databases`")
         self.snapshot = snapshot or options.text("snapshot")
-        self._keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
+        self.keep_seconds = options.number("keep_seconds", KEEP_SECONDS, least=1)
         self._upload = options.one_of("upload", ("auto", "true", "false"))
 
     @property
@@ -113,19 +116,38 @@ class Asked:
         return found
 
     def versions(self, client: Client, names: list[str]) -> list[Version]:
-        """The versions of several databases, some asked for at once: each costs the owner a commit."""
+        """The versions of several databases: those that are asked for, or the newest, of one lease (rule 1)."""
+        if not self.snapshot:
+            return self._newest(client, names)
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return list(pool.map(lambda name: self.version(client, name), names))
 
-    def version(self, client: Client, name: str, snapshot: str = "") -> Version:
-        """The version of a database to read: the one that is asked for, or the newest (rule 1)."""
+    def _newest(self, client: Client, names: list[str]) -> list[Version]:
+        upload, root = self._reading(client)
+        lease_id, views = 0, dict[str, SnapshotView]()
+        for start in range(0, len(names), LENT_AT_ONCE):
+            some = names[start : start + LENT_AT_ONCE]
+            lent = client.lend(some, self.keep_seconds, lease_id=lease_id)
+            lease_id = lent.lease_id
+            views.update(zip(some, lent.views, strict=True))
+            # To upload needs more than to read, so it is asked for only if there is something.
+            if upload and (bare := [name for name in some if without_object(views[name])]):
+                lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True)
+                views.update(zip(bare, lent.views, strict=True))
+        return [Version(name, view, root, lease_id) for name, view in views.items()]
+
+    def _reading(self, client: Client) -> tuple[bool, str]:
+        """(whether executors read objects alone, the directory that they read otherwise): rule 2."""
         objects = client.objects_url
         upload = self._upload == "true" or (self._upload == "auto" and "://" in objects and "memory:" not in objects)
-        root = "" if upload else client.path
+        return upload, "" if upload else client.path
+
+    def version(self, client: Client, name: str, snapshot: str = "") -> Version:
+        """The version of a database to read: the one that is asked for, or the newest (rule 1)."""
         wanted = snapshot or self.snapshot
         if not wanted:
-            lent = client.lend(name, self._keep_seconds)
-            return Version(name, _view(client, name, lent.snapshot_id, upload), root)
+            return self._newest(client, [name])[0]
+        upload, root = self._reading(client)
         try:
             view = _view(client, name, wanted, upload)
         except UnknownSnapshot:

@@ -1,0 +1,247 @@
+"""Versions lent to readers that read files and objects by themselves: what they need is not deleted while they read.
+
+Terms
+  lease    one query's claim on a version of each of some databases; its id is a reader's, and its rows are rows of
+           `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
+  copy     what a version of a key-value set is on disk: a directory of links (`lsm/versions.py`)
+  kept     artifacts at zero that a lease may need: they fell to zero after it was opened
+  horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
+
+Rules
+  1. Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know
+     it.
+  2. The rows are committed before the version is looked up. Whatever the version needs was referred to at that moment, so if it
+     falls to zero, it does so later: by the manifest's own time, which never goes back (`writer.py`). So nothing that fell to
+     zero at or after the opening of a living lease is deleted, nor its file used again, if a database made it that the version
+     has artifacts of; before that is known, and after a restart, if any did. What fell to zero before goes as ever: a database
+     that is always read loses its garbage all the same. Copies are not shared: they need nothing but to be left alone.
+  3. A lease lives for its length from the last renewal on. While the owner lives its memory decides. Every row that is there
+     when a store is opened is alive for one more length (M10): renewals may have been lost with the former owner, and its
+     readers go on reading meanwhile. The rows of leases that have ended are dropped by upkeep, and by the next lease.
+  4. It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
+
+On disk: before the commit nothing (a copy without a row is garbage, and swept); after it the rows. A crash between the rows and
+the answer leaves a lease that nobody renews: it ends by itself (rule 3).
+
+Threads: any. Raises `LeaseExpired`, `InvalidInput`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.core.errors import InvalidInput, LeaseExpired
+from quire.durable.failpoints import hit
+from quire.manifest import tables as t
+
+if TYPE_CHECKING:
+    from quire.manifest.ops.base import Op
+    from quire.manifest.records import ReaderRecord
+    from quire.manifest.store import ManifestStore
+
+VIEW_TAG = "quire.view"
+
+LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """One database's part of a lease."""
+
+    db_id: int
+    lsn: int
+    copy: int = 0
+    """The number of the directory that holds a key-value set's version."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease, in memory."""
+
+    ttl_ms: int
+    deadline: float
+    """By the monotonic clock."""
+    horizon_ms: int
+    tags: dict[str, str]
+    lent: dict[int, Lent] = field(default_factory=dict)
+    opened_ms: int = 0
+    """When its first row was written, by the manifest's time (rule 2)."""
+    origins: set[int] = field(default_factory=set)
+    """Databases that made what its versions need …"""
+    unknown: set[int] = field(default_factory=set)
+    """… but for those of these databases, which have not been looked up yet (rule 2)."""
+
+    def add(self, part: Lent, opened_ms: int) -> None:
+        self.lent[part.db_id] = part
+        self.opened_ms = min(self.opened_ms or opened_ms, opened_ms)
+        if not part.copy:
+            self.unknown.add(part.db_id)
+
+    def needs(self, origin: int) -> bool:
+        return bool(self.unknown) or origin in self.origins
+
+
+class VersionLeases:
+    """The leases of one manifest: `leases_of(manifest)`."""
+
+    def __init__(self, manifest: ManifestStore) -> None:
+        # constant after construction
+        self._manifest = manifest
+        self._clock = manifest.clock
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._leases: dict[int, _Lease] = {}
+        self._load()
+
+    def _load(self) -> None:
+        """Rule 3, at the start of an owner."""
+        with self._manifest.read() as txn:
+            rows = [(key, row) for key, row in txn.scan(t.SNAPSHOT_READERS) if is_view(row)]
+        for (db_id, lease_id), row in rows:
+            ttl_ms, copy = _mark(row)
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                tags = {name: value for name, value in row.tags.items() if name != VIEW_TAG}
+                deadline = self._clock.monotonic() + ttl_ms / 1000
+                lease = self._leases[lease_id] = _Lease(ttl_ms, deadline, 0, tags)
+            lease.add(Lent(db_id, row.snapshot_lsn, copy), row.opened_at_ms)
+
+    # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
+    def hold(
+        self, lent: Iterable[Lent], seconds: float, *, lease_id: int = 0, tags: dict[str, str] | None = None
+    ) -> int:
+        """Lend these versions, as a lease of their own or as part of another; its id. Durable on return."""
+        from quire.manifest.ops.base import Counter
+
+        if not 0 < seconds <= LEASE_SECONDS_MAX:
+            raise InvalidInput("a version is lent for up to seven days", seconds=seconds)
+        self.expire()
+        parts = {part.db_id: part for part in lent}
+        if lease_id:
+            self.renew(lease_id)
+        else:
+            lease_id = self._manifest.allocate(Counter.READER)
+        ttl_ms = int(seconds * 1000)
+        with self._lock:
+            known = self._leases.get(lease_id)
+        given = known or _Lease(ttl_ms, 0.0, 0, dict(tags or {}))
+        horizon = self._clock.now_ms() + 2 * given.ttl_ms
+        guard = self._manifest.submit(self._rows(lease_id, given, parts.values(), horizon))
+        guard.result()
+        hit("manifest.lease.held")
+        with self._lock:
+            lease = self._leases.setdefault(lease_id, given)
+            lease.deadline = self._clock.monotonic() + lease.ttl_ms / 1000
+            lease.horizon_ms = lease.horizon_ms or horizon
+            for part in parts.values():
+                lease.add(part, guard.committed_at_ms)
+        return lease_id
+
+    def narrow(self, lease_id: int, db_id: int, origins: Iterable[int]) -> None:
+        """The version of a database has been looked up: these databases made what it needs."""
+        with self._lock:
+            if (lease := self._leases.get(lease_id)) is not None:
+                lease.origins.update(origins)
+                lease.unknown.discard(db_id)
+
+    def renew(self, lease_id: int) -> None:
+        """The reader is alive; `LeaseExpired` if the lease has ended."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            if lease is None or not self._lives(lease):
+                hint = "ask for the version again; a snapshot keeps one for longer"
+                raise LeaseExpired("the version that was lent is no longer kept", hint=hint, lease_id=lease_id)
+            now_ms = self._clock.now_ms()
+            lease.deadline = self._clock.monotonic() + lease.ttl_ms / 1000
+            if now_ms + lease.ttl_ms <= lease.horizon_ms:
+                return
+            lease.horizon_ms = now_ms + 2 * lease.ttl_ms
+            rows = self._rows(lease_id, lease, list(lease.lent.values()), lease.horizon_ms)
+        self._manifest.submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time (rule 3)
+
+    def release(self, lease_id: int) -> None:
+        """The reader is done; a lease that has ended is fine."""
+        with self._lock:
+            lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            self._drop({lease_id: lease})
+
+    def expire(self) -> int:
+        """Drop the rows of leases that have ended; how many have."""
+        with self._lock:
+            late = {lease_id: lease for lease_id, lease in self._leases.items() if not self._lives(lease)}
+            for lease_id in late:
+                del self._leases[lease_id]
+        if late:
+            self._drop(late)
+        return len(late)
+
+    def _drop(self, leases: dict[int, _Lease]) -> None:
+        from quire.manifest.ops.local import DropReader
+
+        ops = [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
+        self._manifest.submit(ops).result()
+
+    def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[Lent], horizon_ms: int) -> list[Op]:
+        from quire.manifest.ops.local import PutReader
+
+        return [
+            PutReader(
+                part.db_id,
+                lease_id,
+                part.lsn,
+                horizon_ms,
+                {**lease.tags, VIEW_TAG: f"{lease.ttl_ms}:{part.copy}"},
+            )
+            for part in parts
+        ]
+
+    # ── for whoever deletes ───────────────────────────────────────────────────────────────────────────────────────────
+    def kept_since(self, origin: int) -> tuple[int, int] | None:
+        """(manifest's time, wall time): what this database made and what fell to zero at or after the first is kept, at least
+        until the second; `None` if nothing is lent (rule 2)."""
+        now, now_ms = self._clock.monotonic(), self._clock.now_ms()
+        with self._lock:
+            needed = [
+                (lease.opened_ms, now_ms + int((lease.deadline - now) * 1000) + 1)
+                for lease in self._leases.values()
+                if self._lives(lease) and lease.needs(origin)
+            ]
+        return (min(needed)[0], max(until for _, until in needed)) if needed else None
+
+    def copies(self, db_id: int) -> set[int]:
+        """Numbers of the directories that living leases on a key-value set read."""
+        with self._lock:
+            leases = [lease for lease in self._leases.values() if self._lives(lease)]
+            return {lease.lent[db_id].copy for lease in leases if db_id in lease.lent} - {0}
+
+    def count(self) -> int:
+        """Living leases."""
+        with self._lock:
+            return sum(map(self._lives, self._leases.values()))
+
+    def _lives(self, lease: _Lease) -> bool:
+        return lease.deadline > self._clock.monotonic()
+
+
+def leases_of(manifest: ManifestStore) -> VersionLeases:
+    """The leases of a manifest; there is one `VersionLeases` of each."""
+    return manifest._part(VersionLeases, partial(VersionLeases, manifest))
+
+
+def is_view(row: ReaderRecord) -> bool:
+    """Whether a reader's row is a lease's: it holds no floor (rule 4)."""
+    return VIEW_TAG in row.tags
+
+
+def _mark(row: ReaderRecord) -> tuple[int, int]:
+    """(length in ms, number of a copy) of a row; one that cannot be read ends after a minute."""
+    try:
+        ttl_ms, copy = map(int, row.tags[VIEW_TAG].split(":"))
+    except ValueError:
+        return 60_000, 0
+    return min(max(ttl_ms, 1), int(LEASE_SECONDS_MAX * 1000)), copy

@@ -1,0 +1,168 @@
+"""What reading from Spark leaves in a store: nothing that people see, and after some minutes nothing at all.
+
+Without a session: readers plan and read in this process, as Spark has them do it in its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.core.errors import LeaseExpired, SnapshotGone
+from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
+from quire.spark.access import access_of, options_of
+from quire.spark.sources import leases
+from quire.spark.sources.diff import DiffSource
+from quire.spark.sources.kv import KvSource
+from quire.spark.sources.leases import KEEP_SECONDS, has_ended, kept
+from quire.spark.sources.pages import PagesSource
+from quire.spark.sources.sqlite import SqliteSource
+from quire.store.store import Store
+from quire.testing.clock import ManualClock
+from tests.spark.sourced import QUIET
+
+DATABASES = 200
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(now_ms=1_750_000_000_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+    with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as made:
+        options_of(made)
+        yield made
+        assert made.manifest.check() == []
+
+
+def fill(store: Store, name: str, rows: int = 3) -> None:
+    with closing(store.sqlite(name, create=True)) as connection, connection:
+        connection.execute("CREATE TABLE IF NOT EXISTS t(a INTEGER PRIMARY KEY, b TEXT)")
+        connection.executemany("INSERT OR REPLACE INTO t VALUES (?, ?)", [(n, f"{name} {n}") for n in range(rows)])
+
+
+def planned(store: Store, kind: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """(reader, partitions), as Spark makes them when it plans the first query on a DataFrame."""
+    source = kind({"store": store.path, **{name.rstrip("_"): str(value) for name, value in options.items()}})
+    reader = source.reader(source.schema())
+    return reader, list(reader.partitions())
+
+
+def read(reader: Any, parts: list[Any]) -> list[tuple[Any, ...]]:
+    """What tasks read."""
+    return sorted(tuple(row.values()) for part in parts for batch in reader.read(part) for row in batch.to_pylist())
+
+
+def rows(store: Store) -> int:
+    with store.manifest.read() as txn:
+        return txn.count(t.SNAPSHOT_READERS)
+
+
+def test_many_reads_of_many_databases_leave_no_snapshot_and_no_change(store: Store, clock: ManualClock) -> None:
+    """Issue 18: a few reads of 200 databases left 1,216 snapshots and 3,883 changes, shown to people as theirs."""
+    for number in range(DATABASES):
+        fill(store, f"tenant-{number:03d}")
+    read(*planned(store, SqliteSource, databases="tenant-*", table="t"))  # whose logs were open are sealed now
+    head, seen = store.feed.head(), store.info()
+    for _ in range(5):
+        found = read(*planned(store, SqliteSource, databases="tenant-*", table="t"))
+        assert len(found) == 3 * DATABASES
+        assert read(*planned(store, PagesSource, databases="tenant-00*"))
+        assert store.info().snapshots == 0
+        assert not any(store.manifest.snapshots.of(f"tenant-{number:03d}") for number in range(0, DATABASES, 20))
+    assert store.feed.head() == head, "the feed hears nothing of readers"
+    assert store.info().databases == seen.databases
+    assert leases_of(store.manifest).count() == 11, "one for each query, not for each database"
+    assert rows(store) == 6 * DATABASES + 5 * 10
+    clock.advance(KEEP_SECONDS + 1)
+    store.maintain()
+    assert (leases_of(store.manifest).count(), rows(store)) == (0, 0), "some minutes later nothing is left"
+    with store.manifest.read() as txn:
+        assert txn.count(t.SNAPSHOT_INDEX) == 0
+        assert not [row for _, row in txn.scan(t.AUDIT) if "SNAPSHOT" in row.action.name]
+
+
+def test_key_value_sets_and_differences_leave_nothing_either(store: Store, clock: ManualClock) -> None:
+    cart = store.kv("cart", create=True)
+    cart.write({b"k%03d" % n: b"v" for n in range(100)})
+    fill(store, "shop")
+    store.snapshot("shop", "monday")
+    fill(store, "shop", 5)
+    directory = Path(store.path, "lsm", f"{store.database('cart').db_id:08x}", "snapshots")
+    reader, parts = planned(store, KvSource, database="cart")
+    assert len(read(reader, parts)) == 100
+    cart.write({b"k%03d" % n: b"w" for n in range(100)})
+    cart.compact()
+    assert {value for _, value in read(reader, parts)} == {b"v"}, "the version that was planned"
+    assert len(read(*planned(store, DiffSource, database="shop", from_="monday", table="t"))) == 2
+    assert [snapshot.name for snapshot in store.manifest.snapshots.of("shop")] == ["monday"]
+    assert store.manifest.snapshots.of("cart") == []
+    assert len(list(directory.iterdir())) == 1
+    clock.advance(KEEP_SECONDS + 1)
+    store.maintain()
+    assert (rows(store), list(directory.iterdir())) == (0, [])
+    with pytest.raises(SnapshotGone, match="load it again"):
+        read(reader, parts)
+
+
+def test_a_frame_reads_the_version_of_its_first_query_as_long_as_it_is_kept(store: Store, clock: ManualClock) -> None:
+    """Spark plans a source once, and every query on the DataFrame has those partitions."""
+    fill(store, "shop")
+    reader, parts = planned(store, SqliteSource, database="shop", table="t")
+    before = read(reader, parts)
+    for _ in range(4):
+        fill(store, "shop", 50)
+        store.checkpoint("shop")
+        clock.advance(KEEP_SECONDS - 60)
+        store.maintain()
+        assert read(reader, parts) == before
+        lease_id = parts[0].value[0].version.lease_id
+        assert not has_ended(reader.access, lease_id), "who reads keeps it"
+    clock.advance(KEEP_SECONDS + 1)
+    store.maintain()
+    clock.advance(KEEP_SECONDS)
+    store.maintain()
+    with pytest.raises(SnapshotGone, match="no longer kept"):
+        read(reader, parts)
+    assert len(read(*planned(store, SqliteSource, database="shop", table="t"))) == 50
+
+
+def test_a_task_renews_while_it_reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, "shop")
+    reader, parts = planned(store, SqliteSource, database="shop", table="t")
+    heard: list[int] = []
+    enough = threading.Event()
+    renew = leases_of(store.manifest).renew
+
+    def counted(lease_id: int) -> None:
+        renew(lease_id)
+        heard.append(lease_id)
+        if len(heard) == 3:
+            enough.set()
+
+    monkeypatch.setattr(leases_of(store.manifest), "renew", counted)
+    lease_id = parts[0].value[0].version.lease_id
+    with kept(reader.access, lease_id, 0.04):
+        assert enough.wait(60)
+    assert set(heard) == {lease_id}
+    with kept(reader.access, 0, 1):  # a named snapshot needs none
+        pass
+
+
+def test_an_owner_that_is_away_fails_no_task(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "CALL_SECONDS", 0.1)
+    access = access_of({"store": store.path})
+    assert has_ended(access, 12_345), "an owner that is there knows"
+    away = type(access)(uri="grpc+unix:///nowhere.sock")
+    assert not has_ended(away, 12_345)
+    with pytest.raises(LeaseExpired):
+        leases_of(store.manifest).renew(12_345)
