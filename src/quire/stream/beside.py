@@ -200,11 +200,12 @@ class Beside:
 
 def _commits(file: File, place: _Place) -> tuple[list[Piece], _Place]:
     """Whole commits from a place on, about a window of them, and the place behind."""
-    window = WINDOW_BYTES
+    window, here = WINDOW_BYTES, file.size()
     while True:
+        window = min(window, max(here - place.offset, 0))  # a head may ask for more than there is
         raw = memoryview(file.read_at(window, place.offset))
         pieces, reached, need = _parsed(raw, place)
-        if pieces or need <= len(raw) or len(raw) < window:
+        if pieces or need <= len(raw) or len(raw) < window or window + place.offset >= here:
             return pieces, reached
         window = max(need, 2 * window)  # a commit that is larger
 

@@ -23,12 +23,16 @@ import msgspec
 from quire.core.errors import ObjectNotFound
 from quire.durable import mlog_names
 from quire.durable.names import manifest_log_key, parse_manifest_log_key
-from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, ChunkFacts, damaged, decode_copy
+from quire.stream.mlog_format import CHUNK_BYTES, CHUNK_FILE_BYTES_MAX, COPY_BYTES, ChunkFacts, damaged, decode_copy
 from quire.stream.mlog_reader import Chunk, load_chunk
 from quire.stream.mlog_snapshot import Snapshot, decode_snapshot
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectInfo, ObjectStore, PutResult
+
+
+SNAPSHOT_BYTES_MAX = 1 << 30
+"""Of some hundred bytes for each segment: more than a stream has in a lifetime."""
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -93,7 +97,7 @@ class LogObjects(msgspec.Struct, frozen=True):
     def get_chunk(self, index: int) -> Chunk | None:
         """A chunk under its own name, checked."""
         try:
-            data = self.store.get(self.chunk_key(index))
+            data = self._get(self.chunk_key(index), CHUNK_FILE_BYTES_MAX)
         except ObjectNotFound:
             return None
         return load_chunk(data, chunk_index=index, path=self.chunk_key(index))
@@ -112,7 +116,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         """A bundle, checked; its first record, the marker, is not among its records."""
         key = self.bundle_key(first, last)
         try:
-            data = self.store.get(key)
+            data = self._get(key, (last - first + 1) * CHUNK_FILE_BYTES_MAX)
         except ObjectNotFound:
             return None
         return load_chunk(data, chunk_index=first, last_index=last, path=key)
@@ -122,7 +126,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         with the commit copy, and nobody would know of the damage. What is not there any more is fine."""
         key = self.chunk_key(first) if last is None else self.bundle_key(first, last)
         try:
-            data = self.store.get(key)
+            data = self._get(key, ((last or first) - first + 1) * CHUNK_FILE_BYTES_MAX)
         except ObjectNotFound:
             return
         load_chunk(data, chunk_index=first, last_index=last, path=key)
@@ -149,7 +153,14 @@ class LogObjects(msgspec.Struct, frozen=True):
     def get_snapshot(self, snapshot_id: int) -> Snapshot:
         """A snapshot, checked."""
         key = self.snapshot_key(snapshot_id)
-        return decode_snapshot(self.store.get(key), snapshot_id=snapshot_id, path=key)
+        return decode_snapshot(self._get(key, SNAPSHOT_BYTES_MAX), snapshot_id=snapshot_id, path=key)
+
+    def _get(self, key: str, limit: int) -> bytes:
+        """An object, if it is no larger than it can be: what is in a bucket is believed by nobody."""
+        size = self.store.head(key).size_bytes
+        if size > limit:
+            raise damaged("an object of the log is larger than it can be", chunk=0, offset=0, key=key, size=size)
+        return self.store.get(key)
 
     def _key(self, suffix: str) -> str:
         return f"{self.prefix}/{suffix}" if self.prefix else suffix

@@ -285,7 +285,9 @@ def warm_source(files: StreamFiles, segment: Segment, cache: ByteCache) -> Itera
         raise Lost(Corruption("a compressed segment's file is missing", hint=VERIFY, **where)) from error
     try:
         try:
-            reader = WarmReader(lambda offset, size: file.read_at(size, offset), file.size(), path=path)
+            reader = WarmReader(
+                lambda offset, size: file.read_at(size, offset), file.size(), path=path, raw_bytes=segment.durable_bytes
+            )
         except Corruption as error:
             raise Lost(error) from error
         yield WarmSource(files.stream_id, segment, reader, cache)
@@ -307,7 +309,7 @@ def remote_source(
         try:
             # A log that was off while the object was made was told that it is there, not how long it is.
             size = segment.warm_bytes or int.from_bytes(retry(lambda: _size_of(store, segment.key)), "little")
-            reader = WarmReader(read, size, path=f"{store.url}/{segment.key}")
+            reader = WarmReader(read, size, path=f"{store.url}/{segment.key}", raw_bytes=segment.durable_bytes)
         except (Corruption, ObjectNotFound, OutOfRange) as error:
             raise Lost(_remote_error(error, segment)) from error
         found = (reader, threading.Lock())

@@ -233,6 +233,7 @@ def _small(
     origin = at // 4 + BLOCK_HEAD_BYTES // 4
     # A table that a bad head speaks of may lie anywhere: only those of good ones are looked at.
     good[good] &= numbers[(origin + counts)[good]] == (body_bytes - tables)[good]
+    good[good] &= _are_rising(numbers, counts[good], origin[good])
     upto = len(starts) if good.all() else int(np.argmin(good))
     wrong = None if upto == len(starts) else starts[upto]
     if not upto:
@@ -247,6 +248,18 @@ def _small(
     told = int(stamps[0]) if alike else np.repeat(stamps, counts)
     used = int(at[upto - 1]) + BLOCK_HEAD_BYTES + bodies[upto - 1] - starts[0]
     return [Span(int(firsts[0]), told, column, used)], wrong
+
+
+def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of which blocks the offsets begin at 0 and never fall: Arrow reads wherever they point."""
+    import numpy as np
+
+    if not len(counts):
+        return np.ones(0, np.bool_)
+    before = np.cumsum(counts) - counts
+    place = np.repeat(origin - before, counts) + np.arange(int(counts.sum()))
+    falls = numbers[place + 1] < numbers[place]
+    return (np.add.reduceat(falls, before) == 0) & (numbers[origin] == 0)
 
 
 def _joined(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64], payload: bytes) -> Any:

@@ -76,7 +76,7 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.sources import VERIFY
-from quire.stream.warm import FOOTER_BYTES, WarmReader, compress
+from quire.stream.warm import FOOTER_BYTES, bounded, compress, reader_of
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectStore
@@ -332,8 +332,8 @@ class Tiers:
             data = read_all(self._files.disk, path)
         else:
             path = segment.key
-            data = self._store().get(segment.key)
-        reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path)
+            data = bounded(self._store(), segment.key, segment.durable_bytes)
+        reader = reader_of(data, path, segment.durable_bytes)
         if _check(data, path) != segment.crc64:
             raise Corruption(
                 "a compressed segment is not the one that was sealed",
@@ -413,7 +413,7 @@ class Tiers:
 
 def _check(data: bytes, path: str) -> int:
     """The checksum of the segment that a compressed copy holds, every byte of which is looked at."""
-    return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+    return reader_of(data, path).verify()
 
 
 def _reason(error: QuireError) -> Reason:

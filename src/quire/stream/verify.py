@@ -30,7 +30,7 @@ from quire.stream.mlog_verify import Problem
 from quire.stream.reader import is_going
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.stream import Stream
-from quire.stream.warm import WarmReader
+from quire.stream.warm import WarmReader, bounded, reader_of
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -108,16 +108,18 @@ def _hot_crc(stream: Stream, segment: Segment) -> int:
 def _warm_crc(stream: Stream, segment: Segment) -> int:
     path = stream.files.segment(Tier.WARM, segment.segment_id)
     data = read_all(stream.files.disk, path)
-    return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+    return reader_of(data, path, segment.durable_bytes).verify()
 
 
 def _remote_crc(store: ObjectStore, segment: Segment, deep: bool) -> int:
     if deep:
-        data = store.get(segment.key)
-        reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=segment.key)
-        return reader.verify()
-    size = store.head(segment.key).size_bytes
-    reader = WarmReader(lambda offset, length: store.get_range(segment.key, offset, length), size, path=segment.key)
+        return reader_of(
+            bounded(store, segment.key, segment.durable_bytes), segment.key, segment.durable_bytes
+        ).verify()
+    size, expected = store.head(segment.key).size_bytes, segment.durable_bytes
+    reader = WarmReader(
+        lambda offset, length: store.get_range(segment.key, offset, length), size, path=segment.key, raw_bytes=expected
+    )
     return reader.raw_crc64
 
 

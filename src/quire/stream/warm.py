@@ -9,7 +9,9 @@ Terms
 Rules
   1. Decompressed and put together the frames are the raw segment, byte for byte: `raw_crc64` says so.
   2. A dictionary, where one pays, is part of the file: an object alone can be read.
-  3. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. The
+  3. No size is believed before it is held against another one: a frame decompresses to what its row says, rows add up to the
+     file and to the segment, and a frame is no larger than a block can be. So a small file cannot ask for much memory.
+  4. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. The
      dictionary's stands behind it; the blocks inside have their own.
 
 Pure functions over a buffer or a `read(offset, size)`, any thread; importable on executors. Memory: one frame, and the table.
@@ -26,14 +28,16 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import Corruption, FormatTooNew
-from quire.core.limits import KIB
+from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64
-from quire.stream.segment import HEADER_BYTES, Block, SegmentHeader, decode_head
+from quire.stream.segment import ALIGN, HEADER_BYTES, Block, SegmentHeader, aligned, decode_head
 from quire.stream.segment_scan import Scan
 
 if TYPE_CHECKING:
     import numpy as np
     import zstandard
+
+    from quire.objects.api import ObjectStore
 
 MAGIC = b"QSTRWRM1"
 END_MAGIC = b"QSTREND1"
@@ -54,6 +58,8 @@ CHECKED_BYTES = 56
 
 FRAME_BYTES = 256 * KIB
 """Raw bytes in a frame: what a reader of one record fetches and decompresses."""
+FRAME_RAW_BYTES_MAX = 80 * MIB
+"""What a frame decompresses to at most: one block of the largest record that a stream may take (64 MiB), with room to spare."""
 LEVEL = 3
 TAIL_BYTES = 64 * KIB
 """What a reader fetches first: footer, and the table of 1,300 frames (340 MB of raw segment)."""
@@ -163,8 +169,8 @@ def _runs(found: Scan) -> list[tuple[int, int, int, int]]:
 class WarmReader:
     """Reads slices of a compressed segment, from wherever `read` gets its bytes."""
 
-    def __init__(self, read: Read, size: int, *, path: str = "") -> None:
-        """Fetches the footer and the table: one read if the table is short."""
+    def __init__(self, read: Read, size: int, *, path: str = "", raw_bytes: int | None = None) -> None:
+        """Fetches the footer and the table: one read if the table is short. `raw_bytes`: what the segment has, if known."""
         import numpy as np
 
         self._read = read
@@ -192,10 +198,40 @@ class WarmReader:
         if len(table) != table_bytes or crc64(table) != crc:
             raise self._damaged("its table is not what was written")
         self._rows = np.frombuffer(table, row_fields())
+        self._check_table(raw_bytes)
         self._firsts: list[int] = self._rows["first_record"].tolist()
         self._stamps: list[int] = self._rows["timestamp_ms"].tolist()
         self._decompressor: zstandard.ZstdDecompressor | None = None
         self._header: SegmentHeader | None = None
+
+    def _check_table(self, raw_bytes: int | None) -> None:
+        """Frames follow each other without gaps, here and in the raw segment, and none is larger than one can be.
+
+        A checksum says that bytes are what somebody wrote, not who: sizes are held against each other before they are believed.
+        """
+        import numpy as np
+
+        rows = self._rows
+        if not len(rows):
+            raise self._damaged("it has no frames")
+        ends = WARM_HEADER_BYTES + np.cumsum(rows["bytes"], dtype=np.uint64)
+        raw_ends = np.cumsum(rows["raw_bytes"], dtype=np.uint64)
+        in_row = bool(
+            rows["offset"][0] == WARM_HEADER_BYTES
+            and rows["raw_offset"][0] == 0
+            and (rows["offset"][1:] == ends[:-1]).all()
+            and (rows["raw_offset"][1:] == raw_ends[:-1]).all()
+            and int(ends[-1]) == self._dictionary_at
+            and self._dictionary_at + self._dictionary_bytes == self._table_at
+        )
+        if not in_row:
+            raise self._damaged("its frames do not follow each other")
+        if int(rows["raw_bytes"].max()) > FRAME_RAW_BYTES_MAX or int(rows["raw_bytes"].min()) == 0:
+            raise self._damaged("a frame has a size that no frame has")
+        if raw_bytes is not None and int(raw_ends[-1]) != raw_bytes:
+            raise self._damaged("it is not as long as the segment that was sealed", raw_bytes=raw_bytes)
+        if self._dictionary_bytes and self._dictionary_bytes <= 8:
+            raise self._damaged("its dictionary is too short")
 
     def _footer(self, tail: bytes) -> tuple[bytes, int, int, int, int, int, int, int, int]:
         raw = tail[-FOOTER_BYTES:]
@@ -248,6 +284,9 @@ class WarmReader:
         if len(body) != row.bytes or crc64(body) != row.crc64:
             raise self._damaged("a frame is not what was written", frame=number, offset=row.offset)
         try:
+            # zstd reserves what the frame itself declares, whatever limit it is given: so that is looked at first.
+            if zstandard.frame_content_size(body) != row.raw_bytes:
+                raise self._damaged("a frame declares another length", frame=number, offset=row.offset)
             raw = self._zstd().decompress(body, max_output_size=row.raw_bytes)
         except zstandard.ZstdError as error:
             raise self._damaged(f"a frame does not decompress: {error}", frame=number, offset=row.offset) from error
@@ -265,6 +304,8 @@ class WarmReader:
             if block is None:
                 raise self._damaged("a block is not what was written", frame=number, offset=row.raw_offset + at)
             following = block.end - row.raw_offset
+            if following > aligned(len(raw), ALIGN):
+                raise self._damaged("a block ends behind its frame", frame=number, offset=row.raw_offset + at)
             blocks.append(block._replace(offset=at))
             at = following
         return raw, blocks
@@ -297,6 +338,22 @@ class WarmReader:
         if found != self.raw_crc64:
             raise self._damaged("its frames are not the segment that was sealed")
         return found
+
+
+def reader_of(data: Bytes, path: str, raw_bytes: int | None = None) -> WarmReader:
+    """A reader of a compressed segment that is in memory."""
+    view = memoryview(data)
+    return WarmReader(
+        lambda offset, size: bytes(view[offset : offset + size]), len(data), path=path, raw_bytes=raw_bytes
+    )
+
+
+def bounded(store: ObjectStore, key: str, raw_bytes: int) -> bytes:
+    """A segment's object, if it is no larger than a compressed segment of this length can be."""
+    size = store.head(key).size_bytes
+    if size > raw_bytes + raw_bytes // 32 + MIB:
+        raise Corruption("an object is larger than its segment can be", key=key, bytes=size, raw_bytes=raw_bytes)
+    return store.get(key)
 
 
 def check_header(raw: Bytes, *, path: str = "") -> tuple[int, int]:

@@ -34,7 +34,7 @@ from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import Problem, verify
 from quire.stream.segment_scan import sealed_blocks
-from quire.stream.warm import WarmReader
+from quire.stream.warm import bounded, reader_of
 from quire.stream.witnesses import Witness
 
 
@@ -50,7 +50,10 @@ def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple
     altered: list[str] = []
     if place.has_local:
         root = place.local.removesuffix(_name(place, Tier.HOT))
-        copies = {"hot": _hot(place, disk), "compressed": _warm(os.path.join(root, _name(place, Tier.WARM)), disk)}
+        copies = {
+            "hot": _hot(place, disk),
+            "compressed": _warm(os.path.join(root, _name(place, Tier.WARM)), disk, place.size_bytes),
+        }
         if all(found is None for found in copies.values()):
             missing.append("no file is there")
         for name, found in copies.items():
@@ -58,10 +61,13 @@ def look_at_segment(place: Place, *, disk: Disk, open_store: OpenStore) -> tuple
                 altered.append(f"the {name} file is not the segment that was sealed")
     if place.has_remote:
         try:
-            if _decompressed(open_store(place.url).get(place.object_key), place.object_key) != place.crc64:
+            data = bounded(open_store(place.url), place.object_key, place.size_bytes)
+            if _decompressed(data, place.object_key, place.size_bytes) != place.crc64:
                 altered.append("the object is not the segment that was sealed")
         except ObjectNotFound:
             missing.append("the object is not there")
+        except Corruption:
+            altered.append("the object is larger than a segment of this size can be")
     hit("jobs.stream_verify.looked")
     return missing, altered
 
@@ -83,18 +89,18 @@ def _hot(place: Place, disk: Disk) -> int | None:
     return crc64(raw)
 
 
-def _warm(path: str, disk: Disk) -> int | None:
+def _warm(path: str, disk: Disk, raw_bytes: int) -> int | None:
     try:
         data = read_all(disk, path)
     except FileNotFoundError:
         return None
-    return _decompressed(data, path)
+    return _decompressed(data, path, raw_bytes)
 
 
-def _decompressed(data: bytes, path: str) -> int:
+def _decompressed(data: bytes, path: str, raw_bytes: int) -> int:
     """The crc64 of the segment that a compressed copy holds; -1 if it is damaged."""
     try:
-        return WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path).verify()
+        return reader_of(data, path, raw_bytes).verify()
     except (Corruption, OutOfRange):
         return -1
 
