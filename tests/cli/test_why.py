@@ -346,6 +346,9 @@ def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Pat
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"left")
     (holder,) = answer(run, str(left))["holders"]
-    assert (holder["what"], holder["release"]) == ("clicks was dropped", "when the next stream is dropped")
+    assert (holder["what"], holder["release"]) == (
+        "clicks was dropped",
+        "the owner's upkeep, or when the next stream is dropped",
+    )
     assert run("drop", "next", "--yes").code == 0
     assert not left.exists(), "as it said"

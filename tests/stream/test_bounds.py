@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def signed(raw: bytes) -> bytes:
     return raw[:CHECKED_BYTES] + crc64(raw[:CHECKED_BYTES]).to_bytes(8, "little")
 
 
-def crafted(*, rows: list[tuple[int, ...]], footer: dict[int, int], body: bytes = b"") -> bytes:
+def crafted(*, rows: Sequence[tuple[int, ...]], footer: dict[int, int], body: bytes = b"") -> bytes:
     """A compressed segment with right checksums and whatever rows and footer are wanted."""
     table = b"".join(ROW.pack(*row) for row in rows)
     fields = list(FOOTER.unpack(SOUND[-FOOTER_BYTES:]))

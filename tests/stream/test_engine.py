@@ -98,6 +98,24 @@ def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:
         assert store.manifest.check() == []
 
 
+def test_what_a_killed_drop_of_a_stream_leaves_is_removed_by_upkeep(tmp_path: Path) -> None:
+    """The row was gone and the files were there, until somebody dropped another stream (issue 18)."""
+    with quire.open(tmp_path, settings=QUICK) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append([record(number, 400) for number in range(100)]).result()
+        stream.upload()
+        store.stream("other", create=True).append(b"kept").result()
+        home = Path(stream.files.home)
+    with quire.open(tmp_path, settings=QUICK) as owner:
+        owner.manifest.drop_db(stream.stream_id).result()  # and then it was killed, before its files were removed
+        assert home.exists()
+        owner.maintain()
+        assert not home.exists()
+        assert not [each for page in owner.objects.list_pages() for each in page]
+        assert [each.payload for each in owner.stream("other").read()] == [b"kept"]
+        assert owner.manifest.check() == []
+
+
 def test_many_threads_and_a_tail(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)

@@ -28,8 +28,10 @@ from quire.core.events import emit
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.stream_names import parse_stream_home
 from quire.jobs.context import JobContext
 from quire.manifest.ops.base import Counter
+from quire.manifest.records import DbStatus
 from quire.objects.local import TEMPORARY_AGE_SECONDS, LocalStore
 
 
@@ -67,6 +69,17 @@ def _dropped(ctx: JobContext) -> int:
         if 0 < db_id < given_out and db_id not in known:
             removed += remove_home(ctx.disk, ctx.root, db_id)
     return removed
+
+
+def has_dropped_streams(ctx: JobContext) -> bool:
+    """Whether a stream that was dropped has a directory: whoever dropped it was killed, and its engine is to sweep it."""
+    homes = {parse_stream_home(name) for name in _names(ctx.disk, os.path.join(ctx.root, names.STREAMS))}
+    if not homes:
+        return False
+    with ctx.manifest.read() as txn:
+        given_out = txn.next_id(Counter.DB)
+        live = {db_id for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED}
+    return any(each is not None and 0 < each < given_out and each not in live for each in homes)
 
 
 def remove_home(disk: Disk, root: str, db_id: int) -> int:

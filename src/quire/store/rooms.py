@@ -270,7 +270,12 @@ class Rooms:
         upload_now(self._manifest, self.worker, keys)
 
     def _sweep_versions(self) -> int:
-        """Files of dropped key-value snapshots, and how far the logs have come; both wait until the engine is loaded."""
+        """What dropped streams have left if whoever dropped them was killed; files of dropped key-value snapshots, and how far
+        the logs have come, which wait until that engine is loaded."""
+        from quire.jobs.leftovers import has_dropped_streams
+
+        if has_dropped_streams(self.context):
+            self.streams.sweep()
         if "kv" not in self._made:
             return 0
         self.kv.record_ends()

@@ -94,4 +94,4 @@ def _swept(path: str) -> str:
         return "the next use of a key-value database, or the owner's upkeep"
     if path.startswith(names.PAGES):
         return "the owner's upkeep, within an hour"
-    return "when the next stream is dropped"
+    return "the owner's upkeep, or when the next stream is dropped"

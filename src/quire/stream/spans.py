@@ -259,7 +259,8 @@ def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArra
     before = np.cumsum(counts) - counts
     place = np.repeat(origin - before, counts) + np.arange(int(counts.sum()))
     falls = numbers[place + 1] < numbers[place]
-    return (np.add.reduceat(falls, before) == 0) & (numbers[origin] == 0)
+    rising: NDArray[np.bool_] = (np.add.reduceat(falls, before) == 0) & (numbers[origin] == 0)
+    return rising
 
 
 def _joined(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64], payload: bytes) -> Any:
