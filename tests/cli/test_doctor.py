@@ -15,7 +15,7 @@ from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
 ROWS = [
     "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest", "readers",
-    "map", "clock", "objects",
+    "map", "clock", "session", "objects",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from pyspark.sql import SparkSession
 
 import quire
 from quire.cli import app, main, output
+from quire.core.settings import StoreSettings
 from quire.durable import quarantine
 from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
@@ -42,7 +43,8 @@ IN_ORDER = (
     "stream checkpoint", "stream verify", "stream repair", "stream retention",
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",
     "feed tail", "feed cursors", "feed drop", "audit",
-    "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "snapshot drop", "drop", "rename", "serve", "tour",
+    "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved", "takeover",
+    "snapshot drop", "drop", "rename", "serve", "tour",
 )  # fmt: skip
 """What a person would do in a new store."""
 
@@ -62,6 +64,8 @@ EXPECTED: dict[str, str] = {
     "manifest check": "keeps all its rules",
     "jobs show": "12",
     "quarantine ls": "nothing names it",
+    "takeover": "in owner epoch 1",
+    "objects moved": "none missing",
     "tour": "all rules hold",
 }
 """A few words of what is shown; all of them show something."""
@@ -114,6 +118,9 @@ def prepare(words: str) -> None:
         for name in ("a", "b"):
             Path("data/lsm", name).write_bytes(b"?")
             quarantine.move(OsDisk(), "data", f"lsm/{name}", why="nothing names it", at_ms=1)
+    if words == "takeover":
+        with quire.open("restored", settings=StoreSettings(object_store="../bucket")) as store:
+            store.create("shop", "pages")
     if words == "rename":
         assert run("create", "shop").code == 0
 

@@ -27,7 +27,7 @@ from quire.manifest.ops.registry import OPS
 from quire.manifest.reads import BORN_WITH_EPOCHS
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.store import ManifestStore
-from quire.manifest.tables import META, TABLES, Table
+from quire.manifest.tables import META, OBJECT_PLACE, TABLES, Table
 from quire.testing.clock import ManualClock
 from tests.house.tree import ROOT
 
@@ -206,7 +206,12 @@ def test_page_shows_the_packed_rows_of_ops_as_they_are() -> None:
 def test_page_lists_the_names_in_meta() -> None:
     page = {name.strip("` ") for names, *_ in table_with_head(PAGE, "name") for name in names.split(",")}
     packed = (migrations.SCHEMA, migrations.STORE_ID, cursors.OLDEST_SEQUENCE)
-    assert page == {*(META.key.unpack(key)[0] for key in packed), *LOCAL_COUNTERS.values(), BORN_WITH_EPOCHS}
+    assert page == {
+        *(META.key.unpack(key)[0] for key in packed),
+        *LOCAL_COUNTERS.values(),
+        BORN_WITH_EPOCHS,
+        OBJECT_PLACE,
+    }
 
 
 # ── the example ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -33,6 +33,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "feed": ("feed",),
     "manifest": ("manifest",),
     "quarantine": ("quarantine",),
+    "objects": ("takeover", "objects"),
     "serve": ("serve",),
     "doctor": ("doctor",),
     "tour": ("tour",),

@@ -59,6 +59,8 @@ INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
     "sqlite.follow": "stop the owner, or follow into a store of its own",
     "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
+    "objects.takeover": "this directory has an owner already: stop that process first",
+    "objects.moved": "stop the owner first: it writes to the place it knows",
     "check.check": "a store is repaired by its only process: stop the owner first",
 }
 """What to do where a command is not done there."""
@@ -222,9 +224,9 @@ class AtOwner(Cli):
         lent: Any = Lent(self.store.manifest)
         return lent  # type: ignore[no-any-return]
 
-    def owner(self, *, repair: bool = False, upkeep: bool = False, grace_seconds: float | None = None) -> Store:  # noqa: ARG002
+    def owner(self, **options: Any) -> Store:
         """The options are the owner's own affair, but for the grace."""
-        if grace_seconds is not None:
+        if options.get("grace_seconds") is not None:
             raise Conflict(
                 "the owner keeps the grace for its readers", hint="leave `--now` out, or stop the owner first"
             )

@@ -64,7 +64,15 @@ class Cli(Value):
             raise not_found(root)
         return read_config(disk, root, None)
 
-    def owner(self, *, repair: bool = False, upkeep: bool = False, grace_seconds: float | None = None) -> Store:
+    def owner(
+        self,
+        *,
+        repair: bool = False,
+        upkeep: bool = False,
+        grace_seconds: float | None = None,
+        takeover: bool = False,
+        moved: bool = False,
+    ) -> Store:
         """The store, for changing it; never makes one.
 
         A command does what it was asked for: `upkeep` in the background is for those that may take minutes.
@@ -80,7 +88,8 @@ class Cli(Value):
             maintenance = replace(maintenance, workers=1)
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
-        return open_quire(self.path, create=False, repair=repair, settings=replace(settings, maintenance=maintenance))
+        settings = replace(settings, maintenance=maintenance)
+        return open_quire(self.path, create=False, repair=repair, takeover=takeover, moved=moved, settings=settings)
 
     def keeper(self) -> Store | Client:
         """Who changes the store for us: this process as its owner, or the live owner, asked through its socket (K8)."""

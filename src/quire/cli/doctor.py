@@ -109,7 +109,9 @@ def _store_findings(
     yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
     yield _probed("quarantine", lambda: _quarantine(root))
     objects = [_probed("objects", lambda: _objects(root))] if with_objects and store.state == "ok" else []
-    yield from _manifest(os.path.join(root, names.MANIFEST), pages)  # waits for the child: rule 3
+    yield from _manifest(
+        os.path.join(root, names.MANIFEST), pages, with_objects=with_objects
+    )  # waits for the child: rule 3
     yield from objects
 
 
@@ -249,7 +251,7 @@ def _quarantine(root: str) -> Finding:
     return Finding("quarantine", "warn", detail, "`quire quarantine ls` says why")
 
 
-def _manifest(path: str, unreadable_pages: Callable[[], str | None]) -> Iterator[Finding]:
+def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_objects: bool) -> Iterator[Finding]:
     """The manifest's rows. A child process reads it first, because some damage kills.
 
     Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
@@ -272,6 +274,7 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None]) -> Iterator
         yield _probed("readers", lambda: _readers(manifest))
         yield _probed("map", lambda: _map(manifest))
         yield _probed("clock", lambda: _clock(manifest))
+        yield _probed("session", lambda: _session(manifest, os.path.dirname(path), with_objects=with_objects))
 
 
 def _rules(manifest: ManifestStore) -> Finding:
@@ -318,6 +321,34 @@ def _clock(manifest: ManifestStore) -> Finding:
     return Finding(
         "clock", "ok", f"the last commit was {span(now - last)} ago" if last else "nothing was committed yet"
     )
+
+
+def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Finding:
+    """Whether the bucket is this directory's to write: by what the directory remembers, and by what the bucket says."""
+    from quire.durable.files import OsDisk
+    from quire.objects.open import open_store
+    from quire.objects.ownership import newer_owner
+    from quire.store.layout import objects_url, read_config
+    from quire.store.object_place import NOT_NEEDED, state_beside
+
+    settings = read_config(OsDisk(), root, None)
+    with manifest.read() as txn:
+        owner, store_id = state_beside(txn, OsDisk(), root, settings.object_store), txn.store_id()
+    if owner.state == NOT_NEEDED:
+        return Finding("session", "ok", "not needed: the objects are the store's own")
+    detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
+    next_step = "`quire takeover` makes this directory the owner; commands that only read work meanwhile"
+    if owner.state == "fenced":
+        return Finding("session", "fail", detail, next_step)
+    if with_objects:
+        objects = open_store(objects_url(root, settings))
+        try:
+            newer = newer_owner(objects, store_id, owner.epoch, OsDisk(), root)
+        finally:
+            objects.close()
+        if newer:
+            return Finding("session", "fail", f"{detail}; the bucket has a newer owner: {newer}", next_step)
+    return Finding("session", "ok", detail)
 
 
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────

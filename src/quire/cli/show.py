@@ -74,6 +74,7 @@ def facts(found: StoreInfo, data: Any) -> Facts:
             ("store", found.path),
             ("id", f"{found.store_id} (schema {found.schema})"),
             ("objects", found.object_store),
+            ("owner", _owner_text(found)),
             ("databases", databases + (f"; {found.dropped:,} dropped" if found.dropped else "")),
             ("snapshots", f"{found.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
@@ -86,6 +87,14 @@ def facts(found: StoreInfo, data: Any) -> Facts:
         ],
         data=data,
     )
+
+
+def _owner_text(found: StoreInfo) -> str:
+    """Who may write the objects: an epoch, a session, and whether the bucket has confirmed them."""
+    if found.owner_state == "not needed":
+        return f"epoch {found.owner_epoch:,}; the objects are the store's own"
+    session = f", session {found.owner_session:,}" if found.owner_session else ""
+    return f"epoch {found.owner_epoch:,}{session}, {found.owner_state}"
 
 
 def snapshot_listing(database: str, found: Sequence[SnapshotInfo], data: Sequence[Any]) -> Listing:

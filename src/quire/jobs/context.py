@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,10 @@ from quire.objects.api import ObjectStore
 
 if TYPE_CHECKING:
     from quire.pages.sources import Sources
+
+
+def allow() -> None:
+    """Nobody else could be writing."""
 
 
 class PagesOfStore(Protocol):
@@ -52,6 +57,9 @@ class JobContext:
     settings: MaintenanceSettings
     pages: PagesOfStore | None = None
     """The page engine; `None` where there is none."""
+    before_put: Callable[[], None] = allow
+    """Raises if this process may not put objects any more. Object stores of this process ask by themselves; a job whose tasks
+    put elsewhere asks before they start, and before it publishes what they wrote."""
 
     @property
     def clock(self) -> Clock:

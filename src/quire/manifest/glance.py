@@ -27,8 +27,8 @@ from quire.manifest.kinds import DbKind, DbStatus, SnapshotKind
 MAP_BYTES = 256 * GIB
 READERS_MAX = 1024
 TABLES_MAX = 96
-SCHEMA = 2
-STEPS = (b"row_checksums",)
+SCHEMA = 3
+STEPS = (b"owner_epochs", b"row_checksums")
 """What stores are that today's code has made or migrated: another schema, or another step, is unfamiliar."""
 
 _REQUIRED = object()
@@ -42,6 +42,9 @@ SNAPSHOT: Mapping[str, Any] = {
     "name": _REQUIRED, "kind": _REQUIRED, "created_at_ms": _REQUIRED, "generation": _REQUIRED, "anchor_lsn": 0,
     "anchor_segment_id": 0, "size_pages": 0, "page_size": 0, "leaves": [], "pins": [], "expires_at_ms": 0,
     "anchor_time_ms": 0, "tags": {},
+}  # fmt: skip
+NAMESPACE: Mapping[str, Any] = {
+    "url": _REQUIRED, "prefix": "", "encryption_profile": "", "created_at_ms": 0, "owner_epoch": 0,
 }  # fmt: skip
 META: Mapping[str, Any] = {"number": 0, "text": ""}
 
@@ -126,6 +129,11 @@ class Glance:
         """A fact about the environment."""
         raw = self._txn.get(name.encode(), db=self._table("meta"))
         return SimpleNamespace(**META) if raw is None else record("meta", name.encode(), raw, META)
+
+    def owner_epoch(self) -> int:
+        """As `ReadTxn.owner_epoch`."""
+        rows = (record("remote_namespace", key, raw, NAMESPACE) for key, raw in self._rows("remote_namespace"))
+        return max((row.owner_epoch for row in rows), default=0)
 
     def feed_bounds(self) -> tuple[int, int]:
         """As `ReadTxn.feed_bounds`."""

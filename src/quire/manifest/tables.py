@@ -197,6 +197,8 @@ LSM_ENDS = Table(
     "lsm_ends", (("db_id", "u32"),), LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs"
 )
 META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
+OBJECT_PLACE = "object_place"
+"""The row of `meta` that says where the store's objects are."""
 MIGRATIONS = Table("migrations", (("name", "text"),), r.MigrationRecord, _LOCAL, "the migration ledger")
 
 # ── derived ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -205,6 +205,7 @@ TOUCHES: dict[type[Op], Touches] = {
     local.DropReader: _touches(t.SNAPSHOT_READERS, databases=_DB),
     local.SetFloor: _touches(t.SNAPSHOT_FLOOR, databases=_DB),
     local.PruneIdempotency: _touches(t.IDEMPOTENCY),
+    local.SetObjectPlace: _touches(t.META),
     cursors.RegisterCursor: _touches(t.CHANGE_CURSORS, t.CURSOR_NAMES, t.META),
     cursors.AcknowledgeChanges: _touches(*_CURSOR),
     cursors.DropCursor: _touches(*_CURSOR, t.CURSOR_NAMES),

@@ -48,6 +48,9 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     store_id: str
     schema: int
     object_store: str
+    owner_epoch: int
+    owner_session: int
+    owner_state: str
     databases: dict[str, int]
     dropped: int
     snapshots: int

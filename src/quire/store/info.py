@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -27,6 +27,10 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbRecord, DbStatus, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.store import layout
+from quire.store.object_place import state_beside
+
+if TYPE_CHECKING:
+    from quire.objects.owner_record import OwnerState
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +59,12 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     store_id: str
     schema: int
     object_store: str
+    owner_epoch: int
+    """How often the store was taken over, its creation included."""
+    owner_session: int
+    """Counts the openings of this epoch that put objects; 0 if none has, or none need be counted."""
+    owner_state: str
+    """`not needed`, `unconfirmed`, `confirmed` or `fenced`: whether the bucket is known to be this directory's to write."""
     databases: dict[str, int]
     """Live databases of each kind."""
     dropped: int
@@ -120,7 +130,9 @@ class Glance:
         """The store in numbers."""
         url = layout.objects_url(self.path, self._settings)
         with ReadTxn(self._env) as txn:
-            return store_info(txn, path=self.path, mode="r", object_store=url, figures=self._env.info())
+            owner = state_beside(txn, OsDisk(), self.path, self._settings.object_store)
+            figures = self._env.info()
+            return store_info(txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures)
 
 
 def database_info(txn: ReadTxn, db_id: int) -> DatabaseInfo:
@@ -153,7 +165,9 @@ def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
     return sorted((_describe(txn, *each) for each in live), key=lambda info: info.name)
 
 
-def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures: dict[str, int]) -> StoreInfo:
+def store_info(
+    txn: ReadTxn, *, path: str, mode: str, object_store: str, owner: OwnerState, figures: dict[str, int]
+) -> StoreInfo:
     """What the snapshot, with the manifest's own figures, says about the store."""
     from quire.manifest.change import CHANGE_LOG  # made of all operations: not for who asks about one database
 
@@ -172,6 +186,9 @@ def store_info(txn: ReadTxn, *, path: str, mode: str, object_store: str, figures
         store_id=identity.text if identity else "",
         schema=_number(txn, "schema", 0),
         object_store=object_store,
+        owner_epoch=owner.epoch,
+        owner_session=owner.session,
+        owner_state=owner.state,
         databases={kind.name.lower(): kinds[kind.name.lower()] for kind in DbKind},
         dropped=dropped,
         snapshots=txn.count(t.SNAPSHOT_INDEX),

@@ -42,6 +42,7 @@ from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, Manif
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.durable.owner_names import OWNER_FILE
 from quire.durable.trees import remove_tree
 from quire.store.plain_config import object_store_of
 
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 UNFINISHED = names.MANIFEST + names.TEMPORARY
 """The manifest before it gets its name."""
 
-DEBRIS = frozenset({names.LOCK, names.CONFIG + names.TEMPORARY, UNFINISHED, UNFINISHED + "-lock"})
+DEBRIS = frozenset(
+    {names.LOCK, names.CONFIG + names.TEMPORARY, OWNER_FILE + names.TEMPORARY, UNFINISHED, UNFINISHED + "-lock"}
+)
 FOREIGN_BUT_FINE = frozenset({"lost+found"})
 """An empty file system has it; its root may become a store."""
 

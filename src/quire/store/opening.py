@@ -12,7 +12,7 @@ Rules
 
 Threads: one at a time for one directory.
 Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`,
-`FormatTooNew`, `ReadOnly`.
+`FormatTooNew`, `ReadOnly`, `StoreFenced`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
 from quire.manifest.store import ManifestStore
-from quire.store import layout
+from quire.store import layout, object_place
 from quire.store.store import Mode, Store
 
 
@@ -38,23 +38,27 @@ def open(  # noqa: A001 - `quire.open` reads as it should
     settings: StoreSettings | None = None,
     clock: Clock | None = None,
     repair: bool = False,
+    takeover: bool = False,
+    moved: bool = False,
     disk: Disk | None = None,
 ) -> Store:
     """Open the store at `path`; with mode "rw" become its owner and, unless `create=False`, make it if need be.
 
     `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
-    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `clock` and `disk`
-    are seams for tests; LMDB and remote objects do not pass through `disk`.
+    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `takeover=True` makes this
+    directory the owner of its bucket: another copy of the store that writes there is fenced. `moved=True` accepts that the
+    objects were copied to where quire.toml says now. `clock` and `disk` are seams for tests; LMDB and remote objects do not
+    pass through `disk`.
     """
     root = os.path.abspath(os.fspath(path))
     clock, disk = clock or SystemClock(), disk or OsDisk()
     if mode == "r":
-        if repair:
-            raise ReadOnly("a reader cannot repair", hint='open with mode="rw"', path=root)
+        if repair or takeover or moved:
+            raise ReadOnly("a reader cannot repair, take over or move", hint='open with mode="rw"', path=root)
         return _open_reader(root, settings, clock, disk)
     if mode != "rw":
         raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
-    return _open_owner(root, create, settings, clock, repair, disk)
+    return _open_owner(root, create, settings, clock, disk, repair=repair, takeover=takeover, moved=moved)
 
 
 def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
@@ -63,10 +67,26 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
     settings = layout.read_config(disk, root, given)
     path = os.path.join(root, names.MANIFEST)
     manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
+    try:
+        with manifest.read() as txn:
+            object_place.check(txn, root, settings)
+    except BaseException:
+        manifest.close()
+        raise
     return Store(root, settings, manifest, None, disk)
 
 
-def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clock, repair: bool, disk: Disk) -> Store:
+def _open_owner(
+    root: str,
+    create: bool,
+    given: StoreSettings | None,
+    clock: Clock,
+    disk: Disk,
+    *,
+    repair: bool,
+    takeover: bool,
+    moved: bool,
+) -> Store:
     from quire.durable.locks import FileLock  # readers take none
 
     found = layout.look(disk, root)
@@ -94,6 +114,7 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
     manifest.writer.owner_check = lock.verify
     store = Store(root, settings, manifest, lock, disk)
     try:
+        _see_to_objects(store, takeover=takeover, moved=moved)
         if manifest.recovered.in_flight_jobs:
             manifest.jobs.recover()
         if settings.maintenance.enabled:
@@ -107,3 +128,16 @@ def _open_owner(root: str, create: bool, given: StoreSettings | None, clock: Clo
         store.close()
         raise
     return store
+
+
+def _see_to_objects(store: Store, *, takeover: bool, moved: bool) -> None:
+    """Whether the objects are where quire.toml says, and whether this directory may write them: no bucket is asked for that."""
+    if moved:
+        store.moved_objects = object_place.accept_moved(store.context, store.path, store.settings)
+    else:
+        with store.manifest.read() as txn:
+            object_place.check(txn, store.path, store.settings)
+    if takeover:
+        store.rights.take_over()
+    elif object_place.needs_owner(store.path, object_place.place_of(store.path, store.settings.object_store)):
+        store.rights.refuse_fenced()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.pages.engine import PageEngine
     from quire.sqlite.connect import SqliteRoom
+    from quire.store.object_rights import ObjectRights
     from quire.stream.engine import StreamEngine
 
 R = TypeVar("R")
@@ -42,7 +43,7 @@ R = TypeVar("R")
 HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
 """Jobs whose bytes may be moved by Spark."""
 
-STORES, FILES = "stores", "files"
+STORES, FILES, RIGHTS = "stores", "files", "rights"
 """Rooms that others may need while they are closed."""
 
 
@@ -70,7 +71,7 @@ class Rooms:
             with self._making:
                 found = self._made.get(name)
                 if found is None:
-                    if self._closed and name not in (STORES, FILES):
+                    if self._closed and name not in (STORES, FILES, RIGHTS):
                         raise StoreClosed("the store is closed", hint="open it again", path=self._path)
                     found = self._made[name] = make()
         return found
@@ -86,7 +87,24 @@ class Rooms:
     def _open(self, url: str) -> ObjectStore:
         from quire.objects.open import open_store
 
-        return open_store(url, disk=self._disk)
+        store = open_store(url, disk=self._disk)
+        return store if self._manifest.read_only else self.rights.guarded(store)
+
+    @property
+    def rights(self) -> ObjectRights:
+        """Whether this process may put and delete objects."""
+        from quire.store.object_rights import ObjectRights
+
+        return self._once(
+            RIGHTS,
+            lambda: ObjectRights(
+                path=self._path,
+                settings=self._settings,
+                manifest=self._manifest,
+                disk=self._disk,
+                url=self._objects_url,
+            ),
+        )
 
     @property
     def files(self) -> Disk:
@@ -181,7 +199,7 @@ class Rooms:
     @property
     def context(self) -> JobContext:
         """The store, as a job sees it."""
-        from quire.jobs.context import JobContext
+        from quire.jobs.context import JobContext, allow
 
         return self._once(
             "context",
@@ -193,6 +211,7 @@ class Rooms:
                 open_store=self.stores,
                 settings=self._settings.maintenance,
                 pages=self.pages,
+                before_put=self.rights.before_put if not self._manifest.read_only else allow,
             ),
         )
 
@@ -318,3 +337,5 @@ class Rooms:
     def _close_stores(self) -> None:
         if STORES in self._made:
             self.stores.close()
+        if RIGHTS in self._made:
+            self.rights.close()

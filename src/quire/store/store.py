@@ -25,27 +25,31 @@ from typing import TYPE_CHECKING, Literal, Self
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
 from quire.manifest.records import DbKind
-from quire.store import layout
+from quire.store import layout, object_place
 from quire.store.info import DatabaseInfo, StoreInfo, database_info, has_open_segment, live_databases, store_info
 
 if TYPE_CHECKING:
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
+    from quire.jobs.context import JobContext
     from quire.jobs.upkeep import Round, Upkeep
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
     from quire.lsm.kv import Kv
     from quire.manifest.feed import ChangeFeed
     from quire.manifest.jobqueue import Job
+    from quire.manifest.reads import ReadTxn
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
+    from quire.objects.owner_record import OwnerState
     from quire.pages.engine import PageEngine
     from quire.pages.view import SnapshotView
     from quire.service.server import Credentials, Server
     from quire.service.web.server import WebServer
     from quire.sqlite.connect import At, Connection
     from quire.store.heavy import Heavy
+    from quire.store.object_rights import ObjectRights
     from quire.store.rooms import Rooms
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
@@ -66,6 +70,8 @@ class Store:
         self._lock = lock
         self._disk = disk
         self._pid = os.getpid()
+        self.moved_objects = 0
+        """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
         # protected by _opening
         self._opening = threading.Lock()
         self._rooms: Rooms | None = None
@@ -127,6 +133,16 @@ class Store:
     def objects(self) -> ObjectStore:
         """The object store, opened now if it was not."""
         return self._need_rooms().stores(self.objects_url)
+
+    @property
+    def rights(self) -> ObjectRights:
+        """Whether this store may put and delete objects: its owner epoch and session."""
+        return self._need_rooms().rights
+
+    @property
+    def context(self) -> JobContext:
+        """The store, as a job sees it."""
+        return self._need_rooms().context
 
     @property
     def feed(self) -> ChangeFeed:
@@ -356,8 +372,18 @@ class Store:
         manifest = self.manifest
         with manifest.read() as txn:
             return store_info(
-                txn, path=self.path, mode=self.mode, object_store=self.objects_url, figures=manifest.env.info()
+                txn,
+                path=self.path,
+                mode=self.mode,
+                object_store=self.objects_url,
+                owner=self._owner_state(txn),
+                figures=manifest.env.info(),
             )
+
+    def _owner_state(self, txn: ReadTxn) -> OwnerState:
+        if self.mode == "rw":
+            return self.rights.state
+        return object_place.state_beside(txn, self._disk, self.path, self.settings.object_store)
 
 
 def _kind_named(name: str) -> DbKind:

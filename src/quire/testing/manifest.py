@@ -57,7 +57,7 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor
+from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor, SetObjectPlace
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
@@ -430,4 +430,4 @@ class BatchMaker:
 
     def reader(self, txn: ReadTxn) -> list[Op]:
         db_id = self._db(txn)
-        return [PutReader(db_id, self.rng.randint(1, 3), 5, 99), SetFloor(db_id, 1, 9)]
+        return [PutReader(db_id, self.rng.randint(1, 3), 5, 99), SetFloor(db_id, 1, 9), SetObjectPlace("objects")]

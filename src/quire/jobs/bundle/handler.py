@@ -62,6 +62,8 @@ def bundle_job(
     wanted = [MakeTask(ctx.objects_url, each) for looked in found for each in looked.due]
     results = [BundleResult(task=each, key="", record_count=0, size_bytes=0) for it in found for each in it.left_over]
     runner = runners.choose(given["runner"], sum(each.size_bytes for each in found), threads)
+    if wanted:
+        ctx.before_put()  # tasks on executors cannot ask
     for made in runner.map(make, wanted, tick=progress):
         if made.error is not None:
             first = _note(total, wanted[made.key].task.stream_id, made.error, first)

@@ -119,6 +119,7 @@ def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> O
     hit("jobs.checkpoint.planned")
     runner = runner_for(plan.read_bytes)
     with span("Checkpoint.write", db_id=job.db_id, slots=len(plan.tasks), bytes=plan.read_bytes, runner=runner.name):
+        ctx.before_put()  # tasks on executors cannot ask
         results = _write(plan, runner, progress)
     hit("jobs.checkpoint.written")
     with span("Checkpoint.publish", db_id=job.db_id, generation=plan.generation, covered_lsn=plan.covered_lsn):
@@ -172,6 +173,7 @@ def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[Slo
 
 def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[SlotResult]) -> Outcome:
     """The end of the job, with everything that becomes true with it."""
+    ctx.before_put()  # writing may have taken long: what a fenced owner wrote is not published
     manifest, db_id = ctx.manifest, plan.db_id
     with manifest.read() as txn:
         ops, origins = publish_ops(txn, plan, results, job.record.attempt, ctx.clock.now_ms())

@@ -206,6 +206,7 @@ class _Run(Together[Held]):
             return
         runner: Runner = self._runner_for(sum(plan.read_bytes for plan in plans))
         inputs = [each for plan in plans for each in plan.inputs]
+        self._ctx.before_put()  # tasks on executors cannot ask
         for answer in runner.regroup(split_rows, inputs, join_slot, tasks, tick=progress):
             held = self.held.get(answer.key[0])
             if held is None:

@@ -1,4 +1,4 @@
-"""Operations on local tables: readers, metrics, answers to keyed batches. None of them enters the feed.
+"""Operations on local tables: readers, metrics, answers to keyed batches, where the objects are. None of them enters the feed.
 
 Rules
   1. Metrics merge: sums and counts add, extremes widen, buckets add.
@@ -10,7 +10,7 @@ from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import FloorRecord, MetricRecord, ReaderRecord, UInt
+from quire.manifest.records import FloorRecord, MetaRecord, MetricRecord, ReaderRecord, UInt
 
 METRIC_BUCKETS = 64
 
@@ -107,3 +107,13 @@ class PruneIdempotency(Op, frozen=True, tag=98):
         expired = (key for key, row in tables.idempotency.scan() if row.expires_at_ms <= at_ms)
         for key, _ in zip(list(expired), range(self.limit)):
             tables.idempotency.delete(key)
+
+
+class SetObjectPlace(Op, frozen=True, tag=120):
+    """Where the store's objects are, in the spelling of `quire.store.object_place`."""
+
+    logged = False
+    place: str
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        tables.meta.put(t.META.key.pack(t.OBJECT_PLACE), MetaRecord(text=self.place))

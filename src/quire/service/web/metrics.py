@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from quire.service.web.server import WebFigures
 
+OWNER_STATES = ("not needed", "unconfirmed", "confirmed", "fenced")
+
 OUTSTANDING_MAX = 100_000
 """Outstanding jobs that are counted in one scrape."""
 
@@ -50,6 +52,12 @@ class StoreCollector:
 
         yield Info("quire_build", "the version that owns the store", value={"version": version("quire")})
         info, whole = self._sight.info(), self._sight.survey()
+        state = Gauge("quire_owner_state", "1 for where the store stands in its bucket", labels=["state"])
+        for each in OWNER_STATES:
+            state.add_metric([each], each == info.owner_state)
+        yield state
+        yield Gauge("quire_owner_epoch", "takeovers of the store, its creation included", value=info.owner_epoch)
+        yield Gauge("quire_owner_session", "openings of this epoch that put objects", value=info.owner_session)
         databases = Gauge("quire_databases", "live databases", labels=["kind"])
         for kind, count in info.databases.items():
             databases.add_metric([kind], count)

@@ -27,6 +27,7 @@ export const overview = {
         ["Readers", number(data.readers), "hold a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
         ["Changes", number(store.newest_change), lag ? `${number(lag)} wait for a follower` : data.cursors.length ? "all followers are up to date" : "nobody follows"],
+        ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
         ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
       ),
       h("div", { class: "grid" },

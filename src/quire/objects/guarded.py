@@ -1,0 +1,80 @@
+"""An object store as the owner's engines and jobs get it: before each put somebody is asked whether this process still may.
+
+Reading asks nobody. Deleting is not here: what deletes asks before each batch (`Ownership.confirm`).
+
+Threads: any. Raises what the store raises, and what the question raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.objects.api import PAGE_OBJECTS, Buffer, Identity, ObjectInfo, ObjectStore, PutResult, Range
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedStore:
+    """The store `inner`, with `before_put` called before each put and `before_delete` before each deletion."""
+
+    inner: ObjectStore
+    before_put: Callable[[], None]
+    before_delete: Callable[[], None]
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def put(
+        self,
+        key: str,
+        data: Buffer,
+        *,
+        create_only: bool = False,
+        identity: Identity | None = None,
+        sha256: bytes | None = None,
+    ) -> PutResult:
+        self.before_put()
+        return self.inner.put(key, data, create_only=create_only, identity=identity, sha256=sha256)
+
+    def put_file(
+        self, key: str, path: str, *, create_only: bool = False, identity: Identity | None = None
+    ) -> PutResult:
+        self.before_put()
+        return self.inner.put_file(key, path, create_only=create_only, identity=identity)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self.inner.get_range(key, offset, length)
+
+    def get_ranges(self, key: str, ranges: Sequence[Range]) -> list[bytes]:
+        return self.inner.get_ranges(key, ranges)
+
+    def get_verified(
+        self, key: str, *, size_bytes: int, sha256: bytes | None = None, crc64: int | None = None
+    ) -> bytes:
+        return self.inner.get_verified(key, size_bytes=size_bytes, sha256=sha256, crc64=crc64)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.inner.head(key)
+
+    def list_pages(
+        self, prefix: str = "", *, start_after: str = "", page_objects: int = PAGE_OBJECTS
+    ) -> Iterator[Sequence[ObjectInfo]]:
+        return self.inner.list_pages(prefix, start_after=start_after, page_objects=page_objects)
+
+    def list_prefixes(self, prefix: str = "") -> list[str]:
+        return self.inner.list_prefixes(prefix)
+
+    def delete(self, key: str) -> None:
+        self.before_delete()
+        self.inner.delete(key)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        self.before_delete()
+        self.inner.delete_many(keys)
+
+    def close(self) -> None:
+        self.inner.close()

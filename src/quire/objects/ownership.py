@@ -1,0 +1,361 @@
+"""Who may write a store's objects: sessions in the bucket, each seen by every other owner (A2).
+
+Two directories with one identity (a copy, a restored backup) share a bucket. The lock file of each says nothing about the
+other; a small object does: whoever puts first creates `{store_id}/owner/{epoch}.{session}`, and nobody goes on under a lower
+one.
+
+Terms
+  claim       to record a session in the directory, and then to create its object
+  nonce       drawn with each session, in the file and in the object: it tells our own object from somebody else's
+  behind      of a directory: the bucket has a session above its own, or its own number under another nonce
+  fenced      of an owner: it is behind. It puts and deletes nothing more, and says so to the whole store
+
+Rules
+  1. A session is recorded, synced, before its object is created. So an object of ours is always recognised: after a crash, and
+     after a lost answer, nobody is locked out.
+  2. Before anything is recorded the bucket is looked at from the last session on that was seen there as ours: whatever else
+     has come since is somebody else's, and this directory is behind.
+  3. After creating, the bucket is looked at again: two who claim at once cannot both go on.
+  4. A put looks at the bucket if the last look is a minute old, by either clock: a machine that slept has a monotonic clock
+     that did not move. A batch of deletions always looks.
+  5. A store that creates one name twice is refused: there, two owners would not see each other.
+  6. Looking costs one listing, from our own name on: it is empty but for a successor.
+  7. Being fenced is remembered in the file: the next opening is refused for writing without asking the bucket.
+
+What is on disk and in the bucket if a claim stops, and what the next opening does:
+  looked          nothing                              looks and claims
+  recorded        owner.json with a session            no object above the last: claims the next number
+  created         + its object                         recognises it by its nonce, claims the next number
+  confirmed       owner.json says so                   looks from there on
+
+Threads: any; the usual check is two clocks and no lock. Raises `StoreFenced`, `StorageFault` (rule 5), and what the object
+store raises: unreachable is `ObjectStoreUnavailable`, and the next put tries again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from quire.core.clock import Clock
+from quire.core.errors import (
+    AlreadyExists,
+    Corruption,
+    ObjectNotFound,
+    StorageFault,
+    StoreFenced,
+    Unavailable,
+)
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk
+from quire.durable.owner_names import LEGACY_OWNER, owner_key, owner_prefix, parse_owner_key
+from quire.objects.api import ExistingObject, ObjectStore
+from quire.objects.owner_record import (
+    NONCE_CHARACTERS,
+    OBJECT_BYTES_MAX,
+    OwnerFile,
+    OwnerObject,
+    OwnerState,
+    decode_object,
+    encode_object,
+    read_file,
+    write_file,
+)
+
+CHECK_SECONDS = 60.0
+"""A put believes a look that is younger."""
+
+EPOCHS_PER_TAKEOVER = 1_000
+"""More than this many takeovers that a directory knows nothing of are a forged name, not a history."""
+
+TAKE_OVER = "to go on from this directory `quire takeover` makes it the owner; to look, open it with mode='r'"
+
+
+class Ownership:
+    """The right of one opened store to put and delete."""
+
+    def __init__(
+        self,
+        *,
+        store_id: str,
+        epoch: int,
+        root: str,
+        disk: Disk,
+        clock: Clock,
+        place: Callable[[], ObjectStore],
+        fence: Callable[[StoreFenced], None],
+        first_epoch: Callable[[], int] | None = None,
+        legacy: bool = False,
+    ) -> None:
+        # constant after construction
+        self._store_id = store_id
+        self._root = root
+        self._disk = disk
+        self._clock = clock
+        self._place = place
+        self._fence = fence
+        self._first_epoch = first_epoch
+        """Begins the first owner epoch, if there was none when the store was opened; its number."""
+        self._legacy = legacy
+        # replaced whole under _lock, read by all
+        self._lock = threading.Lock()
+        self._epoch = epoch
+        self._record: OwnerFile | None = None
+        """What this life has recorded."""
+        self._looked: tuple[float, int] | None = None
+        """When the bucket was last seen to be ours, by both clocks; `None` before the claim."""
+        self._fenced: StoreFenced | None = None
+        self._has_legacy = not legacy
+
+    @property
+    def state(self) -> OwnerState:
+        """Where the store stands now."""
+        record, fenced = self._record, self._fenced
+        session = record.session if record is not None else 0
+        if fenced is not None:
+            return OwnerState("fenced", self._epoch, session, str(fenced.where.get("successor", "")))
+        return OwnerState("unconfirmed" if self._looked is None else "confirmed", self._epoch, session)
+
+    # ── before something is written ───────────────────────────────────────────────────────────────────────────────────
+    def check(self) -> None:
+        """Before a put: claims with the first one, looks again once a minute (rule 4)."""
+        if self._fenced is not None:
+            raise self._fenced.with_traceback(None)
+        if not self._is_fresh():
+            with self._lock:
+                if self._fenced is not None:
+                    raise self._fenced.with_traceback(None)
+                if not self._is_fresh():  # somebody else has looked meanwhile
+                    self._look()
+
+    def confirm(self) -> None:
+        """Before a batch of deletions: always looks (rule 4)."""
+        with self._lock:
+            if self._fenced is not None:
+                raise self._fenced.with_traceback(None)
+            self._look()
+
+    def owns_legacy(self) -> bool:
+        """Whether objects below no store's prefix, at the root of the place, are this store's to delete."""
+        self.check()
+        return self._has_legacy
+
+    def _is_fresh(self) -> bool:
+        if self._looked is None:
+            return False
+        monotonic, wall_ms = self._looked
+        gone = abs(self._clock.now_ms() - wall_ms)  # one that was set back says nothing about how long ago it was
+        return self._clock.monotonic() - monotonic < CHECK_SECONDS and gone < CHECK_SECONDS * 1000
+
+    # ── under the lock ────────────────────────────────────────────────────────────────────────────────────────────────
+    def _look(self) -> None:
+        """See that nobody came after us; with the first look, claim."""
+        now = (self._clock.monotonic(), self._clock.now_ms())  # before the request: what it says is at least so old
+        if self._looked is None:
+            self._claim()
+        else:
+            assert self._record is not None
+            self._refuse_successor(self._record.session)
+        self._looked = now
+
+    def _claim(self) -> None:
+        if not self._epoch:
+            assert self._first_epoch is not None, "a store that puts has an epoch"
+            self._epoch = self._first_epoch()
+        if self._record is None:
+            self._record = self._recorded()
+            hit("objects.ownership.recorded")
+        self._create(self._record)
+        if self._legacy:
+            self._claim_legacy()
+        confirmed = replace(self._record, confirmed=self._record.session)
+        write_file(self._disk, self._root, confirmed)
+        hit("objects.ownership.confirmed")
+        self._forget_session(self._record.confirmed)
+        self._record = confirmed
+        emit("info", "objects.session_claimed", epoch=self._epoch, session=confirmed.session)
+
+    def _recorded(self) -> OwnerFile:
+        """The next session, in the directory (rules 1 and 2)."""
+        known = read_file(self._disk, self._root)
+        if known is not None and (known.store_id, known.epoch) != (self._store_id, self._epoch):
+            known = None  # of an epoch that a takeover has ended
+        confirmed = known.confirmed if known is not None else 0
+        newest = self._newest(after=confirmed)
+        if newest is not None:
+            epoch, session, said = newest
+            is_ours = known is not None and (epoch, session) == (known.epoch, known.session)
+            if not is_ours or said is None or known is None or said.nonce != known.nonce:
+                raise self._end(epoch, session, said, known)
+            confirmed = session
+        record = OwnerFile(
+            store_id=self._store_id,
+            epoch=self._epoch,
+            session=(known.session if known is not None else 0) + 1,
+            nonce=secrets.token_hex(NONCE_CHARACTERS // 2),
+            confirmed=confirmed,
+        )
+        write_file(self._disk, self._root, record)
+        return record
+
+    def _create(self, record: OwnerFile) -> None:
+        """The object of a recorded session (rules 3 and 5)."""
+        store, key = self._place(), owner_key(self._store_id, record.epoch, record.session)
+        body = encode_object(
+            OwnerObject(
+                store_id=self._store_id,
+                nonce=record.nonce,
+                host=os.uname().nodename,
+                pid=os.getpid(),
+                created_at_ms=self._clock.now_ms(),
+            )
+        )
+
+        def is_ours(existing: ExistingObject) -> bool:
+            return (said := _read(existing.store, key)) is not None and said.nonce == record.nonce
+
+        try:
+            store.put(key, body, create_only=True, identity=is_ours)
+        except AlreadyExists:
+            raise self._end(record.epoch, record.session, _read(store, key), record) from None
+        hit("objects.ownership.created")
+        try:
+            store.put(key, body, create_only=True)  # the same bytes: where it is no create, it does no harm
+        except AlreadyExists:
+            pass
+        else:
+            raise StorageFault(
+                "the object store replaced an object that was to be created once: two owners would not see each other there",
+                hint="use one that honours `If-None-Match: *` (docs/objects.md), or a path",
+                store=store.url,
+                key=key,
+            )
+        self._refuse_successor(record.session)
+
+    def _claim_legacy(self) -> None:
+        """Objects below no store's prefix belong to the first store that says so; the others only report them."""
+        store = self._place()
+        body = encode_object(OwnerObject(store_id=self._store_id, nonce="", created_at_ms=self._clock.now_ms()))
+
+        def is_ours(existing: ExistingObject) -> bool:
+            return (said := _read(existing.store, LEGACY_OWNER)) is not None and said.store_id == self._store_id
+
+        try:
+            store.put(LEGACY_OWNER, body, create_only=True, identity=is_ours)
+            self._has_legacy = True
+        except AlreadyExists:
+            said = _read(store, LEGACY_OWNER)
+            other = said.store_id if said is not None else "unknown"
+            emit("warning", "objects.legacy_owned_elsewhere", store=store.url, owner=other)
+
+    def _forget_session(self, session: int) -> None:
+        """Remove the object of our own earlier session: the newest one fences as well as all of them."""
+        assert self._record is not None
+        if 0 < session < self._record.session:
+            with suppress(Unavailable, StorageFault):  # it costs a name in a listing, and nothing else
+                self._place().delete(owner_key(self._store_id, self._epoch, session))
+
+    def _newest(self, *, after: int) -> tuple[int, int, OwnerObject | None] | None:
+        """(epoch, session, what it says) of the newest owner object behind a session of this epoch (rule 6)."""
+        start = owner_key(self._store_id, self._epoch, after)
+        return newest_owner(self._place(), self._store_id, start_after=start)
+
+    def _refuse_successor(self, session: int) -> None:
+        newest = self._newest(after=session)
+        if newest is not None:
+            raise self._end(*newest, self._record)
+
+    def _end(self, epoch: int, session: int, said: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
+        """Rule 7: this directory is behind. Everybody hears of it, and the directory remembers."""
+        self._fenced = error = behind(self._root, self._epoch, known, f"{epoch:08x}.{session:08x}", _told(said))
+        record = known or OwnerFile(store_id=self._store_id, epoch=self._epoch, session=0, nonce="")
+        with suppress(StorageFault):  # the next life finds out for itself
+            marked = replace(record, successor=f"{epoch:08x}.{session:08x}", successor_text=_told(said))
+            write_file(self._disk, self._root, marked)
+        self._fence(error)
+        return error
+
+    # ── a new owner ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def take_over(self, begin_epoch: Callable[[int], int]) -> OwnerState:
+        """Begin an owner epoch above all that the bucket has, and its first session: whoever wrote before is fenced.
+
+        `begin_epoch(at_least)` begins one in the manifest, and says which.
+        """
+        with self._lock:
+            newest = newest_owner(self._place(), self._store_id)
+            highest = newest[0] if newest is not None else 0
+            if highest - self._epoch > EPOCHS_PER_TAKEOVER:
+                what = "the bucket has an owner of an epoch far above this store's"
+                hint = "see who put it there; if nobody did, remove that object"
+                where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
+                raise Corruption(what, hint=hint, **where)
+            self._epoch = begin_epoch(highest + 1)
+            hit("objects.ownership.epoch_begun")
+            nonce = secrets.token_hex(NONCE_CHARACTERS // 2)
+            self._record = OwnerFile(store_id=self._store_id, epoch=self._epoch, session=1, nonce=nonce)
+            write_file(self._disk, self._root, self._record)
+            hit("objects.ownership.recorded")
+            self._look()
+        return self.state
+
+
+def newest_owner(
+    store: ObjectStore, store_id: str, *, start_after: str = ""
+) -> tuple[int, int, OwnerObject | None] | None:
+    """(epoch, session, what it says) of the newest owner object in a place; `None` if there is none."""
+    last = None
+    for page in store.list_pages(owner_prefix(store_id), start_after=start_after):
+        for info in page:
+            if (name := parse_owner_key(info.key)) is not None:
+                last = (name[1], name[2], info.key)
+    return None if last is None else (last[0], last[1], _read(store, last[2]))
+
+
+def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root: str) -> str:
+    """Who has claimed a place after this directory, for people; empty if nobody has. Claims nothing."""
+    known = read_file(disk, root)
+    known = known if known is not None and known.epoch == epoch else None
+    start = owner_key(store_id, epoch, known.confirmed if known is not None else 0)
+    newest = newest_owner(store, store_id, start_after=start)
+    if newest is None or (known is not None and newest[2] is not None and newest[2].nonce == known.nonce):
+        return ""
+    return f"{newest[0]:08x}.{newest[1]:08x} ({_told(newest[2])})"
+
+
+def behind(root: str, epoch: int, known: OwnerFile | None, successor: str, told: str) -> StoreFenced:
+    """The error for a directory that is not the newest owner of its bucket."""
+    session = known.session if known is not None else 0
+    what = f"another owner has claimed the store's objects ({told}); this directory is a copy, an old backup, or was copied"
+    return StoreFenced(what, hint=TAKE_OVER, path=root, epoch=epoch, session=session, successor=successor)
+
+
+def refuse_fenced(disk: Disk, root: str, epoch: int) -> None:
+    """Raise `StoreFenced` if the directory remembers that it is behind (rule 7)."""
+    record = read_file(disk, root)
+    if record is not None and record.epoch == epoch and record.successor:
+        raise behind(root, epoch, record, record.successor, record.successor_text)
+
+
+def _read(store: ObjectStore, key: str) -> OwnerObject | None:
+    """What an owner object says; `None` if it is gone, or says nothing that makes sense."""
+    try:
+        if store.head(key).size_bytes > OBJECT_BYTES_MAX:
+            return None
+        return decode_object(store.get(key))
+    except ObjectNotFound:
+        return None
+
+
+def _told(said: OwnerObject | None) -> str:
+    if said is None or not said.host:
+        return "it does not say who"
+    when = datetime.fromtimestamp(min(said.created_at_ms, 253_402_300_799_000) / 1000, UTC)
+    host = "".join(char for char in said.host[:64] if char.isprintable())
+    return f"process {said.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"
