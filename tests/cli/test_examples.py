@@ -38,7 +38,7 @@ IN_ORDER = (
     "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "restore", "checkpoint", "merge", "retention set",
     "retention show", "retention plan", "retention apply", "retention clear", "stats", "verify",
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
-    "kv repair", "kv delete",
+    "kv repair", "kv prune", "kv delete",
     "stream append", "stream read", "stream tail", "stream seal", "stream ls", "stream info", "stream tier",
     "stream checkpoint", "stream verify", "stream repair", "stream retention",
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",

@@ -90,3 +90,41 @@ def test_a_backup_is_made_listed_and_restored(run: Run) -> None:
     assert run("get", "again", "ann", text=True) == (0, "1\n")
     assert run("restore", "again", "--label", "cart")[0] == 4
     assert run("restore", "other")[0] == 3
+
+
+def test_a_damaged_database_says_which_command_repairs_it_and_that_does(run: Run, tmp_path: Path) -> None:
+    """Issue 18: a flipped bit in the last record dropped a synced write, and every check was content."""
+    for name in ("ann", "bob"):
+        run("put", "cart", name, "1", "--create")
+    assert run("repair", "cart", text=True) == (0, "cart is sound: nothing to repair\n")
+    (wal,) = (tmp_path / "store" / "lsm" / "00000001" / "wal").iterdir()
+    whole = wal.read_bytes()
+    wal.write_bytes(whole[:-30] + bytes([whole[-30] ^ 1]) + whole[-29:])
+    code, said = run("get", "cart", "ann", text=True)
+    assert code != 0
+    assert "quire kv repair cart" in said
+    code, report = run("repair", "cart")
+    assert (code, report["applied"], report["batches"], len(report["lost"])) == (1, False, 1, 1)
+    assert wal.exists()
+    code, said = run("repair", "cart", "--apply", text=True)
+    assert code == 1, "not everything was saved"
+    assert "cannot be saved" in said
+    assert "cart is repaired" in said
+    assert run("get", "cart", "ann", text=True) == (0, "1\n")
+    assert run("repair", "cart", "--apply")[1]["applied"] is False
+
+
+def test_superseded_backups_go(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "store" / "quire.toml"
+    config.write_text(config.read_text().replace("[lsm]\n", "[lsm]\nbackups_kept = 2\n"))
+    made = []
+    for n in range(4):
+        run("put", "cart", f"k{n}", "v", "--create")
+        made.append(run("backup", "cart")[1])
+    assert [each["removed"] for each in made] == [[], [], [made[0]["lsn"]], [made[1]["lsn"]]]
+    assert [each["lsn"] for each in run("backups", "cart")[1]] == [made[2]["lsn"], made[3]["lsn"]]
+    assert run("prune", "cart", "--dry-run", text=True)[1].startswith("would remove 1 backup")
+    assert run("prune", "cart", text=True)[0] != 0, "nobody answered"
+    assert run("prune", "cart", "--yes")[1]["backups"] == [made[2]["lsn"]]
+    assert run("prune", "cart", text=True) == (0, "nothing to remove; 1 backup of cart stays\n")
+    assert run("restore", "again", "--label", "cart")[0] == 0

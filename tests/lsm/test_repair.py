@@ -224,6 +224,26 @@ def stop(_name: str) -> None:
     raise KeyboardInterrupt
 
 
+def test_files_that_are_newer_than_a_manifest_that_was_put_back_are_believed(tmp_path: Path) -> None:
+    """The copy of a store takes its manifest first and its files later; two checkpoints of the database lie between."""
+    settings = StoreSettings(
+        lsm=LsmSettings(manifest_log_bytes=200, level0_tables=3), maintenance=MaintenanceSettings(enabled=False)
+    )
+    with opened(tmp_path, settings) as store:
+        store.kv("cart", create=True).put(b"first", b"1")
+        store.kv("cart").flush()
+        store.manifest.env.copy(str(tmp_path / "older.lmdb"))
+        for n in range(20):
+            store.kv("cart").put(b"%d" % n, b"v")
+            store.kv("cart").flush()
+        store.kv("cart").compact()
+        there = dict(store.kv("cart").scan())
+    shutil.copy(tmp_path / "older.lmdb", tmp_path / "store" / "manifest.lmdb")
+    os.remove(tmp_path / "store" / "manifest.lmdb-lock")
+    report, left = repaired(tmp_path)
+    assert (left, report.lost) == (there, ())
+
+
 def test_a_sound_database_is_left_as_it_is(world: World) -> None:
     base, _, there = world
     before = listing(base)

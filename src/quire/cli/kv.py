@@ -1,4 +1,4 @@
-"""Commands about key-value databases: get, put, delete, scan, stats, compact, verify, repair, backup, backups, restore.
+"""Commands about key-value databases: get, put, delete, scan, stats, compact, verify, repair, backup, backups, prune, restore.
 
 Rules
   1. Keys and values are text on the command line (UTF-8), or hexadecimal with --hex; what is shown is text where it is UTF-8,
@@ -13,12 +13,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.checkpoint import Runner, need_runner
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
-from quire.cli.named import Database
+from quire.cli.named import Database, Yes
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, size
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def add_to(app: Group) -> None:
     command(group, "repair", example="quire kv repair cart --apply")(repair)
     command(group, "backup", example="quire kv backup cart")(backup)
     command(group, "backups", example="quire kv backups cart")(list_backups)
+    command(group, "prune", example="quire kv prune cart --keep 5 --yes")(prune)
     command(group, "restore", example="quire kv restore cart-again --label cart")(restore)
     app.add("kv", group)
 
@@ -198,13 +200,22 @@ def repair(
 
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def backup(cli: Cli, database: Database, label: Label = "") -> Note:
-    """Copy a database to the object store. Tables that are there already are not sent again."""
+    """Copy a database to the object store. Tables that are there already are not sent again.
+
+    Older backups of the same label go, but the newest 30 (`lsm.backups_kept` in quire.toml; 0 keeps all).
+    """
     from quire.lsm.backup import back_up
+    from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
         made = back_up(store.kv(database), store.objects, label or database)
+        removed: tuple[int, ...] = ()
+        if keep := store.settings.lsm.backups_kept:
+            removed = remove_superseded(store.objects, label or database, keep, now_ms=SystemClock().now_ms()).backups
     text = f"backed up {database} at lsn {made.lsn}: {count_of(len(made.tables), 'table')}, {size(made.size_bytes)}"
-    return Note(text=text, data=_backup_json(made))
+    if removed:
+        text += f"; removed {count_of(len(removed), 'superseded backup')}"
+    return Note(text=text, data={**_backup_json(made), "removed": removed})
 
 
 def list_backups(cli: Cli, label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")]) -> Listing:
@@ -221,6 +232,28 @@ def list_backups(cli: Cli, label: Annotated[str, Argument(metavar="LABEL", help=
         for each in made
     ]
     return Listing(columns=[">lsn", "made", ">tables", ">size"], rows=rows, empty=f"{label} has no backups")
+
+
+def prune(
+    cli: Cli,
+    label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
+    keep: Annotated[int, Option("--keep", min=0, metavar="N", help="The newest so many stay; 0: none.")] = 1,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show it.")] = False,
+    yes: Yes = False,
+) -> Note | Verdict:
+    """Remove backups but the newest, and tables that no backup names."""
+    from quire.lsm.backup import prune as remove_superseded
+
+    with cli.owner() as store:
+        plan = remove_superseded(store.objects, label, keep, now_ms=SystemClock().now_ms(), dry_run=True)
+        what = f"{count_of(len(plan.backups), 'backup')} and {count_of(plan.tables, 'table')}, {size(plan.size_bytes)}"
+        stays = f"{count_of(plan.kept, 'backup')} of {label} {'stays' if plan.kept == 1 else 'stay'}"
+        if dry_run or not (plan.backups or plan.tables):
+            return Note(text=f"would remove {what}; {stays}" if dry_run else f"nothing to remove; {stays}", data=plan)
+        if not yes and not agreed(f"remove {what}?", "nothing was removed"):
+            return Verdict(Note(text="nothing was removed", data=None), PROBLEMS)
+        done = remove_superseded(store.objects, label, keep, now_ms=SystemClock().now_ms())
+    return Note(text=f"removed {what}; {stays}", data=done)
 
 
 def restore(

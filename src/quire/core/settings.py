@@ -251,8 +251,11 @@ class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a writer waits for room before it is told."""
     manifest_log_bytes: int = 256 * 1024
     """A manifest whose log has grown to this is written as a snapshot."""
+    backups_kept: int = 30
+    """Of each label: the next backup removes older ones. 0 keeps all."""
 
     def __post_init__(self) -> None:
+        _require(self.backups_kept >= 0, "lsm.backups_kept must not be negative")
         _require(self.memtable_bytes >= 1024, "lsm.memtable_bytes must be at least 1 KiB")
         _require(self.table_bytes >= 1024, "lsm.table_bytes must be at least 1 KiB")
         _require(64 <= self.block_bytes <= 16 * MIB, "lsm.block_bytes lies in [64, 16 MiB]")
@@ -373,6 +376,7 @@ object_store = "{object_store}"
 [lsm]
 # memtable_bytes = 33554432    # key-value databases: a memtable of this size is flushed
 # cache_bytes = 67108864       # decoded blocks kept in memory, over all of them
+# backups_kept = 30            # of each label; the next backup removes older ones, 0 keeps all
 
 [manifest_log]
 # mode = "on"                  # streams' manifest logs: off, shadow or on

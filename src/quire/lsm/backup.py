@@ -8,7 +8,10 @@ Rules
   1. Tables go first, the list last: a backup is there whole or not at all.
   2. Tables never change, so one that is there is not sent again: the next backup costs what is new. Its object's name has the
      checksum of its bytes; another table under the same name is an error, not a guess.
-  3. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
+  3. A backup is superseded when `keep` newer ones of its label are there. The next backup removes superseded ones, and so does
+     `prune`: their lists first, then tables that no list names. A table younger than an hour may belong to a backup under
+     way and stays; while a list cannot be read, all tables stay. A crash in between leaves tables for the next time.
+  4. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
 
 Objects: `kv/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `kv/<label>/backups/<lsn:016x>.json`.
 
@@ -18,16 +21,19 @@ Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Cor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import ChecksumMismatch, Corruption, NotFound
+from quire.core.errors import ChecksumMismatch, Corruption, InvalidInput, NotFound
+from quire.core.events import emit
 from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64
+from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_new
 from quire.durable.lsm_names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
@@ -42,6 +48,15 @@ if TYPE_CHECKING:
 READ_BYTES = 4 * MIB
 LIST_BYTES_MAX = 256 * MIB
 """About two million tables."""
+
+UNDER_WAY_MS = 3_600_000
+"""A table that no list names yet may belong to a backup under way for this long."""
+
+Delete = Callable[[Sequence[str]], None]
+"""Removes objects by their keys."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""A backup relies on tables that are there already: no pruning meanwhile. Only the store's owner does either."""
 
 _OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
 
@@ -72,14 +87,15 @@ class Backup(msgspec.Struct, frozen=True):
 
 def back_up(kv: Kv, store: ObjectStore, label: str) -> Backup:
     """Everything that was written by now, in the object store (rules 1 and 2)."""
-    lsn = kv.last_lsn
-    kv.flush()
-    with kv.upkeep.held():
-        view, state = kv.view, kv.manifest.state()
-    tables = tuple(_send(kv.disk, store, label, table) for table in view.levels)
-    lsn = max(lsn, view.levels.lsn_max)
-    backup = Backup(label, lsn, kv.clock.now_ms(), state.next_sst_id, tables)
-    store.put(_list_key(label, lsn), msgspec.json.encode(backup))
+    with _ONE_AT_A_TIME:
+        lsn = kv.last_lsn
+        kv.flush()
+        with kv.upkeep.held():
+            view, state = kv.view, kv.manifest.state()
+        tables = tuple(_send(kv.disk, store, label, table) for table in view.levels)
+        lsn = max(lsn, view.levels.lsn_max)
+        backup = Backup(label, lsn, kv.clock.now_ms(), state.next_sst_id, tables)
+        store.put(_list_key(label, lsn), msgspec.json.encode(backup))
     return backup
 
 
@@ -100,6 +116,48 @@ def _send(disk: Disk, store: ObjectStore, label: str, table: Table) -> TableObje
 
     store.put_file(key, table.path, create_only=True, identity=same)
     return TableObject(table.meta.sst_id, key, table.size_bytes, digest.hexdigest())
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What a pruning removed, or would remove."""
+
+    backups: tuple[int, ...]
+    """Their lsns."""
+    tables: int
+    size_bytes: int
+    kept: int
+    """Backups that stay."""
+
+
+def prune(
+    store: ObjectStore, label: str, keep: int, *, now_ms: int, dry_run: bool = False, delete: Delete | None = None
+) -> Pruned:
+    """Remove the backups of a label but the newest `keep`, and tables that none of those needs (rule 3)."""
+    if keep < 0:
+        raise InvalidInput("how many backups are kept is not negative", keep=keep)
+    with _ONE_AT_A_TIME:
+        there = backups(store, label)
+        gone = there[: max(0, len(there) - keep)]
+        kept = there[len(gone) :]
+        needed, known = set[str](), True
+        for lsn in kept:
+            try:
+                needed.update(table.key for table in read_backup(store, label, lsn).tables)
+            except Corruption as error:
+                known = False
+                emit("warning", "lsm.backup.unreadable", label=label, lsn=lsn, error=str(error))
+        young = now_ms - UNDER_WAY_MS
+        unneeded = [
+            info
+            for info in list_objects(store, f"kv/{label}/tables")
+            if known and info.key not in needed and info.modified_ms <= young
+        ]
+        if not dry_run:
+            remove = delete or store.delete_many
+            remove([_list_key(label, lsn) for lsn in gone])
+            hit("lsm.backup.lists_removed")
+            remove([info.key for info in unneeded])
+    return Pruned(tuple(gone), len(unneeded), sum(info.size_bytes for info in unneeded), len(kept))
 
 
 def backups(store: ObjectStore, label: str) -> list[int]:
@@ -148,7 +206,7 @@ def find_table(
 
 
 def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None:
-    """Make the files of a database in `target` (rule 3)."""
+    """Make the files of a database in `target` (rule 4)."""
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     tables: dict[int, ManifestSstEntry] = {}

@@ -5,9 +5,10 @@ Terms
   copy     a second name of a table in a snapshot or a fork, or its object in a backup: tables never change, so one is as good
            as the other if it is the table that LMDB describes
 
-Which tables are live, if the manifest is not whole: those that LMDB has rows of, except the ones that a readable event removes;
-those that readable events add and LMDB has not heard of yet; and a table that nothing names whose rows are all newer than every
-other table's, which is what a flush leaves whose event was lost. Other files that nothing names are to be moved to quarantine.
+Which tables are live, if the manifest is not whole: where it is sound and has later ids and lsns than LMDB, those that it names
+(LMDB was put back from a copy, say). Else those that LMDB has rows of, except the ones that a readable event removes; those
+that readable events add and LMDB has not heard of yet; and a table that nothing names whose rows are all newer than every other
+table's, which is what a flush leaves whose event was lost. Other files that nothing names are to be moved to quarantine.
 
 Threads: one, with no flush or compaction in between. Raises what reading raises, `FormatTooNew`; damage is what it is about.
 """
@@ -80,6 +81,8 @@ class _History:
     removed: set[int] = field(default_factory=set)
     reason: str = ""
     """Why it is not whole; empty if it is."""
+    is_newer: bool = False
+    """It is sound, and ahead of an LMDB that was put back: it says which tables are live."""
     is_empty: bool = True
 
 
@@ -155,7 +158,7 @@ def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
     except FileNotFoundError:
         pass
     except Corruption as error:
-        history.reason = str(error)
+        history.reason = _told(error)
     try:
         raw = read_all(disk, home.manifest_log)
         header = decode_header(raw, home.manifest_log)
@@ -163,11 +166,18 @@ def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
         history.reason = history.reason or "the manifest's log is missing"
         return history
     except Corruption as error:
-        history.reason = history.reason or str(error)
+        history.reason = history.reason or _told(error)
         return history
     if snapshot is None or snapshot.covered_salt != header.salt:
         _replay(history, raw, header, home)
-    history.reason = history.reason or _disagreement(disk, home, facts, history.state, snapshot, raw, header)
+    if not history.reason:
+        history.reason = _disagreement(disk, home, facts, history.state, snapshot, raw, header)
+        alone = msgspec.structs.replace(facts, ends=None)
+        if history.reason and not _disagreement(disk, home, alone, history.state, snapshot, raw, header):
+            # Ids and lsns only rise, and both are handed out before anything is made of them.
+            ends, state = facts.ends, history.state
+            known = max(facts.rows, default=0)
+            history.is_newer = ends is not None and state.last_lsn > ends.last_lsn and state.next_sst_id > known + 1
     return history
 
 
@@ -179,7 +189,7 @@ def _replay(history: _History, raw: bytes, header: LogHeader, home: LsmHome) -> 
         try:
             event = decode_event(frame.payload, home.manifest_log, frame.offset)
         except Corruption as error:
-            history.reason = history.reason or str(error)
+            history.reason = history.reason or _told(error)
             continue
         history.is_empty = False
         history.state.apply(event)
@@ -212,13 +222,19 @@ def _disagreement(
     except FormatTooNew:
         raise
     except QuireError as error:
-        return str(error)
+        return _told(error)
     return ""
+
+
+def _told(error: QuireError) -> str:
+    """What is wrong and with which file; what to do about it is known here."""
+    path = error.where.get("path", "")
+    return f"{error.what} ({'/'.join(str(path).split('/')[-2:])})" if path else error.what
 
 
 def _live(history: _History, facts: StoreFacts, ids: set[int]) -> set[int]:
     named = set(history.state.tables)
-    if not history.reason:
+    if not history.reason or history.is_newer:
         return named
     if facts.rows:
         return (facts.rows.keys() - history.removed) | {sst_id for sst_id in named if sst_id > max(facts.rows)}
@@ -340,7 +356,7 @@ def _take_logs(found: Survey, history: _History, numbers: Sequence[int], lost: S
         for number in sorted(named - set(numbers)):
             found.reason = found.reason or "a write-ahead log is missing"
             found.lost.append(f"what write-ahead log {number} held: the file is missing")
-    reached = max([in_tables, *found.batches])
+    reached = max([in_tables, state.last_lsn, *found.batches])
     if found.facts.ends is not None and reached < found.facts.ends.last_lsn and not found.lost:
         found.reason = found.reason or "the database ends before what was acknowledged"
         found.lost.append(f"writes from lsn {reached + 1} to {found.facts.ends.last_lsn}: no file has them")
@@ -354,14 +370,14 @@ def _batches(found: Survey, number: int) -> Iterator[tuple[int, Items]]:
         if recorded is None or recorded.salt != header.salt:
             found.facts.owner.require(header, number, path)
     except QuireError as error:
-        found.reason = found.reason or str(error)
+        found.reason = found.reason or _told(error)
         found.lost.append(f"what write-ahead log {number} held: {error.what}")
         found.moved[path] = error.what
         return
     try:
         scan(raw, path, vouched=recorded)
     except QuireError as error:
-        found.reason = found.reason or str(error)
+        found.reason = found.reason or _told(error)
         found.lost.append(f"writes in log {number} at offset {error.where.get('offset', 0)}: {error.what}")
         found.moved[path] = f"the log is damaged: {error.what}"
     for frame in find_frames(raw, header):

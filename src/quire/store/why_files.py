@@ -69,7 +69,7 @@ def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
         return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
     if backup := _BACKUP.fullmatch(key):
         label = backup["label"]
-        release = f"nothing by itself: delete what begins with kv/{label}/ to give its backups up"
+        release = f"quire kv prune {shlex.quote(label)}, or the next quire kv backup when enough newer ones are there"
         holder = Holder("backup", label, f"quire kv restore NEW --label {shlex.quote(label)} reads it", release)
         return Answer(key, "backup", "in the object store", size_of(key, look), 0, (holder,))
     return None
