@@ -14,12 +14,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.errors import Corruption, FormatTooNew, InvalidInput, NotWritable
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput, NotWritable, QuireError
+from quire.core.limits import MIB
+from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import LeaseFile
-from quire.pages.leasefiles import HEAD, STAMP, FileLease, LeaseFiles, LeaseRecord, decode, renewed_ms
+from quire.pages.leasefiles import (
+    CRC_BYTES,
+    HEAD,
+    MAGIC,
+    STAMP,
+    STAMP_BYTES,
+    FileLease,
+    LeaseFiles,
+    LeaseRecord,
+    decode,
+    renewed_ms,
+)
 from quire.pages.readers import LEASE_SECONDS
 from quire.testing.clock import ManualClock
+from tests.hostile import PROMISES, memory_of_at_most, numbers
 
 DISK = OsDisk()
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "lease.md"
@@ -82,6 +96,26 @@ def test_a_cut_or_copied_lease_is_none(record: LeaseRecord, data: st.DataObject)
         decode(record.reader, body[: data.draw(st.integers(0, len(body) - 1))])
     with pytest.raises(Corruption):
         decode(uuid.uuid4(), body)
+
+
+@given(
+    fields=st.tuples(numbers(16), numbers(16), numbers(32), numbers(64), numbers(64), numbers(32)),
+    length=st.none() | numbers(32),
+    tags=st.sampled_from(PROMISES) | st.binary(max_size=60),
+)
+def test_a_signed_lease_is_refused_or_read_within_bounds(
+    fields: tuple[int, ...], length: int | None, tags: bytes
+) -> None:
+    """Issue 18: checksums that are right say nothing about numbers."""
+    reader = uuid.UUID(int=5)
+    head = HEAD.pack(MAGIC, *fields, len(tags) if length is None else length, 0)[:-CRC_BYTES]
+    crc = crc64(tags, crc64(head, crc64(reader.bytes)))
+    data = head + crc.to_bytes(CRC_BYTES, "little") + bytes(STAMP_BYTES) + tags
+    with memory_of_at_most(16 * MIB):
+        try:
+            decode(reader, data)
+        except QuireError:
+            pass
 
 
 def test_the_page_describes_these_bytes() -> None:

@@ -223,7 +223,7 @@ def _decoded(packed: bytes) -> Any:
 
     try:
         return msgspec.msgpack.decode(packed)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return packed
 
 

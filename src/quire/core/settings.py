@@ -334,7 +334,7 @@ def load(text: bytes) -> StoreSettings:
     """The settings that a quire.toml says."""
     try:
         return msgspec.toml.decode(text, type=StoreSettings)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidConfig(f"quire.toml: {error}", hint="`quire init` writes a commented example") from error
 
 

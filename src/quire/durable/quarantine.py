@@ -157,7 +157,7 @@ def _entry(disk: Disk, root: str, number: int) -> Entry | None:
         if number not in _numbers(disk, root):
             return None
         raise Corruption("a file in quarantine has no note", hint=_BY_HAND, number=number) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption(f"a note in quarantine cannot be read: {error}", hint=_BY_HAND, path=path) from error
     if entry.number != number or not _is_inside(entry.path):
         raise Corruption("a note in quarantine is not about its own number", hint=_BY_HAND, path=path)

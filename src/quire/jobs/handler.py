@@ -66,7 +66,7 @@ def options(job: Job, **defaults: Any) -> dict[str, Any]:
     """The payload of a job, with these defaults: a mapping of what the handler knows, each of its default's type."""
     try:
         given = job.payload
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the payload of the job is not msgpack: {error}", job_id=job.job_id) from error
     if given is None:
         return defaults

@@ -181,7 +181,7 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backu
         raise Corruption("the list of a backup is too large to be one", hint=_OTHER, key=key, size=size)
     try:
         backup = msgspec.json.decode(store.get(key), type=Backup)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption("the list of a backup does not decode", hint=_OTHER, key=key, cause=str(error)) from error
     ids = {table.sst_id for table in backup.tables}
     fits = 0 <= backup.lsn <= U64_MAX and 0 < backup.next_sst_id <= U64_MAX and len(ids) == len(backup.tables)

@@ -60,7 +60,7 @@ def read_note(disk: Disk, home: LsmHome, number: int) -> LoadNote | None:
         return None
     try:
         return msgspec.json.decode(data, type=LoadNote)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         hint = "remove the file if nobody waits for this load any more"
         raise Corruption("a note about a load does not decode", hint=hint, path=path, cause=str(error)) from error
 

@@ -161,7 +161,7 @@ def _find_section(file: File, path: str) -> _Section:
         raise FormatTooNew("the table was written by a newer quire", hint="upgrade quire", path=path, version=version)
     try:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
     if nonsense := _nonsense(meta, hashes, bloom_bytes, offset):
         raise Corruption("a table's index makes no sense", hint=_HINT, path=path, cause=nonsense)

@@ -126,7 +126,7 @@ def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
     try:
         bodies = b"".join([raw[begin:-4] for raw in values])
         cells = _DECODE_LIST(b"\xdd" + (width * len(values)).to_bytes(4, "big") + bodies)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None  # the slow path names the row that does not decode
     return cells
 

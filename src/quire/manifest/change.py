@@ -47,7 +47,7 @@ def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
     assert body is not None, "the change log is not packed"
     try:
         return [body(raw[2:]) if raw[:2] == head else decode(raw) for raw in raws]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [decode(raw) for raw in raws]  # which says what is wrong, and with which row
 
 
@@ -150,7 +150,7 @@ def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
     if isinstance(form, str | bytes):
         try:
             told = msgspec.json.decode(form)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidInput(f"not JSON: {error}", text=form[:60]) from error
     if not isinstance(told, Mapping) or not isinstance(told.get("generations"), Mapping):
         raise InvalidInput("not a change: that is an object with `generations`", found=str(told)[:60])

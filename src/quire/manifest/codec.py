@@ -83,7 +83,7 @@ def _msgpack_coders(
             _refuse_newer(raw, version, record_type)
         try:
             return unpack(raw[2:])  # copying a small row is cheaper than making a view of it
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(raw, record_type, str(error)) from error
 
     return encode, decode

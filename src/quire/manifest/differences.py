@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey
-from quire.core.limits import SLOTS_PER_LEAF
+from quire.core.limits import CHUNK_BYTES, PAGE_SIZE_MIN, SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Pin
@@ -129,5 +130,16 @@ def _pages(txn: ReadTxn, slot: int, before: Chain, after: Chain) -> tuple[int, .
             row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
             if row is None or not row.dirty_pages:
                 return None
-            pages |= BitMap.deserialize(row.dirty_pages)
+            try:
+                dirty = BitMap.deserialize(row.dirty_pages)
+            except (ValueError, IndexError) as error:
+                raise _no_bitmap(key, str(error)) from error
+            if dirty and dirty.max() >= CHUNK_BYTES // PAGE_SIZE_MIN:  # a few bytes may stand for billions of pages
+                raise _no_bitmap(key, f"page {dirty.max()}")
+            pages |= dirty
     return tuple(pages)
+
+
+def _no_bitmap(key: ArtifactKey, cause: str) -> ManifestDamaged:
+    what = "the pages of a delta do not decode, or no chunk has so many"
+    return ManifestDamaged(what, hint="`quire manifest check` names such rows", key=str(key), cause=cause)

@@ -250,7 +250,7 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
     try:
         if table.rows.are_intact(keys, values):
             return [body(raw[2:-4]).namespace_id for raw in values]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass  # found and named below
     found = []
     for key, raw in zip(keys, values):

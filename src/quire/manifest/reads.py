@@ -128,7 +128,7 @@ class ReadTxn:
             else:  # what `decode` does, without a call in between
                 try:
                     record = body(raw[2:-4])
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     record = decode(key, raw)
                 yield unpack(key), record
 

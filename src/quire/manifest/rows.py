@@ -82,7 +82,7 @@ class RowCodec(Generic[R]):
                     return plain(head + raw[2:-4])
                 try:
                     return body(raw[2:-4])
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     pass  # told below, with its place
             try:
                 return plain(opened(key, raw))

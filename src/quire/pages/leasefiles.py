@@ -128,7 +128,7 @@ def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
         raise Corruption("a reader's lease is damaged", path=path, size=len(data))
     try:
         named = msgspec.msgpack.decode(tags, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption(f"the tags of a lease make no sense: {error}", path=path) from error
     return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)
 

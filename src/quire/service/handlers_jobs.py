@@ -220,7 +220,7 @@ def _same(told: int) -> int:
 def _unpacked(packed: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(packed) if packed else None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"a payload or result is not msgpack: {error}", bytes=len(packed)) from error
 
 

@@ -119,7 +119,7 @@ def read_answer(whole: bytes, kind: Any) -> Any:
         if whole[:1] != GOOD:
             raise msgspec.DecodeError("it begins with neither 0 nor 1")
         return msgspec.msgpack.decode(memoryview(whole)[1:], type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Incompatible(
             f"the owner's answer cannot be read: {error}", hint="use the same version of quire on both sides"
         ) from error
@@ -153,7 +153,7 @@ def read_form(body: bytes) -> ErrorForm:
     """The error in an answer or in the detail of a broken stream."""
     try:
         return _decode_form(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ErrorForm("QuireError", "the owner refused, in words this client does not know")
 
 

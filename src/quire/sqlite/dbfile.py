@@ -281,7 +281,23 @@ class Source:
                 page_size=self.page_size,
                 wal_page_size=self.wal_header.page_size,
             )
+        self.check_size(found.size_pages)
         return found
+
+    def check_size(self, size_pages: int) -> None:
+        """Refuse a size that no transaction of the log can have made. A page that is in neither file nor log is free, and a
+        page of the free list names four bytes each of them: more would be zeros that fill the disk."""
+        written = (
+            self._file.size() // self.page_size + (self.wal.size() if self.wal is not None else 0) // self.page_size
+        )
+        if size_pages > (written + 1) * (self.page_size // 4):
+            raise Corruption(
+                "the write-ahead log gives the database more pages than can be",
+                hint="make a copy of the database with `sqlite3 FILE '.backup COPY'` and import that",
+                path=self.path,
+                pages=size_pages,
+                written=written,
+            )
 
     @cached_property
     def size_pages(self) -> int:

@@ -224,6 +224,7 @@ class Follower:
             for block in blocks(source.wal.read_at, source.wal_header, start, source.committed):
                 first = 0
                 for commit in np.flatnonzero(block.sizes).tolist():
+                    source.check_size(int(block.sizes[commit]))
                     txn = txn or target.begin()
                     guard = self._commit(txn, block, first, commit)
                     txn, first, end = None, commit + 1, block.place(commit)

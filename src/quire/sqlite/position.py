@@ -130,7 +130,7 @@ def load(disk: Disk, root: str, db_id: int) -> Position | None:
         found.header  # noqa: B018 - it must be hex
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         emit("warning", "sqlite.follow.position_unreadable", path=path, error=str(error))
         return None
     return found if found.format == FORMAT else None

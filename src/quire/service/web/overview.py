@@ -190,7 +190,7 @@ def _result(record: JobRecord) -> dict[str, Any]:
     """The figures of what a job answered; lists and texts of it are left to `quire jobs show`."""
     try:
         found = msgspec.msgpack.decode(record.result) if record.result else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}

@@ -227,7 +227,7 @@ def read_query(text: str) -> dict[str, str]:
 def _read(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the body cannot be read: {error}") from error
 
 

@@ -1,0 +1,67 @@
+"""Messages that promise more than they hold, or nest deeper than any stack: refused in words, on both sides (issue 18)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import Incompatible, InvalidInput, QuireError
+from quire.core.limits import MIB
+from quire.service import messages as m
+from quire.service.wire import BAD, GOOD, ErrorForm, Refused, error_of, read_answer, read_call, read_form
+from tests.hostile import PROMISES, memory_of_at_most
+
+REQUESTS = [
+    kind
+    for kind in vars(m).values()
+    if isinstance(kind, type) and issubclass(kind, m.Request) and kind is not m.Request
+]
+BOUND = 64 * MIB
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=range(len(PROMISES)))
+def test_promises_are_refused_by_the_owner_and_by_the_client(promise: bytes) -> None:
+    """The client met a deep answer with `RecursionError`."""
+    with memory_of_at_most(BOUND):
+        for kind in REQUESTS:
+            for body in (promise, b"\x92\xc4\x00" + promise, b"\x92\xc4\x00\x9f" + b"\x00" * 14 + promise):
+                with pytest.raises(InvalidInput):
+                    read_call(body, kind)
+        for answer in (Any, list[int], dict[str, Any], ErrorForm):
+            with pytest.raises(Incompatible):
+                read_answer(GOOD + promise, answer)
+        with pytest.raises(Refused) as refused:
+            read_answer(BAD + b"\x95\xa1x\xa1y\xa0\x81\xa1z" + promise, Any)
+        assert isinstance(error_of(refused.value.form), QuireError)
+        assert read_form(promise).kind == "QuireError"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary(max_size=20) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(
+    kind=st.sampled_from(REQUESTS),
+    key=st.binary(max_size=17),
+    request=st.lists(values, max_size=8),
+    cut=st.integers(0, 20),
+)
+def test_any_call_of_any_values_is_read_or_refused(kind: type[Any], key: bytes, request: list[Any], cut: int) -> None:
+    body = msgspec.msgpack.encode([key, request])
+    for data in (body, body[: len(body) - cut]):
+        try:
+            read_call(data, kind)
+        except InvalidInput:
+            pass
+
+
+@given(form=st.lists(values, max_size=6))
+def test_any_error_of_any_values_is_raised_as_one_of_ours(form: list[Any]) -> None:
+    assert isinstance(error_of(read_form(msgspec.msgpack.encode(form))), QuireError)
