@@ -70,7 +70,7 @@ def _load(files: StreamFiles) -> _Stored:
         return msgspec.json.decode(read_all(files.disk, path), type=_Stored)
     except FileNotFoundError:
         return _Stored()
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         hint = "restore it from a backup, or remove it: consumers and retention are then forgotten"
         raise Corruption(f"the state of a stream cannot be read: {error}", hint=hint, path=path) from error
 
