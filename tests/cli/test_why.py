@@ -12,6 +12,7 @@ import pytest
 import quire
 from quire.cli.output import width_of
 from quire.manifest import tables as t
+from quire.pages.lending import lend
 from tests.cli.conftest import Run, on_a_terminal, write_pages
 
 
@@ -45,6 +46,17 @@ def test_a_database_is_kept_by_its_snapshots_and_forks(run: Run, shop: Path) -> 
     assert answer(run, "shop")["size_bytes"] > 0
     assert held(run, "branch") == []
     assert run("why", "branch").out.splitlines()[-1] == "nothing holds it"
+
+
+def test_a_query_that_reads_is_a_reader_and_no_snapshot(run: Run, shop: Path) -> None:
+    """Issue 18: people saw what was lent to Spark as snapshots of theirs, in every list."""
+    before = [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
+    with quire.open(shop) as store:
+        lend(store.pages, ["shop"], 300)
+    (reader,) = [holder for holder in answer(run, "shop")["holders"] if holder["kind"] == "reader"]
+    assert reader["what"].startswith("is a query (Spark, say), and reads at lsn ")
+    assert "quire." not in reader["what"]
+    assert before == [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
 
 
 def test_a_chunk_is_kept_by_whoever_has_its_slot(run: Run, shop: Path) -> None:

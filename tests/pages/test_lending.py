@@ -15,6 +15,7 @@ from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.leases import leases_of
 from quire.manifest.ops.base import Op
+from quire.manifest.ops.local import DropReader
 from quire.manifest.records import JobKind
 from quire.pages.cache import PageCache
 from quire.pages.lending import lend
@@ -205,6 +206,32 @@ def test_a_fork_that_is_lent_keeps_what_its_origins_made(pages: Pages) -> None:
     changed(pages, model)
     changed(pages, branch, "branch")
     reads(pages, view, kept)
+
+
+def test_a_damaged_row_keeps_everything_for_a_while(pages: Pages) -> None:
+    """Nothing is deleted by a row that cannot be read, and a reader's row closes no database."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {1: image()})
+    lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    kept = model.newest
+    key = t.SNAPSHOT_READERS.key.pack(store.db_id, lease_id)
+    env = pages.manifest.env
+    with env.begin_write() as txn:
+        stored = txn.get(key, db=env.handles[t.SNAPSHOT_READERS.name])
+        assert stored is not None
+        raw = bytearray(stored)
+        raw[8] ^= 1
+        txn.put(key, bytes(raw), db=env.handles[t.SNAPSHOT_READERS.name])
+    pages.stop(check=False)
+    pages.start()
+    assert pages.engine.floor(store.db_id) == 0
+    changed(pages, model)
+    pages.clock.advance(2 * SECONDS)
+    changed(pages, model)
+    reads(pages, view, kept)
+    pages.manifest.submit([DropReader(store.db_id, lease_id)]).result()  # what a repair does
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 8 * 24 * 3_600])

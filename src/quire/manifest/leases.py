@@ -19,6 +19,8 @@ Rules
      when a store is opened is alive for one more length (M10): renewals may have been lost with the former owner, and its
      readers go on reading meanwhile. The rows of leases that have ended are dropped by upkeep, and by the next lease.
   4. It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
+  5. Doubt keeps: a row that is damaged when the store is opened may be a lease on anything, so for `DOUBT_SECONDS` nothing is
+     deleted; whoever reads would have renewed it by then.
 
 On disk: before the commit nothing (a copy without a row is garbage, and swept); after it the rows. A crash between the rows and
 the answer leaves a lease that nobody renews: it ends by itself (rule 3).
@@ -29,23 +31,25 @@ Threads: any. Raises `LeaseExpired`, `InvalidInput`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.core.errors import InvalidInput, LeaseExpired
+from quire.core.errors import InvalidInput, LeaseExpired, ManifestDamaged
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 
 if TYPE_CHECKING:
     from quire.manifest.ops.base import Op
+    from quire.manifest.reads import ReadTxn
     from quire.manifest.records import ReaderRecord
     from quire.manifest.store import ManifestStore
 
 VIEW_TAG = "quire.view"
 
 LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
+DOUBT_SECONDS = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,19 @@ class VersionLeases:
         # guarded by _lock
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
+        self._doubt_until = 0.0
+        """By the monotonic clock (rule 5)."""
         self._load()
 
     def _load(self) -> None:
         """Rule 3, at the start of an owner."""
         with self._manifest.read() as txn:
-            rows = [(key, row) for key, row in txn.scan(t.SNAPSHOT_READERS) if is_view(row)]
+            rows = list(reader_rows(txn))
+        if any(row is None for _, row in rows):
+            self._doubt_until = self._clock.monotonic() + DOUBT_SECONDS
         for (db_id, lease_id), row in rows:
+            if row is None or not is_view(row):
+                continue
             ttl_ms, copy = _mark(row)
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -211,6 +221,8 @@ class VersionLeases:
                 for lease in self._leases.values()
                 if self._lives(lease) and lease.needs(origin)
             ]
+            if self._doubt_until > now:
+                needed.append((0, now_ms + int((self._doubt_until - now) * 1000) + 1))
         return (min(needed)[0], max(until for _, until in needed)) if needed else None
 
     def copies(self, db_id: int) -> set[int]:
@@ -231,6 +243,18 @@ class VersionLeases:
 def leases_of(manifest: ManifestStore) -> VersionLeases:
     """The leases of a manifest; there is one `VersionLeases` of each."""
     return manifest._part(VersionLeases, partial(VersionLeases, manifest))
+
+
+def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], ReaderRecord | None]]:
+    """((database, reader), row) of readers that have one; `None` for a row that is damaged: it concerns one reader, not all."""
+    table = t.SNAPSHOT_READERS
+    for key, raw in txn.raw_scan(table, *prefix):
+        try:
+            row: ReaderRecord | None = table.rows.decode(key, raw)
+        except ManifestDamaged:
+            row = None
+        db_id, reader_id = table.key.unpack(key)
+        yield (db_id, reader_id), row
 
 
 def is_view(row: ReaderRecord) -> bool:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from quire.core.clock import Clock
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
-from quire.manifest.leases import is_view
+from quire.manifest.leases import is_view, reader_rows
 from quire.manifest.ops.local import SetFloor
 from quire.manifest.records import ReaderRecord, WalState
 from quire.manifest.store import ManifestStore
@@ -57,7 +57,8 @@ class Floors:
         self._started_at = clock.monotonic()
         self._started_ms = clock.now_ms()
         with manifest.read() as txn:
-            self._former_ms = max((row.heartbeat_at_ms for _, row in txn.scan(t.SNAPSHOT_READERS)), default=0)
+            rows = [row for _, row in reader_rows(txn) if row is not None]
+        self._former_ms = max((row.heartbeat_at_ms for row in rows), default=0)
         """When an earlier life last wrote a reader's row (rule 4)."""
         self._announcing = threading.Lock()
         # guarded by _lock
@@ -85,11 +86,12 @@ class Floors:
             for lease in self._files.of(db_id)
         ]
         with self._manifest.read() as txn:
-            found += [
-                Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
-                for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id)
-                if reader_id not in known and not is_view(row) and self.believes(row)
-            ]
+            rows = [(reader_id, row) for (_, reader_id), row in reader_rows(txn, db_id) if reader_id not in known]
+        for reader_id, row in rows:
+            if row is None:  # damaged: doubt keeps every version
+                found.append(Lease(reader_id, 0, 0, now, None, 0.0, {"damaged": "quire manifest check"}))
+            elif not is_view(row) and self.believes(row):
+                found.append(Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags))
         return found
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,7 +29,7 @@ from quire.core.errors import InvalidInput, LeaseExpired, SnapshotGone, UnknownR
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
-from quire.manifest.leases import is_view, leases_of
+from quire.manifest.leases import is_view, leases_of, reader_rows
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
 from quire.manifest.records import ReaderRecord
@@ -222,7 +222,7 @@ class RemoteReaders:
                 return
             self._looked_at[db_id] = now
             with self._manifest.read() as txn:
-                rows = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_READERS, db_id) if not is_view(row)]
+                rows = [(key[1], row) for key, row in reader_rows(txn, db_id) if row is not None and not is_view(row)]
             known = self.in_memory(db_id)
             for reader_id, row in rows:
                 if reader_id not in known and not self._believes(row):
