@@ -148,7 +148,21 @@ def descriptor_limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-class OsFile:
+class DirectFile:
+    """A file of the operating system, or one that stands for it (open_files.py), with what only the system's can do."""
+
+    __slots__ = ()
+
+    def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """Write all of `data` and make it durable, in one call."""
+        raise NotImplementedError
+
+    def begin_write_back(self, size: int, offset: int) -> None:
+        """Have the disk begin with bytes that were written and will be synced soon."""
+        raise NotImplementedError
+
+
+class OsFile(DirectFile):
     """A `File` on a descriptor of the operating system."""
 
     __slots__ = ("_fd", "_path")
@@ -312,9 +326,8 @@ class OsDisk:
 
 def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of `data` at `offset` and make it durable; of a file that cannot do it at once in the two steps that it has."""
-    at_once = getattr(file, "write_synced_at", None)
-    if at_once is not None:
-        at_once(data, offset)
+    if isinstance(file, DirectFile):
+        file.write_synced_at(data, offset)
     else:
         file.write_at(data, offset)
         file.sync()
@@ -322,9 +335,8 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
 
 def begin_write_back(file: File, size: int, offset: int) -> None:
     """Have the disk begin with bytes that will be synced soon; a file that is not the system's has no such step."""
-    begin = getattr(file, "begin_write_back", None)
-    if begin is not None:
-        begin(size, offset)
+    if isinstance(file, DirectFile):
+        file.begin_write_back(size, offset)
 
 
 def forget_cached(file: File) -> None:

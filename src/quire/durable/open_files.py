@@ -36,7 +36,7 @@ from contextlib import suppress
 
 from quire.core.errors import StorageFault
 from quire.core.events import emit
-from quire.durable.files import Disk, File, begin_write_back, write_synced
+from quire.durable.files import DirectFile, Disk, File, begin_write_back, write_synced
 
 LOOK_SECONDS = 1.0
 """Between two looks for what is not used."""
@@ -270,7 +270,7 @@ class OpenFiles:
         self._inner.sync_dir(path)
 
 
-class PooledFile:
+class PooledFile(DirectFile):
     """A `File` whose descriptor comes and goes. Made by `OpenFiles.open`."""
 
     __slots__ = ("_pool", "entry", "file", "writes")

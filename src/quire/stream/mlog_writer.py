@@ -239,7 +239,7 @@ class ManifestLogWriter:
 
     # ── the active chunk ──────────────────────────────────────────────────────────────────────────────────────────────
     def _begin_chunk(self) -> None:
-        self._pending.clear()
+        self._pending = bytearray()
         self._tail = self._committed = CHUNK_BYTES
         self._crc = 0
         self._count = 0
@@ -288,7 +288,7 @@ class ManifestLogWriter:
             self._files.disk.sync_dir(self._files.directory)
             self._named = True
         self._committed, self._crc = self._tail, crc
-        self._pending.clear()
+        self._pending = bytearray()
         self._last_commit = self._clock.monotonic()
         hit("stream.mlog.committed")
 
@@ -339,7 +339,7 @@ class ManifestLogWriter:
             write_header(self._file, size, chunk.facts)
 
     def _release(self) -> None:
-        self._pending.clear()
+        self._pending = bytearray()
         if self._file is not None:
             file, self._file = self._file, None
             with suppress(StorageFault):
