@@ -14,8 +14,8 @@ from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
 ROWS = [
-    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest", "readers",
-    "map", "clock", "session", "objects",
+    "quire", "python", "platform", "lmdb", "java", "spark", "disk", "store", "owner", "quarantine", "manifest",
+    "verification", "jobs", "readers", "map", "clock", "session", "objects",
 ]  # fmt: skip
 
 
@@ -82,7 +82,21 @@ def test_the_manifest_is_checked(run: Run, damage: Plant, planted: Any) -> None:
 @pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "odd"), AssertionError("odd"), quire.DiskFull("odd")])
 @pytest.mark.parametrize(
     "probe",
-    ["_disk", "_store", "_owner", "_rules", "_readers", "_map", "_clock", "_objects", "_java", "_spark", "_version"],
+    [
+        "_disk",
+        "_store",
+        "_owner",
+        "_rules",
+        "_verification",
+        "_jobs",
+        "_readers",
+        "_map",
+        "_clock",
+        "_objects",
+        "_java",
+        "_spark",
+        "_version",
+    ],
 )
 def test_no_probe_can_end_it(run: Run, monkeypatch: pytest.MonkeyPatch, probe: str, error: Exception) -> None:
     def fail(*_: object) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 
 import quire
+from quire.manifest.records import JobKind
 from tests.cli.conftest import Run
 
 
@@ -83,3 +84,54 @@ def test_where_the_bytes_are(run: Run, shop: Path) -> None:
     assert row["size_bytes"] == row["exclusive_bytes"] + row["shared_bytes"] > 0
     assert row["tiers"]["remote_archived"] == row["chunk_bytes"]
     assert "monday" in run("stats", "--snapshots").out
+
+
+def test_damage_of_a_file_that_is_no_artifact_is_told_by_verify_and_by_doctor(run: Run, path: Path) -> None:
+    """Issue 18: verify did not look at key-value tables, and doctor said that all is well about what was recorded."""
+    with quire.open(path) as store:
+        cart = store.kv("cart", create=True)
+        cart.put(b"key", b"value")
+        cart.flush()
+    (table,) = path.glob("lsm/*/sst/*.sst")
+    body = table.read_bytes()
+    assert run("verify").code == 0
+    assert (
+        "nothing was damaged"
+        in {each["check"]: each for each in run("doctor", "--json").data}["verification"]["detail"]
+    )
+    wrong = bytearray(body)
+    wrong[len(body) // 2] ^= 1
+    table.write_bytes(wrong)
+    ended = run("verify")
+    assert ended.code == 1
+    assert table.name in ended.out.replace("\n", "")
+    data = run("verify", "--json").data
+    assert [each["path"] for each in data["problems"]] == [str(table.relative_to(path))]
+    assert data["kinds"]["key-value table"] == {"files": 1, "bytes": len(body), "problems": 1}
+    ended = run("doctor", "--json")
+    assert ended.code == 1
+    told = {each["check"]: each for each in ended.data}["verification"]
+    assert (told["state"], table.name in told["detail"]) == ("fail", True)
+    table.write_bytes(body)
+    assert run("verify").code == 0
+    assert run("doctor").code == 0
+
+
+def test_doctor_tells_of_damaged_artifacts_and_of_failed_jobs(run: Run, shop: Path) -> None:
+    """Issue 18: doctor tells what is recorded."""
+    chunk = _checkpointed(run, shop)
+    body = chunk.read_bytes()
+    chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    assert run("verify").code == 1
+    with quire.open(shop) as store:
+        job = store.manifest.jobs.claim_job(store.manifest.jobs.enqueue(JobKind.STATS), "test")
+        assert job is not None
+        store.manifest.jobs.fail(job, "as if", permanent=True)
+    told = {each["check"]: each for each in run("doctor", "--json").data}
+    assert told["verification"]["state"] == "fail"
+    assert "base:" in told["verification"]["detail"]
+    assert told["jobs"]["state"] == "warn"
+    assert "as if" in told["jobs"]["detail"]
+    chunk.write_bytes(body)
+    assert run("verify").code == 0
+    assert {each["check"]: each["state"] for each in run("doctor", "--json").data}["verification"] == "ok"

@@ -34,6 +34,8 @@ from quire.manifest.records import ChunkRecord, DbKind, DeltaRecord, JobKind, Jo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
+from quire.pages.segment import HEADER_BYTES, Geometry, SegmentHeader, encode
+from quire.pages.segment_scan import entries_of, parse_heads
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, assert_replays
 
@@ -141,14 +143,15 @@ class World:
             self.write(key)
         return keys
 
-    def segment(self, db_id: int, size: int = 80, *, file_bytes: int = 0, crc64: int = 0) -> ArtifactKey:
-        """A sealed WAL segment, in a file that may be longer than what is used of it."""
+    def segment(self, db_id: int, size: int = 0, *, file_bytes: int = 0, crc64: int = 0) -> ArtifactKey:
+        """A sealed WAL segment, in a file that may be longer than what is used of it; with a size, of bytes that are none."""
         with self.manifest.read() as txn:
             wal = txn.wal_state(db_id)
         assert wal is not None
         key = ArtifactKey(db_id, ArtifactKind.WAL, wal.next_segment_id, 0)
-        self.bodies[key] = body(size)
         lsn = wal.lsn_reserved + 1
+        self.bodies[key] = body(size) if size else _segment_of_one(db_id, key.id, lsn)
+        size = len(self.bodies[key])
         update = WalChunkUpdate(segment_id=key.id, first_lsn=lsn, last_lsn=lsn, used_bytes=size, crc64=crc64)
         self.manifest.append_wal_chunk(db_id, 0, update).result()
         self.write(key, self.bodies[key].ljust(file_bytes, b"\0"))
@@ -278,6 +281,20 @@ def epoch_name(manifest: ManifestStore, key: ArtifactKey) -> str:
 
 
 _ORIGIN = {LOCAL: LOCAL, BOTH: LOCAL, EVICTED: LOCAL, ARCHIVED: ARCHIVED}
+
+
+def _segment_of_one(db_id: int, segment_id: int, lsn: int) -> bytes:
+    """A segment with one frame, and room for another."""
+    header = SegmentHeader(geometry=Geometry(512, 2), db_id=db_id, segment_id=segment_id, first_lsn=lsn, salt=7)
+    encoded = encode(header, 0, [(0, body(512), 0, 0)], db_size=1, durable_upto_lsn=0, commit_ms=1)
+    data = bytearray(header.geometry.frame_offset(1))
+    data[:HEADER_BYTES] = header.encode()
+    for offset, piece in encoded.pieces:
+        data[offset : offset + len(piece)] = piece
+    entries = entries_of(header, parse_heads(encoded.heads)).tobytes()
+    start = header.geometry.entry_offset(0)
+    data[start : start + len(entries)] = entries
+    return bytes(data)
 
 
 def _known(residency: Residency, data: bytes) -> bytes:

@@ -189,12 +189,12 @@ def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monke
     assert all((20,) < cut < (40,) for cut in client.table_cuts("change_log", 4, start=(20,), stop=(40,)))
 
 
-def test_raw_rows_are_the_bytes_on_disk(client: Client, store: Store) -> None:
+def test_raw_rows_are_the_bytes_on_disk_without_their_checksums(client: Client, store: Store) -> None:
     for number in range(5):
         store.create(f"db{number}", "stream")
     (batch,) = client._channel.stream(TableTicket("change_log", (), (2,), (5,), raw=True))
     with store.manifest.read() as txn:
         from quire.manifest.change import CHANGE_LOG
 
-        local = list(txn.raw_scan(CHANGE_LOG, start=(2,)))[:3]
+        local = [(key, CHANGE_LOG.rows.opened(key, raw)) for key, raw in txn.raw_scan(CHANGE_LOG, start=(2,))][:3]
     assert list(zip(batch["key"].to_pylist(), batch["value"].to_pylist())) == local

@@ -271,6 +271,8 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
     if not opened:
         return
     with opened[0] as manifest:
+        yield _probed("verification", lambda: _verification(manifest))
+        yield _probed("jobs", lambda: _jobs(manifest))
         yield _probed("readers", lambda: _readers(manifest))
         yield _probed("map", lambda: _map(manifest))
         yield _probed("clock", lambda: _clock(manifest))
@@ -289,6 +291,35 @@ def _rules(manifest: ManifestStore) -> Finding:
         detail = f"{count_of(len(problems), 'leak')}: space that nobody will free"
         return Finding("manifest", "warn", detail, "`quire manifest check` lists them; nothing is in danger")
     return Finding("manifest", "ok", f"keeps all its rules (checked in {CLOCK.monotonic() - began:.1f} s)")
+
+
+def _verification(manifest: ManifestStore) -> Finding:
+    """What verifications have recorded: in rows of artifacts, and in the result of the last one of the whole store."""
+    from quire.jobs.verify.told import damaged_artifacts, last_verification
+
+    with manifest.read() as txn:
+        artifacts = damaged_artifacts(txn)
+        last = last_verification(txn)
+    bad = [f"{name} is {state.lower()}" for name, state in artifacts] + (last.problems if last else [])
+    if bad:
+        more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
+        return Finding("verification", "fail", f"damage is recorded: {bad[0]}{more}", "`quire verify` looks again")
+    if last is None:
+        return Finding("verification", "ok", "no damage is recorded; the whole store was not verified yet")
+    return Finding("verification", "ok", f"nothing was damaged {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
+
+
+def _jobs(manifest: ManifestStore) -> Finding:
+    from quire.manifest import tables as t
+    from quire.manifest.records import JobState
+
+    with manifest.read() as txn:
+        failed = [job_id for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.FAILED_PERMANENT)]
+        job = txn.job(failed[-1]) if failed else None
+    if job is None:
+        return Finding("jobs", "ok", "none has failed")
+    detail = f"{count_of(len(failed), 'job')} failed for good; the last, {job.kind.name.lower()}: {job.error}"
+    return Finding("jobs", "warn", detail, "`quire jobs ls --state failed` lists them")
 
 
 def _readers(manifest: ManifestStore) -> Finding:

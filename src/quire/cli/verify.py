@@ -1,4 +1,4 @@
-"""The command `verify`: every byte of every tier compared with the manifest, for people and for cron.
+"""The command `verify`: every byte that a store holds, on every tier, compared with the manifest; for people and for cron.
 
 Rules
   1. What was not looked at for longest comes first, and what was seen when is in the manifest: `--max-duration` in a nightly
@@ -47,9 +47,10 @@ def verify(
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Report | Verdict:
-    """Compare every stored byte with the manifest.
+    """Read every stored byte and compare it with the manifest.
 
-    Files and objects of every tier: size, SHA-256, crc64, bitmaps of pages. Exit code 1 if something is missing or altered.
+    Chunks, deltas, write-ahead logs, streams and their logs, key-value tables, logs, snapshots and backups, and the
+    manifest itself, on disk and in the object store. Exit code 1 if something is missing or altered.
     """
     need_runner(runner)
     age = seconds_of(max_age, "--max-age") if max_age else 0
@@ -96,6 +97,11 @@ def _verdict(
     logs: list[str] = result.get("logs", [])
     if logs:
         facts["manifest logs"] = "; ".join(logs[:LISTED])
+    from quire.jobs.verify.told import told
+
+    files = told(result)
+    if not result["complete"]:
+        facts["not looked at"] = "manifest, logs and key-value databases: the run ended before them"
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
@@ -103,15 +109,29 @@ def _verdict(
         Row([each["state"].lower(), each.get("artifact") or each["what"], size(each.get("size_bytes", 0))], each)
         for each in damage[:LISTED]
     ]
-    left = len(damage) - len(rows)
+    rows += [Row(["damaged", line, ""], each) for line, each in zip(files, result.get("problems", []))][:LISTED]
+    left = len(damage) + len(files) - len(rows)
     listing = Listing(
         columns=["state", "artifact", ">size"],
         rows=rows,
         empty="nothing else is damaged" if logs else "nothing is damaged",
         closing=f"{left:,} more: `--report FILE` has all" if left else "",
     )
-    shown = Report(parts=[Facts(lines=list(facts.items()), data=facts), listing], data=data)
-    return Verdict(shown, PROBLEMS if damage or logs else OK)
+    parts: list[Facts | Listing] = [
+        Facts(lines=list(facts.items()), data=facts),
+        _kinds(result.get("kinds", {})),
+        listing,
+    ]
+    return Verdict(Report(parts=parts, data=data), PROBLEMS if damage or logs or files else OK)
+
+
+def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
+    """What was read, by kind."""
+    rows = [
+        Row([kind, f"{each['files']:,}", size(each["bytes"]), f"{each['problems']:,}"], {"kind": kind, **each})
+        for kind, each in kinds.items()
+    ]
+    return Listing(columns=["kind", ">files", ">size", ">problems"], rows=rows, empty="there was nothing to be read")
 
 
 def _outlook(manifest: ManifestStore, age: float) -> Report:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 
 if TYPE_CHECKING:
+    from quire.lsm.verify import Stored
     from quire.pages.sources import Sources
 
 
@@ -43,6 +44,13 @@ class PagesOfStore(Protocol):
         """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
 
 
+class KvOfStore(Protocol):
+    """What jobs about a whole store need of the key-value engine."""
+
+    def __call__(self, db_id: int, snapshots: Sequence[int], /) -> Stored:
+        """What a database and these snapshots of it have on disk; everything but the tables is read for that."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """The store, as a job sees it."""
@@ -60,6 +68,8 @@ class JobContext:
     before_put: Callable[[], None] = allow
     """Raises if this process may not put objects any more. Object stores of this process ask by themselves; a job whose tasks
     put elsewhere asks before they start, and before it publishes what they wrote."""
+    kv: KvOfStore | None = None
+    """The key-value engine; `None` where there is none."""
 
     @property
     def clock(self) -> Clock:

@@ -84,6 +84,13 @@ class Place:
         return self.local + TEMPORARY
 
     @property
+    def is_page_segment(self) -> bool:
+        """Whether it is a segment of a page database's WAL; those of streams have other names."""
+        return self.key.kind is ArtifactKind.WAL and self.local.endswith(
+            WalSegmentFile(db_id=self.key.origin_db_id, segment_id=self.key.id).path
+        )
+
+    @property
     def may_be_longer(self) -> bool:
         """Whether the file may have more bytes than the artifact: WAL segments are preallocated (P1)."""
         return self.key.kind is ArtifactKind.WAL

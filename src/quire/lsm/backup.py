@@ -170,6 +170,11 @@ def backups(store: ObjectStore, label: str) -> list[int]:
     return sorted(found)
 
 
+def labels(store: ObjectStore) -> list[str]:
+    """The names of databases that there are backups of."""
+    return sorted({info.key.split("/")[1] for info in list_objects(store, "kv") if "/backups/" in info.key})
+
+
 def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backup:
     """The list of a backup; the newest one unless an lsn is given."""
     there = backups(store, label)

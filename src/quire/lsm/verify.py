@@ -1,6 +1,7 @@
 """Walks a key-value database and yields everything that is wrong with it.
 
 Rules that are checked
+  V0  the database can be opened
   V1  every table that the manifest names is there, is the one its name says, and is sound (see `Table.verify`)
   V2  tables of a level above 0 have disjoint key ranges
   V3  the ids of the tables were handed out, and no lsn is above the last one
@@ -8,6 +9,7 @@ Rules that are checked
   V5  every file in the database's directories is named, or waits for its last reader
   V6  every WAL that the manifest names is there and can be read
   V7  the rows of the store's manifest are those of the live tables (S1)
+  V8  the directory of every snapshot is there, with a manifest that can be read
 
 Threads: any; a database in use may be flushed or compacted meanwhile, so the walk holds the view that it began with.
 Raises nothing about damage: that is what it yields.
@@ -15,18 +17,19 @@ Raises nothing about damage: that is what it yields.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.core.errors import QuireError
+from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.log_reader import read_log
-from quire.durable.lsm_names import lsm_number
+from quire.durable.lsm_names import LsmHome, lsm_number
 from quire.lsm.sst_reader import Table
 from quire.lsm.wal import LOG_KIND, batches_of
 
 if TYPE_CHECKING:
+    from quire.lsm.engine import KvEngine
     from quire.lsm.kv import Kv
 
 
@@ -42,8 +45,45 @@ class Problem:
         return f"{self.rule}: {self.what}" + (f" ({self.path})" if self.path else "")
 
 
-def problems(kv: Kv) -> Iterator[Problem]:
-    """Everything that is wrong, now."""
+class Stored(NamedTuple):
+    """What a database has on disk: its tables, to be read by whoever has the time, and what is wrong with the rest."""
+
+    tables: list[tuple[str, int, int]]
+    """(path, id, bytes) of every table, of snapshots too."""
+    logs: list[str]
+    """Manifests and write-ahead logs: read here."""
+    problems: list[Problem]
+
+
+def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
+    """Read everything of a database but its tables: manifest, write-ahead logs, the directories of snapshots (by id)."""
+    found = Stored([], [], [])
+    try:
+        kv = engine.open(db_id)
+        found.problems.extend(problems(kv, tables=False))
+        found.tables.extend((table.path, table.meta.sst_id, table.size_bytes) for table in kv.view.levels)
+        state = kv.manifest.state()
+        found.logs.append(kv.home.manifest_log)
+        found.logs.extend(kv.home.wal(number) for number in sorted({*state.frozen_wals, state.active_wal}))
+    except (Corruption, FormatTooNew) as error:
+        found.problems.append(
+            Problem("V0", f"the database cannot be opened: {error.what}", str(error.where.get("path", "")))
+        )
+    for snapshot_id in snapshots:
+        try:
+            version = engine.version(db_id, snapshot_id)
+        except (Corruption, FormatTooNew) as error:
+            what = f"a snapshot cannot be read: {error.what}"
+            found.problems.append(Problem("V8", what, str(error.where.get("path", ""))))
+            continue
+        home = LsmHome(version.directory)
+        found.logs.extend((home.manifest_snapshot, home.manifest_log))
+        found.tables.extend((home.sst(sst_id), sst_id, 0) for sst_id in version.sst_ids)
+    return found
+
+
+def problems(kv: Kv, *, tables: bool = True) -> Iterator[Problem]:
+    """Everything that is wrong, now; without `tables`, their blocks are left to somebody else."""
     with kv.upkeep.held():  # no flush or compaction between looking at the manifest and at the view
         view, state = kv.view, kv.manifest.state()
         dead = kv.upkeep.dead_paths()  # before the listing: what it lists may go meanwhile
@@ -57,7 +97,8 @@ def problems(kv: Kv) -> Iterator[Problem]:
     if named != opened:
         yield Problem("V4", f"the manifest names tables {sorted(named ^ opened)} differently from what is open")
     for table in view.levels:
-        yield from _table(table)
+        if tables:
+            yield from _table(table)
         if table.meta.sst_id >= state.next_sst_id:
             yield Problem("V3", f"table {table.meta.sst_id} has an id that was never handed out", table.path)
         if table.meta.lsn_max > kv.last_lsn:

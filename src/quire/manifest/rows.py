@@ -18,6 +18,7 @@ Pure functions, any thread. Layout: docs/formats/manifest.md, why: docs/decision
 from __future__ import annotations
 
 import struct
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any, Generic
@@ -37,6 +38,10 @@ RESIDUE = 0x2144DF1C
 """The crc32 of bytes that end with their own crc32, little-endian: one call checks a row without cutting it."""
 
 _CHECK = "`quire manifest check` names all such rows and says what can be mended"
+
+
+damaged_reads: Tally[str] = Tally()
+"""How often this process met a damaged row, by table: for metrics."""
 
 
 class RowCodec(Generic[R]):
@@ -146,6 +151,7 @@ class RowCodec(Generic[R]):
         )
 
     def _damaged(self, key: bytes, raw: bytes, why: str) -> ManifestDamaged:
+        damaged_reads[self.table] += 1
         return ManifestDamaged(
             f"a row of {self.table} is damaged: {why}",
             hint=_CHECK,

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from quire.core.errors import ManifestDamaged
+from quire.manifest.rows import damaged_reads
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -80,6 +84,9 @@ class ManifestCollector:
             ("quire_manifest_pages", "LMDB pages written", stats.pages),
         ):
             yield CounterMetricFamily(name, text, value=value)
+        yield CounterMetricFamily(
+            "quire_manifest_damaged_reads", "damaged rows that were met, and not believed", value=damaged_reads.total()
+        )
         cumulative, buckets = 0, []
         for bound, count in zip([*map(str, DURATION_BOUNDS), "+Inf"], stats.buckets):
             cumulative += count
@@ -92,6 +99,7 @@ class ManifestCollector:
         yield GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
         if self._lag is not None:
             lag = GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
-            for cursor, waiting in self._lag().items():
-                lag.add_metric([str(cursor)], waiting)
+            with suppress(ManifestDamaged):  # a cursor's row: the counter above and doctor tell
+                for cursor, waiting in self._lag().items():
+                    lag.add_metric([str(cursor)], waiting)
             yield lag

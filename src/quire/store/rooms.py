@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.jobs.upkeep import Upkeep
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
+    from quire.lsm.verify import Stored
     from quire.manifest.jobqueue import Job
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
@@ -212,8 +213,14 @@ class Rooms:
                 settings=self._settings.maintenance,
                 pages=self.pages,
                 before_put=self.rights.before_put if not self._manifest.read_only else allow,
+                kv=self._stored_kv,
             ),
         )
+
+    def _stored_kv(self, db_id: int, snapshots: Sequence[int]) -> Stored:
+        from quire.lsm.verify import stored  # with the engine, when somebody verifies
+
+        return stored(self.kv, db_id, snapshots)
 
     @property
     def runners(self) -> Runners:

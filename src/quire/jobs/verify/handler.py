@@ -30,6 +30,7 @@ from quire.jobs.stream_verify.logs import verify_logs
 from quire.jobs.stream_verify.run import LogTask
 from quire.jobs.threads import thread_runner
 from quire.jobs.trouble import Trouble
+from quire.jobs.verify.files import verify_files
 from quire.jobs.verify.plan import LISTED_MAX, bitmap_of, place_to_verify, plan_verification, summary
 from quire.jobs.verify.publish import still_holds, verdict_ops
 from quire.jobs.verify.run import Finding, VerifyTask, verify
@@ -45,6 +46,8 @@ ATTEMPT_ARTIFACTS = 1_024
 """Looked at in one attempt: 64 GiB of full chunks."""
 
 THREADS = Runners()
+
+LOGS = "manifest log of a stream"
 
 PAUSE_MS = 1_000
 """For how long the others may run between two attempts."""
@@ -79,13 +82,19 @@ def _verify_store(ctx: JobContext, job: Job, progress: Progress, runners: Runner
 
     outcome = verify_store(ctx, job, progress, runner, limits, settle)
     if isinstance(outcome, Done) and outcome.result["complete"]:
-        outcome.result["logs"] = _verify_logs(ctx, progress, runner, deep=not given["max_age_seconds"])
+        logs, looked = _verify_logs(ctx, progress, runner, deep=not given["max_age_seconds"])
+        counts = verify_files(ctx, runner, progress)
+        if looked:
+            counts.saw(LOGS, looked, 0)
+            counts.kinds[LOGS]["problems"] = len(logs)
+        kinds = {**outcome.result["kinds"], **counts.kinds}
+        outcome.result.update(logs=logs, problems=counts.problems, kinds=kinds)
     return outcome
 
 
-def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: bool) -> list[str]:
-    """What is wrong with the manifest logs of streams. No row says when they were looked at: that is with every whole run, and
-    of their objects' bodies if everything is wanted, however lately it was seen."""
+def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: bool) -> tuple[list[str], int]:
+    """What is wrong with the manifest logs of streams, and how many there are. No row says when they were
+    looked at: that is with every whole run, and of objects' bodies if everything is wanted, however lately it was seen."""
     with ctx.manifest.read() as txn:
         tasks = [
             LogTask(stream_id=db_id, root=ctx.root, url=ctx.objects_url, witness=witness_in(txn, db_id))
@@ -93,12 +102,13 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
             if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
         ]
     if not tasks:
-        return []
+        return [], 0
     here = thread_runner(ctx, label="quire-verify")
     found = [each for each in verify_logs(tasks, runner, here, deep=deep, tick=progress) if not each[1].leak]
     for stream_id, problem in found:
         emit("error", "verify.log_damaged", stream=stream_id, rule=problem.rule, what=problem.what, where=problem.where)
-    return [f"manifest log of stream {stream_id}, {each.rule}: {each.what}" for stream_id, each in found[:LISTED_MAX]]
+    told = [f"manifest log of stream {stream_id}, {each.rule}: {each.what}" for stream_id, each in found[:LISTED_MAX]]
+    return told, len(tasks)
 
 
 def _verify_artifact(ctx: JobContext, job: Job) -> Outcome:

@@ -5,7 +5,11 @@ Rules
      ALTERED if one differs.
   2. A row that knows no sha256 learns it: that of the copies, which must agree. Of a chunk the bitmap of its pages must have
      the hash that its row says, too.
-  3. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad: the finding carries the
+  3. A page-WAL segment of which no digest is known yet is read as what it is: header, index region and frames must be whole.
+     Only then is its digest learned.
+  4. Files that are no artifacts (what is being written, tables of key-value databases) are read as their engine reads them;
+     there is no row to keep a verdict in, it is in the job's result.
+  5. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad: the finding carries the
      error, and no verdict.
 
 Safe to run on an executor. Raises nothing about an artifact: it is all in the findings.
@@ -13,13 +17,16 @@ Safe to run on an executor. Raises nothing about an artifact: it is all in the f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import zip_longest
+from typing import Any
 
-from quire.core.errors import Corruption, ObjectNotFound, QuireError
-from quire.durable.checksums import crc64
+from quire.core.errors import Corruption, FormatTooNew, ObjectNotFound, OutOfRange, QuireError
+from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk
+from quire.durable.files import Disk, read_all
 from quire.jobs.copies import Found, difference, look_at_file, look_at_object
 from quire.jobs.places import OpenStore, Place
 from quire.jobs.runner import Tools
@@ -27,6 +34,8 @@ from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
 from quire.jobs.trouble import Trouble
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_footer import load_footer
+from quire.pages.segment_verify import open_damage, sealed_damage
+from quire.stream.segment_scan import scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class Finding:
 
     place: Place
     state: VerifyState = VerifyState.UNVERIFIED
-    """UNVERIFIED: it could not be read (rule 3)."""
+    """UNVERIFIED: it could not be read (rule 5)."""
     sha256: bytes = b""
     """Of its bytes, where its row knows none and they were verified."""
     problems: tuple[str, ...] = ()
@@ -99,6 +108,11 @@ def _verify(place: Place, bitmap: int, disk: Disk, open_store: OpenStore) -> Fin
         for name, found in copies.items()
         if (what := difference(place, found, is_file=name == "file"))
     ]
+    if not missing and not altered and place.is_page_segment and not (place.sha256 or place.crc64):
+        try:
+            altered += _segment_damage(place, copies, disk, open_store)
+        except QuireError as error:
+            return Finding(place, error=error)
     if not altered and len({found.sha256 for found in copies.values()}) > 1:
         altered.append("file and object differ, and no digest says which one is right")
     try:
@@ -123,6 +137,104 @@ def _verify_segment(place: Place, disk: Disk, open_store: OpenStore) -> Finding:
         state = VerifyState.MISSING if missing else VerifyState.ALTERED
         return Finding(place, state, problems=(*missing, *altered))
     return Finding(place, VerifyState.VERIFIED)
+
+
+def _segment_damage(place: Place, copies: dict[str, Found], disk: Disk, open_store: OpenStore) -> Iterator[str]:
+    """What is wrong with the copies of a page-WAL segment (rule 3)."""
+    ids: dict[str, Any] = {"path": place.local, "db_id": place.key.origin_db_id, "segment_id": place.key.id}
+    if "file" in copies:
+        file = disk.open(place.local, write=False)
+        try:
+            if what := sealed_damage(lambda at, size: file.read_at(size, at), place.size_bytes, **ids):
+                yield f"the file is damaged: {what}"
+        finally:
+            file.close()
+    if "object" in copies:
+        store, end = open_store(place.url), place.size_bytes
+
+        def read(at: int, size: int) -> bytes:
+            return store.get_range(place.object_key, at, min(size, end - at)) if at < end else b""
+
+        if what := sealed_damage(read, place.size_bytes, **ids):
+            yield f"the object is damaged: {what}"
+
+
+# ── files that are no artifacts ───────────────────────────────────────────────────────────────────────────────────────
+class FileKind(StrEnum):
+    """How a file that is no artifact is read (rule 4)."""
+
+    PAGE_WAL = "page-WAL segment (open)"
+    STREAM = "stream segment (open)"
+    KV_TABLE = "key-value table"
+    KV_BACKUP = "key-value backup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file that is no artifact, and what is known of it elsewhere."""
+
+    kind: FileKind
+    path: str
+    """Of the file; of a backup the key of its object."""
+    db_id: int = 0
+    number: int = 0
+    """Of the segment or table."""
+    upto: int = 0
+    """What was synced: up to this lsn, or this record."""
+    size_bytes: int = 0
+    sha256: str = ""
+    """Of an object, as its list has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFinding:
+    """What is wrong with a file; nothing if `problems` is empty."""
+
+    file: StoredFile
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesTask:
+    """Files to be read."""
+
+    url: str
+    files: tuple[StoredFile, ...]
+
+
+def check_files(task: FilesTask, tools: Tools) -> list[FileFinding]:
+    """Read every byte of these files that somebody was promised. Raises what disk and object store raise."""
+    return [FileFinding(file, tuple(_problems(file, task.url, tools))) for file in task.files]
+
+
+def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
+    try:
+        if file.kind is FileKind.KV_BACKUP:
+            data = tools.open_store(url).get(file.path)
+            is_same = len(data) == file.size_bytes and sha256(data).hex() == file.sha256
+            return [] if is_same else ["the object is not what was backed up"]
+        if file.kind is FileKind.KV_TABLE:
+            from quire.lsm.sst_reader import Table  # Arrow with it
+
+            table = Table.open(tools.disk, file.path, file.number)
+            try:
+                return list(table.verify())
+            finally:
+                table.close()
+        if file.kind is FileKind.STREAM:
+            scan(read_all(tools.disk, file.path), durable_upto=file.upto, path=file.path)
+            return []
+        opened = tools.disk.open(file.path, write=False)
+        try:
+            ids: dict[str, Any] = {"path": file.path, "db_id": file.db_id, "segment_id": file.number}
+            what = open_damage(lambda at, size: opened.read_at(size, at), synced_lsn=file.upto, **ids)
+            return [what] if what else []
+        finally:
+            opened.close()
+    except FileNotFoundError:
+        return ["the file is not there"]
+    except (Corruption, ObjectNotFound, OutOfRange, FormatTooNew) as error:
+        return [error.what]
 
 
 def _bitmap_hash(place: Place, disk: Disk, open_store: OpenStore) -> int:

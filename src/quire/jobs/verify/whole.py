@@ -66,6 +66,8 @@ class Seen:
     unreadable: int = 0
     size_bytes: int = 0
     damaged: list[str] = field(default_factory=list)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Artifacts, bytes and problems of each kind."""
     first: QuireError | None = None
 
 
@@ -205,12 +207,22 @@ def _count(seen: Seen, findings: Sequence[Finding]) -> None:
         name = "unreadable" if each.error is not None else each.state.name.lower()
         setattr(seen, name, getattr(seen, name) + 1)
         seen.size_bytes += each.place.size_bytes
+        count = seen.kinds.setdefault(_kind(each.place), {"files": 0, "bytes": 0, "problems": 0})
+        count["files"] += 1
+        count["bytes"] += each.place.size_bytes
+        count["problems"] += each.is_bad
         seen.first = seen.first or each.error
         if each.is_bad and len(seen.damaged) < LISTED_MAX:
             seen.damaged.append(f"{object_key(each.place.key)} {each.state.name}")
 
 
+def _kind(place: Place) -> str:
+    if place.key.kind is ArtifactKind.WAL:
+        return "page-WAL segment" if place.is_page_segment else "stream segment"
+    return {ArtifactKind.BASE: "chunk", ArtifactKind.DELTA: "delta"}[place.key.kind]
+
+
 def summary(seen: Seen) -> dict[str, Any]:
     """As a job's result has it."""
     counts = {name: getattr(seen, name) for name in ("verified", "missing", "altered", "unreadable")}
-    return {**counts, "bytes": seen.size_bytes, "damaged": seen.damaged}
+    return {**counts, "bytes": seen.size_bytes, "damaged": seen.damaged, "kinds": seen.kinds}

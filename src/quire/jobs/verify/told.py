@@ -1,0 +1,49 @@
+"""What verifications have recorded, for people: damaged artifacts in their rows, the rest in the result of the last whole one.
+
+Reads the manifest and nothing else. Pure functions of a read transaction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.durable.names import object_key
+from quire.jobs.verify.whole import artifacts
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import JobKind, JobState, VerifyState
+
+
+@dataclass(frozen=True, slots=True)
+class LastVerification:
+    """The last verification of a whole store that came to its end."""
+
+    ended_at_ms: int
+    problems: list[str]
+    """What it found in files that have no row; artifacts have their own."""
+
+
+def told(result: dict[str, Any]) -> list[str]:
+    """What is wrong with files that are no artifacts, by a job's result; a line each."""
+    return [f"{each['kind']} {each['path']}: {each['what']}" for each in result.get("problems", [])]
+
+
+def damaged_artifacts(txn: ReadTxn) -> list[tuple[str, str]]:
+    """(name, MISSING or ALTERED) of artifacts whose last verification was bad."""
+    bad = (VerifyState.MISSING, VerifyState.ALTERED)
+    return [(object_key(key), row.verify_state.name) for key, row in artifacts(txn) if row.verify_state in bad]
+
+
+def last_verification(txn: ReadTxn) -> LastVerification | None:
+    """The newest one that looked at everything; `None` if no job tells of any."""
+    last: LastVerification | None = None
+    for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.SUCCEEDED):
+        job = txn.job(job_id)
+        if job is not None and job.kind is JobKind.VERIFY and not job.db_id and job.result:
+            result = msgspec.msgpack.decode(job.result)
+            if result.get("complete") and "problems" in result:
+                last = LastVerification(job.finished_at_ms, [*result.get("logs", []), *told(result)])
+    return last

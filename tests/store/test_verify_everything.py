@@ -1,0 +1,198 @@
+"""`quire verify` reads everything: one flipped byte in any file of a store is found, and the file is named (issue 18)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+import quire
+from quire.core.errors import QuireError
+from quire.durable.files import OsDisk
+from quire.lsm.backup import back_up
+from quire.lsm.sst_reader import Table
+from quire.manifest import tables as t
+from quire.manifest.records import RetentionRecord
+from quire.store.store import Store
+from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES
+
+NOBODYS: dict[str, str] = {
+    r"store\.lock": "empty: only its lock counts",
+    r"manifest\.lmdb-lock": "LMDB's table of readers: made anew by the first process that opens the store",
+    r"quire\.toml": "people's text: what makes no sense in it is told when the store is opened",
+    r"streams/\d+/manifest/writer\.lock": "empty: only its lock counts",
+}
+"""Files whose bytes nobody vouches for, and why."""
+
+
+def believed(root: Path, relative: str) -> range:
+    """The bytes of a file that somebody goes by. Zeros in it, and behind what is written, are nobody's."""
+    size = (root / relative).stat().st_size
+    if relative.endswith(".sst"):
+        # The schema at the head of an Arrow file: readers take the one in the footer.
+        table = Table.open(OsDisk(), str(root / relative))
+        table.close()
+        return range(table.meta.blocks[0].offset, size)
+    if (root / relative).parent.match("streams/*/manifest"):
+        # Header and commit copy of the chunk that is written to: a crash may leave either torn, then the other one counts.
+        newest = max((root / relative).parent.glob("*.mlog"), key=lambda path: int(path.stem))
+        if newest.name == Path(relative).name:
+            return range(CHUNK_BYTES, size - COPY_BYTES)
+    return range(size)
+
+
+UNREAD: dict[str, str] = {
+    r"objects/kv/cart/backups/[0-9a-f]{16}\.json": "a backup's list is JSON without a checksum: names, sizes and digests in it "
+    "are compared with the tables, its moment with nothing",
+}
+"""Files that are read, of which not every byte is vouched for."""
+
+
+def fill(store: Store) -> None:
+    """Something of everything."""
+    connection = store.sqlite("shop", create=True)
+    connection.execute("create table items (id, name)")
+    connection.executemany("insert into items values (?, ?)", [(n, "x" * 200) for n in range(200)])
+    store.snapshot("shop", "monday")
+    store.checkpoint("shop", runner="threads")
+    connection.executemany("insert into items values (?, ?)", [(n, "y" * 200) for n in range(20)])
+    store.snapshot("shop", "tuesday")
+    for number in range(20):
+        connection.execute("insert into items values (?, ?)", (number, "z" * 200))
+    connection.close()
+    stream = store.stream("clicks", create=True)
+    for _ in range(2):
+        stream.append([b"record %d" % number for number in range(500)])
+        stream.seal()
+    stream.compress()
+    stream.upload()
+    for number in range(20):
+        stream.append(b"open %d" % number)
+        stream.sync()
+    cart = store.kv("cart", create=True)
+    for value in (b"first", b"second"):
+        cart.write({b"key %05d" % number: value * 10 for number in range(500)})
+        cart.flush()
+        if value == b"first":
+            store.snapshot("cart", "v1")
+    for number in range(20):
+        cart.put(b"late %d" % number, b"value")
+    back_up(cart, store.objects, "cart")
+    store.manifest.retention.set("shop", RetentionRecord(keep_last=6))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "store"
+    with quire.open(root) as store:
+        fill(store)
+    return root
+
+
+def told(root: Path) -> tuple[str, dict[str, Any]]:
+    """Everything that a verification says of a store, or why it cannot be opened; and its result."""
+    try:
+        with quire.open(root) as store:
+            result = store.heavy.verify(runner="threads").result
+            damaged = [f"{each['artifact']} {each['state']}" for each in store.heavy.damaged()]
+    except QuireError as error:
+        return str(error), {}
+    assert result is not None
+    problems = [f"{each['path']}: {each['what']}" for each in result["problems"]]
+    return "\n".join([*damaged, *problems, *result["logs"]]), result
+
+
+def files(root: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            relative = os.path.relpath(os.path.join(folder, name), root)
+            if not any(re.fullmatch(pattern, relative) for pattern in (*NOBODYS, *UNREAD)):
+                yield relative
+
+
+def names_of(relative: str) -> list[str]:
+    """How a verification may call a file: by its path, or as the artifact that it is a copy of."""
+    names = [relative]
+    if found := re.fullmatch(r"objects/(.*)", relative):
+        names.append(found[1])
+    if found := re.fullmatch(r"pages/([0-9a-f]{8})/wal/([0-9a-f]{8})\.seg", relative):
+        names.append(f"{found[1]}/{found[2]}/wal:00000000")
+    if found := re.fullmatch(r"streams/(\d+)/(?:hot|warm)/([0-9a-f]{16})\.seg", relative):
+        names.append(f"{int(found[1]):08x}/{int(found[2], 16):08x}/wal:00000000")
+    if found := re.fullmatch(r"(?:streams|objects/manifest)/(\d+)/(?:manifest/)?\d+\.mlog", relative):
+        names.append(f"manifest log of stream {found[1]}")
+    return names
+
+
+def test_a_sound_store_is_sound_and_everything_of_it_was_read(sound: Path, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(sound, root)
+    text, result = told(root)
+    assert text == ""
+    assert result["complete"]
+    for kind in (
+        "chunk", "page-WAL segment", "stream segment", "manifest log of a stream", "key-value table",
+        "key-value manifest or log", "key-value backup", "manifest",
+    ):  # fmt: skip
+        assert result["kinds"][kind]["files"] > 0, kind
+        assert result["kinds"][kind]["problems"] == 0
+
+
+def test_one_flipped_byte_of_any_file_is_found_and_the_file_is_named(sound: Path, tmp_path: Path) -> None:
+    """Three bytes of each file: its first, one of its head, and one in the middle of what is written in it."""
+    missed = []
+    for relative in sorted(set(files(sound)) - {"manifest.lmdb"}):
+        body = (sound / relative).read_bytes()
+        written = [offset for offset in believed(sound, relative) if body[offset]]
+        for offset in {written[0], written[min(9, len(written) - 1)], written[len(written) // 2]} if written else ():
+            root = tmp_path / "store"
+            shutil.copytree(sound, root)
+            wrong = bytearray(body)
+            wrong[offset] ^= 4
+            (root / relative).write_bytes(wrong)
+            text, _ = told(root)
+            if not any(name in text for name in names_of(relative)):
+                missed.append(f"{relative} at {offset} of {len(body)}: {text[:200]!r}")
+            shutil.rmtree(root)
+    assert not missed, "\n".join(missed)
+
+
+@pytest.mark.parametrize("table", [t.RETENTION, t.CHUNK_CATALOG])
+def test_a_flipped_byte_of_a_row_of_the_manifest_is_found_and_the_row_is_named(
+    sound: Path, tmp_path: Path, table: t.Table[Any]
+) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(sound, root)
+    path = root / "manifest.lmdb"
+    with lmdb.open(str(path), subdir=False, max_dbs=96, map_size=1 << 30) as env:
+        handle = env.open_db(table.name.encode(), create=False)
+        with env.begin(db=handle) as txn:
+            key, raw = next(iter(txn.cursor()))
+        env.copy(str(tmp_path / "compact"), compact=True)  # what is not in use holds old copies of rows
+    body = bytearray((tmp_path / "compact").read_bytes())
+    at = body.find(bytes(key) + bytes(raw))
+    assert at >= 0
+    body[at + len(key) + 3] ^= 1
+    path.write_bytes(body)
+    text, _ = told(root)
+    assert f"a row of {table.name}" in text
+
+
+def test_a_missing_file_is_found(sound: Path, tmp_path: Path) -> None:
+    for relative in sorted(set(files(sound))):
+        if not re.fullmatch(r"(lsm/.*\.sst|lsm/.*/MANIFEST-\d+|pages/.*\.seg|objects/0.*)", relative):
+            continue
+        if not (sound / relative).read_bytes().rstrip(b"\0"):
+            continue
+        root = tmp_path / "store"
+        shutil.copytree(sound, root)
+        (root / relative).unlink()
+        text, _ = told(root)
+        assert any(name in text for name in (*names_of(relative), str(Path(relative).parent))), (relative, text)
+        shutil.rmtree(root)
