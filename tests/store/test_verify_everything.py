@@ -119,7 +119,7 @@ def files(root: Path) -> Iterator[str]:
 def names_of(relative: str) -> list[str]:
     """How a verification may call a file: by its path, or as the artifact that it is a copy of."""
     names = [relative]
-    if found := re.fullmatch(r"objects/(.*)", relative):
+    if found := re.fullmatch(r"objects/(?:[0-9a-f-]{36}/e/[0-9a-f]{8}/)?(.*)", relative):
         names.append(found[1])
     if found := re.fullmatch(r"pages/([0-9a-f]{8})/wal/([0-9a-f]{8})\.seg", relative):
         names.append(f"{found[1]}/{found[2]}/wal:00000000")
@@ -186,7 +186,7 @@ def test_a_flipped_byte_of_a_row_of_the_manifest_is_found_and_the_row_is_named(
 
 def test_a_missing_file_is_found(sound: Path, tmp_path: Path) -> None:
     for relative in sorted(set(files(sound))):
-        if not re.fullmatch(r"(lsm/.*\.sst|lsm/.*/MANIFEST-\d+|pages/.*\.seg|objects/0.*)", relative):
+        if not re.fullmatch(r"(lsm/.*\.sst|lsm/.*/MANIFEST-\d+|pages/.*\.seg|objects/.*/base:.*)", relative):
             continue
         if not (sound / relative).read_bytes().rstrip(b"\0"):
             continue
