@@ -99,11 +99,12 @@ def told(root: Path) -> tuple[str, dict[str, Any]]:
     """Everything that a verification says of a store, or why it cannot be opened; and its result."""
     try:
         with quire.open(root) as store:
-            result = store.heavy.verify(runner="threads").result
+            job = store.heavy.verify(runner="threads")
+            assert job.result is not None, job.record.error
+            result = job.result
             damaged = [f"{each['artifact']} {each['state']}" for each in store.heavy.damaged()]
     except QuireError as error:
         return str(error), {}
-    assert result is not None
     problems = [f"{each['path']}: {each['what']}" for each in result["problems"]]
     return "\n".join([*damaged, *problems, *result["logs"]]), result
 
@@ -125,7 +126,7 @@ def names_of(relative: str) -> list[str]:
         names.append(f"{found[1]}/{found[2]}/wal:00000000")
     if found := re.fullmatch(r"streams/(\d+)/(?:hot|warm)/([0-9a-f]{16})\.seg", relative):
         names.append(f"{int(found[1]):08x}/{int(found[2], 16):08x}/wal:00000000")
-    if found := re.fullmatch(r"(?:streams|objects/manifest)/(\d+)/(?:manifest/)?\d+\.mlog", relative):
+    if found := re.fullmatch(r"(?:streams|objects/manifest)/(\d+)/(?:(?:manifest/)?\d+\.mlog|stream\.json)", relative):
         names.append(f"manifest log of stream {found[1]}")
     return names
 

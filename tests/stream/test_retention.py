@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption, CursorLost, InvalidInput, InvalidName, OutOfRange, UnknownCursor
 from quire.stream.catalogue import Segment
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
-from quire.stream.state import Consumer, Retention, due
+from quire.stream.state import Consumer, Retention, StreamState, due
 from tests.stream.streams import StreamWorld, ids
 
 
@@ -174,3 +175,28 @@ def test_what_goes_is_the_oldest_and_no_more_than_is_due(
         assert not (limit and sum(each.durable_bytes for each in left) > limit)
         assert not (age and left[0].sealed_ms <= 8000 - age * 1000)
         assert not (consumed and positions)
+
+
+def test_no_flipped_bit_of_the_state_changes_what_may_go(world: StreamWorld) -> None:
+    """Issue 18: a retention or a position that is not the one that was written retires nothing; files from before are read."""
+    world.stream.register("reader")
+    world.stream.retain(Retention(seconds=86_400.0, bytes=1 << 30, consumed=True))
+    world.stream.close()
+    path = Path(world.files.state)
+    body, meant = path.read_bytes(), StreamState(world.files, world.clock)
+    for offset in range(len(body)):
+        for bit in range(8):
+            wrong = bytearray(body)
+            wrong[offset] ^= 1 << bit
+            path.write_bytes(wrong)
+            try:
+                found = StreamState(world.files, world.clock)
+            except Corruption:
+                continue
+            assert (found.retention, found.consumers) == (meant.retention, meant.consumers), (offset, bit)
+    old = msgspec.json.decode(body)
+    del old["crc64"]
+    path.write_bytes(msgspec.json.encode(old))
+    assert StreamState(world.files, world.clock).retention == meant.retention
+    path.write_bytes(body)
+    world.stream = world.open()

@@ -10,6 +10,7 @@ Rules
   3. What some consumer has not read stays, whatever age and bytes say; one that has been silent for `hold_seconds` holds
      nothing any more, so that a dead one does not fill the disk.
   4. Only the oldest segments go, and never the open one.
+  5. The file ends with a checksum: nothing is retired by a retention or a position that is not the one that was written.
 
 Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`.
 """
@@ -24,6 +25,7 @@ import msgspec
 
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
+from quire.durable.checksums import crc64
 from quire.durable.files import read_all, write_atomic
 from quire.durable.names import check_name
 from quire.stream.catalogue import Segment
@@ -62,17 +64,26 @@ class _Stored(msgspec.Struct, frozen=True):
     going: tuple[int, ...] = ()
     log_records: int = 0
     """How many records the manifest log had at the last clean close; it never has fewer."""
+    crc64: str = ""
+    """Of the file with nothing in its place, in hex (rule 5). Empty in memory, and in files from before."""
+
+
+_HINT = "restore it from a backup, or remove it: consumers and retention are then forgotten"
 
 
 def _load(files: StreamFiles) -> _Stored:
     path = files.state
     try:
-        return msgspec.json.decode(read_all(files.disk, path), type=_Stored)
+        data = read_all(files.disk, path)
+        stored = msgspec.json.decode(data, type=_Stored)
     except FileNotFoundError:
         return _Stored()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        hint = "restore it from a backup, or remove it: consumers and retention are then forgotten"
-        raise Corruption(f"the state of a stream cannot be read: {error}", hint=hint, path=path) from error
+        raise Corruption(f"the state of a stream cannot be read: {error}", hint=_HINT, path=path) from error
+    before, digits, after = data.rpartition(stored.crc64.encode()) if stored.crc64 else (data, b"", b"")
+    if stored.crc64 and digits != b"%016x" % crc64(before + after):
+        raise Corruption("the state of a stream is not what was written", hint=_HINT, path=path)
+    return msgspec.structs.replace(stored, crc64="")
 
 
 def believed_end(files: StreamFiles) -> int | None:
@@ -93,7 +104,9 @@ class StreamState:
 
     def _save(self, stored: _Stored) -> None:
         """REQUIRES the lock."""
-        write_atomic(self._files.disk, self._files.state, msgspec.json.format(msgspec.json.encode(stored)))
+        text = msgspec.json.format(msgspec.json.encode(stored))
+        before, _, after = text.rpartition(b'""')  # the checksum is the last field
+        write_atomic(self._files.disk, self._files.state, before + b'"%016x"' % crc64(text) + after)
         self._stored = stored
 
     # ── the mode ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quire.core.errors import QuireError
+from quire.core.errors import Corruption, QuireError
 from quire.jobs.runner import Runner, Tick, no_tick
 from quire.jobs.stream_verify.run import BodiesTask, LogFound, LogTask, check_bodies, check_log
 from quire.stream.mlog_verify import Problem
@@ -30,6 +30,9 @@ def verify_logs(
     found: list[LogFound] = []
     doubtful: list[LogTask] = []
     for answer in (runner if runner.shares_disk else here).map(check_log, tasks, tick=tick):
+        if isinstance(answer.error, Corruption):
+            yield tasks[answer.key].stream_id, _unreadable(answer.error)
+            continue
         if answer.error is not None:
             first = first or answer.error
             continue
@@ -51,6 +54,12 @@ def verify_logs(
         yield from bodies.result()
     if first is not None:
         raise first
+
+
+def _unreadable(error: Corruption) -> Problem:
+    """Damage that kept the rest of a log from being looked at."""
+    path = error.where.get("path", "")
+    return Problem(rule="L0", what=f"{error.what} ({path})" if path else error.what, where=error.where)
 
 
 def _bodies(found: Sequence[LogFound]) -> Iterator[tuple[int, str, int, int]]:
