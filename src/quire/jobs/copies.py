@@ -36,7 +36,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File
 from quire.jobs.places import Place
 from quire.objects.api import ObjectStore
-from quire.objects.local import LocalStore
+from quire.objects.guarded import path_store
 
 STEP_BYTES = 8 << 20
 """Read at a time over a network: large enough that requests do not dominate, small enough to be told to stop now and then."""
@@ -144,7 +144,7 @@ def _of_file(file: File, size: int) -> Iterator[bytes]:
 
 
 def _of_object(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
-    length = FILE_STEP_BYTES if isinstance(store, LocalStore) else STEP_BYTES
+    length = STEP_BYTES if path_store(store) is None else FILE_STEP_BYTES
     for start in range(0, size, length):
         yield store.get_range(key, start, min(length, size - start))
 

@@ -32,7 +32,8 @@ from quire.durable.stream_names import parse_stream_home
 from quire.jobs.context import JobContext
 from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbStatus
-from quire.objects.local import TEMPORARY_AGE_SECONDS, LocalStore
+from quire.objects.guarded import path_store
+from quire.objects.local import TEMPORARY_AGE_SECONDS
 
 
 def sweep_leftovers(ctx: JobContext) -> int:
@@ -43,7 +44,7 @@ def sweep_leftovers(ctx: JobContext) -> int:
 def _staged_objects(ctx: JobContext) -> int:
     try:
         store = ctx.open_store(ctx.objects_url)
-        return store.sweep_temporary() if isinstance(store, LocalStore) else 0
+        return local.sweep_temporary() if (local := path_store(store)) is not None else 0
     except (StorageFault, Unavailable) as error:
         emit("warning", "leftovers.not_removed", store=ctx.objects_url, error=str(error))
         return 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.objects.api import PAGE_OBJECTS, Buffer, Identity, ObjectInfo, ObjectStore, PutResult, Range
+from quire.objects.local import LocalStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,10 @@ class GuardedStore:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def path_store(store: ObjectStore) -> LocalStore | None:
+    """The store below a path that this one is, guarded or not; `None` for others."""
+    while isinstance(store, GuardedStore):
+        store = store.inner
+    return store if isinstance(store, LocalStore) else None

@@ -37,7 +37,7 @@ from quire.jobs.sweep.run import Listed, Stray, list_range
 from quire.jobs.threads import thread_runner
 from quire.jobs.waves import part
 from quire.manifest.jobqueue import Job
-from quire.objects.local import LocalStore
+from quire.objects.guarded import path_store
 
 WAVE_RANGES = 256
 """Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
@@ -123,7 +123,7 @@ def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wav
 def _unstage(ctx: JobContext, url: str) -> int:
     """Rule 4; the number of files removed."""
     store = ctx.open_store(url)
-    return store.sweep_temporary() if isinstance(store, LocalStore) else 0
+    return local.sweep_temporary() if (local := path_store(store)) is not None else 0
 
 
 def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None:
