@@ -85,12 +85,15 @@ def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refus
             assert client.server.role == "read"
             assert client.database("shop").name == "shop"
             assert client.table("db").num_rows == 1
+            client.renew_lease(client.lend(["shop"], 60).lease_id)  # to read a version needs no more than to read
             for call in (
                 lambda: client.create("other", "pages"),
                 lambda: client.drop("shop"),
                 lambda: client.feed.register(),
                 lambda: client.submit(reserve(1)).result(60),
                 lambda: client.jobs.claim("w"),
+                lambda: client.lend(["shop"], 3_601),
+                lambda: client.lend(["shop"], 60, upload=True),
             ):
                 with pytest.raises(quire.AccessDenied, match="admin token"):
                     call()

@@ -199,7 +199,7 @@ class Handlers:
         if upload:
             raise AccessDenied("to upload needs the admin token", hint="ask for the versions without upload")
         if seconds > READER_SECONDS_MAX:
-            raise AccessDenied("for more than an hour a version is lent to the admin token", seconds=seconds)
+            raise AccessDenied("to lend a version for more than an hour needs the admin token", seconds=seconds)
 
     def do_lease_renew(self, request: m.OfLease, _: Asked) -> None:
         leases_of(self._manifest).renew(request.lease_id)
