@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import quire
 from quire.core.errors import ConfigMismatch, Corruption, DatabaseTombstoned, NotFound
 from quire.durable.failpoints import armed
-from quire.sqlite.position import load
 from quire.store.store import Store
 from tests.sqlite.followed import Obedient, content, follower, truth
 from tests.sqlite.ordinary import append_commit, make
@@ -413,58 +411,3 @@ def test_running_waits_for_the_file_and_stops_when_told(store: Store, path: Path
         stop.set()
         thread.join(60)
     assert not thread.is_alive()
-
-
-# ── anything, in any order ────────────────────────────────────────────────────────────────────────────────────────────
-STEPS = (
-    ROW,
-    ROW,
-    f"BEGIN; {ROW}; {ROW}; {ROW}; COMMIT",
-    f"BEGIN; {'; '.join([ROW] * 60)}; ROLLBACK",
-    "UPDATE t SET x = randomblob(length(x)) WHERE id % 3 = 0",
-    "DELETE FROM t WHERE id % 5 = 2",
-    "PRAGMA wal_checkpoint(PASSIVE)",
-    "PRAGMA wal_checkpoint(RESTART)",
-    "PRAGMA wal_checkpoint(TRUNCATE)",
-    "VACUUM",
-    "PRAGMA journal_mode=delete",
-    "PRAGMA journal_mode=wal",
-    "PRAGMA wal_autocheckpoint=3",
-    "PRAGMA wal_autocheckpoint=30",
-)
-
-
-def assert_follows(store: Store, path: Path, seed: int, rounds: int) -> None:
-    rng = random.Random(seed)
-    app, ours = Obedient(path), follower(store, path)
-    try:
-        app.do("PRAGMA cache_size=10", "PRAGMA journal_mode=wal", TABLE)
-        for _ in range(rounds):
-            app.do(*rng.choices(STEPS, k=rng.randrange(1, 7)))
-            fate = rng.random()
-            if fate < 0.08:
-                app.kill()
-                app = Obedient(path)
-            elif fate < 0.16:
-                app.close()
-                app = Obedient(path)
-            elif fate < 0.24:
-                ours = follower(store, path)
-            ours.look()
-            assert content(store) == truth(path)
-        known = load(ours._disk, store.path, store.database("copy").db_id)
-        assert known is not None
-        assert known.lsn == store.pages.open("copy").durable_version()[0]
-    finally:
-        app.close()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_in_between(store: Store, path: Path, seed: int) -> None:
-    assert_follows(store, path, seed, rounds=25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 130))
-def test_long_whatever_happens_in_between(store: Store, path: Path, seed: int) -> None:
-    assert_follows(store, path, seed, rounds=150)
