@@ -153,7 +153,7 @@ class ManifestLogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     mode: Literal["off", "shadow", "on"] = "on"
     """`off`: no log. `shadow`: written and compared with the projection, not believed. `on`: the truth (S1)."""
     chunk_bytes: int = 256 * KIB
-    """What a new chunk reserves."""
+    """A chunk is sealed when it has so much. It begins with 16 KiB and grows; a sealed one keeps only its used bytes."""
     record_bytes_max: int = 4 * KIB
     """A chunk is rotated when it has less room than this left; a larger record makes its chunk grow instead."""
     rotation_seconds: float = 0.25

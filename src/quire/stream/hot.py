@@ -47,7 +47,7 @@ from quire.stream.handover import Handover, Turn
 from quire.stream.open_segment import Newest, Opened, OpenSegment, Sealed
 from quire.stream.pending import Pending, Run
 from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, Place, SegmentHeader, aligned, encode_into
-from quire.stream.spares import Spares, next_bytes
+from quire.stream.spares import Spares, next_bytes, trim
 
 BUFFER_BYTES_MAX = 1 << 20
 """What a stream keeps at most to encode in; a larger run has memory of its own."""
@@ -314,6 +314,7 @@ class HotLog:
         if before is not None:
             if opened is None:
                 self._used_bytes = min(before.offset, before.capacity)
+            trim(before.file, before.offset)  # after the log knows that it ends here
             before.file.close()
 
     def prepare(self) -> bool:

@@ -35,7 +35,7 @@ from quire.stream.mlog_reader import START, Chunk, Fetch, ManifestLogReader, Pos
 from quire.stream.mlog_snapshot import Snapshot, newest_snapshots
 from quire.stream.mlog_states import Remote
 from quire.stream.mlog_tier2 import LogObjects, is_same, object_bytes
-from quire.stream.mlog_writer import write_header
+from quire.stream.mlog_writer import SHRINK_BYTES_MIN, shrink, write_header
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -128,7 +128,10 @@ def mark_uploaded(files: LogFiles, index: int) -> None:
         chunk = load_chunk(file.read_at(size, 0), chunk_index=index, path=file.path)
         if not chunk.header.uploaded:
             header = chunk.header._replace(flags=chunk.header.flags | UPLOADED)
-            write_header(file, size, chunk.facts._replace(header=header))
+            facts = chunk.facts._replace(header=header)
+            write_header(file, size, facts)
+            if header.sealed and size - COPY_BYTES - header.committed_len >= SHRINK_BYTES_MIN:
+                shrink(file, facts)  # it was sealed before sealed chunks gave their space back
     finally:
         file.close()
 

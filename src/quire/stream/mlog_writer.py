@@ -44,6 +44,7 @@ from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     CHUNK_FILE_BYTES_MAX,
+    CHUNK_FILE_BYTES_MIN,
     COPY_BYTES,
     GROWTH_BYTES,
     NO_SEGMENT,
@@ -57,6 +58,8 @@ from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
 from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
 
 _pack = RECORD.pack
+SHRINK_BYTES_MIN = 4096
+"""Less than a block of the file system is not worth a sync."""
 _MARKER = int(RecordType.SNAPSHOT_MARKER)
 """From here on types are rare: markers, custom events, and what this version does not know."""
 
@@ -217,6 +220,9 @@ class ManifestLogWriter:
         self._guard("sealing a chunk", lambda: self._write_commit(SEALED))
         hit("stream.mlog.sealed")
         sealed = self._index
+        if self._size - COPY_BYTES - self._tail >= SHRINK_BYTES_MIN:
+            with suppress(StorageFault):  # it is sealed as it is: this is about space
+                shrink(self._file, self._facts(self._crc, SEALED))
         self._release()
         self._index, self._base_record = sealed + 1, self._base_record + self._count
         self._begin_chunk()
@@ -249,7 +255,7 @@ class ManifestLogWriter:
     def _make_room(self, end: int) -> None:
         self._check()
         if self._file is None:
-            size = self._settings.chunk_bytes
+            size = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks are of a few records
             path = self._files.chunk(self._index, temporary=True)
             with suppress(FileNotFoundError):
                 self._files.disk.remove(path)
@@ -328,11 +334,9 @@ class ManifestLogWriter:
         self._resize(chunk)
 
     def _resize(self, chunk: Chunk) -> None:
-        """A chunk that came back from tier 2 or a copy has no more room than it needs: give it its reservation again."""
+        """Go on in a chunk as it is. One that came back from tier 2 has no more room than it needs, and grows as any other."""
         assert self._file is not None
-        size = max(self._file.size(), self._settings.chunk_bytes)
-        if size > self._file.size():
-            self._file.allocate(size)
+        size = self._file.size()
         self._resized(size)
         if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
             # One of the two was torn, or an interrupted commit is to be forgotten: from here on they agree again.
@@ -386,6 +390,18 @@ def lock_log(files: LogFiles, clock: Clock) -> FileLock | CoveredLock:
     if files.store_locked:
         return CoveredLock()
     return FileLock.acquire(files.lock, clock)
+
+
+def shrink(file: File, facts: ChunkFacts) -> None:
+    """Cut a sealed chunk's file behind its records.
+
+    Before the cut both ends have a commit copy, after it the one behind the records, which is synced first.
+    """
+    end = facts.header.committed_len
+    file.write_at(facts.encode(), end)
+    file.sync()
+    hit("stream.mlog.shrinking")
+    file.truncate(end + COPY_BYTES)
 
 
 def write_header(file: File, size: int, facts: ChunkFacts) -> None:

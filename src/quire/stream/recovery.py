@@ -54,6 +54,7 @@ from quire.stream.projection import Projection
 from quire.stream.reader import is_going
 from quire.stream.segment import HEADER_BYTES, SegmentHeader
 from quire.stream.segment_scan import scan
+from quire.stream.spares import TRIM_BYTES_MIN, trim
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
 from quire.stream.witnesses import behind, held_above, holding, refused
@@ -251,11 +252,24 @@ def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
             move(files.disk, files.root, name.path, why=why, at_ms=clock.now_ms(), database=files.stream_id)
         files.remove(tier, garbage)
     hit("stream.recovery.swept")
+    _trim(files, [each for each in view if each.is_hot and each.is_sealed and each.segment_id in hot])
     for segment in view:
         if segment.is_hot and segment.segment_id not in hot:
             _missing(files, ledger, segment, Tier.HOT)
         if segment.is_warm and segment.segment_id not in warm:
             _missing(files, ledger, segment, Tier.WARM)
+
+
+def _trim(files: StreamFiles, segments: list[Segment]) -> None:
+    """Give back what sealed files do not use: whoever sealed them was killed before it could, or did not know how to."""
+    for segment in segments:
+        path = files.segment(Tier.HOT, segment.segment_id)
+        if segment.durable_bytes and files.disk.size(path) - segment.durable_bytes >= TRIM_BYTES_MIN:
+            file = files.disk.open(path)
+            try:
+                trim(file, segment.durable_bytes)
+            finally:
+                file.close()
 
 
 def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int) -> str | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import count
 
 from quire.core.errors import StorageFault
+from quire.core.events import emit
 from quire.core.limits import KIB
 from quire.durable.failpoints import hit
 from quire.durable.files import File, preallocate
@@ -26,9 +27,22 @@ SEGMENT_BYTES_MIN = 256 * KIB
 """The first segment of a stream. Each further one has twice what the one before had used: larger only if that was filled."""
 
 
+TRIM_BYTES_MIN = 4 * KIB
+"""Less than a block of the file system is not worth a call."""
+
+
 def next_bytes(used: int, limit: int) -> int:
     """The size of a segment that follows one of which so much was used."""
     return min(limit, max(SEGMENT_BYTES_MIN, 2 * aligned(used, ALIGN)))
+
+
+def trim(file: File, size: int) -> None:
+    """Give back what a sealed file does not use (N2). A failure costs space, and is mended when the stream is opened."""
+    try:
+        if file.size() - size >= TRIM_BYTES_MIN:
+            file.truncate(size)
+    except StorageFault as fault:
+        emit("warning", "stream.not_trimmed", path=file.path, error=str(fault))
 
 
 class Spares:
@@ -56,16 +70,23 @@ class Spares:
         return self._keep(file, size)
 
     def recycle(self, segment_id: int, size: int) -> bool:
-        """Take over the file of a segment that is gone, if it has this size and none is kept; else it is left alone."""
+        """Take over the file of a segment that is gone, if it has about this size and none is kept; else it is left alone."""
         path, disk = self._files.segment(Tier.HOT, segment_id), self._files.disk
-        if self.has_one or self._closed or not disk.exists(path) or disk.size(path) != size:
+        if self.has_one or self._closed or not disk.exists(path) or not size * 3 // 4 <= disk.size(path) <= size:
             return False
         target = self._files.spare(next(self._numbers))
         disk.rename(path, target)
         disk.sync_dir(self._files.folder(Tier.HOT))
         hit("stream.hot.recycled")
+        file = disk.open(target)
+        try:
+            file.allocate(size)  # a sealed file has only what it used
+        except StorageFault as fault:
+            emit("info", "stream.not_recycled", path=target, error=str(fault))
+            self._drop(file)
+            return True
         self.recycled += 1
-        self._keep(disk.open(target), size)
+        self._keep(file, size)
         return True
 
     def take(self, size: int) -> tuple[File, int]:
