@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,32 @@ def test_many_threads_and_a_tail(tmp_path: Path) -> None:
         for thread in (*threads, tail):
             thread.join()
         assert seen == list(range(1, 161))
+
+
+@pytest.mark.parametrize("use", ["read", "read_batches", "tail", "seek"])
+def test_after_fork_the_child_reads_nothing_of_the_stream(tmp_path: Path, use: str) -> None:
+    """Issue 18: it answered with what was in memory when it was forked, and with nothing where that was in a file."""
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append(b"a").result()
+        uses: dict[str, Callable[[], object]] = {
+            "read": lambda: list(stream.read()),
+            "read_batches": lambda: list(stream.read_batches()),
+            "tail": lambda: next(stream.tail(1)),
+            "seek": lambda: stream.seek(0),
+        }
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                uses[use]()
+            except StoreClosed:
+                status = 0
+            finally:
+                os._exit(status)
+        _, ended = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(ended) == 0
+        assert [record.payload for record in stream.read()] == [b"a"]
 
 
 def test_after_fork_the_stream_is_the_parents(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.core.errors import Corruption, CursorLost, OutOfRange, StoreClosed, Unavailable
+from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed, Unavailable
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.stream.cache import ByteCache
@@ -77,6 +77,12 @@ class StreamReader:
         self._settings = settings
         self._touch = touch
         self._hydrate = hydrate
+        self.failure: QuireError | None = None
+        """Set in the child of a fork(): what is in memory there is of the moment of the fork; the stream goes on elsewhere."""
+
+    def _require(self) -> None:
+        if (why := self.failure) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where)
 
     # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -110,6 +116,7 @@ class StreamReader:
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
         """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
+        self._require()
         position = self._hot.durable if start is None else start
         while True:
             if position < self._hot.durable:
@@ -138,6 +145,7 @@ class StreamReader:
 
     def seek(self, timestamp_ms: int) -> int:
         """The id of the first record that is not before a moment; the end if there is none."""
+        self._require()
         view = self._view()
         found = view.before(timestamp_ms)
         position = max(found.base_record, self.first_record) if found is not None else self.end_record
@@ -156,6 +164,7 @@ class StreamReader:
 
     # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
+        self._require()
         first, end = self.first_record, self._hot.durable
         begin = first if start is None else start
         if begin < first:

@@ -431,6 +431,7 @@ class Stream:
         self._stopping.set()
         self._keeper = None
         self.hot.forked()
+        self._reader.failure = self.hot.failure
 
     def __enter__(self) -> Self:
         return self
