@@ -22,6 +22,7 @@ from quire.durable.lsm_names import LsmHome
 from quire.durable.quarantine import entries
 from quire.lsm.facts import Owner
 from quire.lsm.manifest_format import LOG_FIRST
+from quire.lsm.verify import problems
 from quire.lsm.wal import LOG_KIND, Wal, encode_batch
 from quire.manifest import tables as t
 from quire.store.store import Store
@@ -247,6 +248,26 @@ def test_a_wal_goes_only_when_lmdb_has_the_flush(tmp_path: Path) -> None:
         assert len(os.listdir(f"{kv.home.path}/wal")) == 2
         with store.manifest.read() as txn:
             assert [key[1] for key, _ in txn.scan(t.LSM_CATALOG)] == [1]
+
+
+@pytest.mark.parametrize("which", ["wal", "manifest"])
+def test_verify_tells_a_damaged_end_of_an_open_database(tmp_path: Path, which: str) -> None:
+    """`verify` took a damaged last record for a torn end, although the process knew that it was synced."""
+    with opened(tmp_path) as store:
+        kv = store.kv("cart", create=True)
+        kv.put(b"a", b"1")
+        assert_sound(kv)
+        path = active(LsmHome(kv.home.path)) if which == "wal" else Path(kv.home.manifest_log)
+        at = kv._wal.end - 1 if which == "wal" else path.stat().st_size - 1
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        assert [problem.rule for problem in problems(kv)] == ["V6"]
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([byte]))
 
 
 # ── stores that are older than the record ─────────────────────────────────────────────────────────────────────────────

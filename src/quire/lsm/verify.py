@@ -7,7 +7,7 @@ Rules that are checked
   V3  the ids of the tables were handed out, and no lsn is above the last one
   V4  what is open is what the manifest names
   V5  every file in the database's directories is named, or waits for its last reader
-  V6  every WAL that the manifest names is there and can be read
+  V6  every WAL that the manifest names, and the manifest's own log, is there and has everything that was acknowledged
   V7  the rows of the store's manifest are those of the live tables (S1)
   V8  the directory of every snapshot is there, with a manifest that can be read
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
+from quire.lsm.facts import log_end
 from quire.lsm.sst_reader import Table
 from quire.lsm.wal import LOG_KIND, batches_of
 
@@ -122,7 +123,15 @@ def _table(table: Table) -> Iterator[Problem]:
 
 
 def _wals(kv: Kv) -> Iterator[Problem]:
-    state = kv.manifest.state()
+    # Taken first: the logs may go on meanwhile, and then have more than this.
+    ends, state = kv.ends(), kv.manifest.state()
+    known = {end.number: log_end(end) for end in ends.wals}
+    try:
+        read_log(kv.disk, kv.home.manifest_log, vouched=log_end(ends.manifest))
+    except (QuireError, FileNotFoundError) as error:
+        yield Problem(
+            "V6", error.what if isinstance(error, QuireError) else "the manifest's log is missing", kv.home.manifest_log
+        )
     there = {lsm_number(name, ".log") for name in kv.disk.names(f"{kv.home.path}/wal")}
     for number in sorted({*state.frozen_wals, state.active_wal}):
         path = kv.home.wal(number)
@@ -130,7 +139,7 @@ def _wals(kv: Kv) -> Iterator[Problem]:
             yield Problem("V6", "a write-ahead log is missing", path)
             continue
         try:
-            for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND)):
+            for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND, vouched=known.get(number))):
                 pass
         except QuireError as error:
             yield Problem("V6", error.what, path)
