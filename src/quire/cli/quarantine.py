@@ -32,7 +32,7 @@ def add_to(app: Group) -> None:
 
 
 def ls(cli: Cli) -> Listing:
-    """List what is in quarantine: where it was, when and why it was moved."""
+    """List what is in quarantine: where it was, when, and why."""
     from quire.durable.files import OsDisk
     from quire.durable.quarantine import entries
 
