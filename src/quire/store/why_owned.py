@@ -76,7 +76,7 @@ def stray_hint(path: str) -> str:
             "it is removed, else moved to quarantine"
         )
     if isinstance(found, names.StreamSegmentFile):
-        return "if there is such a file, the owner removes it, or moves it to quarantine, when it opens the stream the next time"
+        return "if there is such a file, the owner removes it or moves it to quarantine when it opens the stream the next time"
     return NOBODYS if isinstance(found, names.CachedChunkFile) else ORPHANS
 
 
