@@ -64,8 +64,8 @@ EXPECTED: dict[str, str] = {
     "manifest check": "keeps all its rules",
     "jobs show": "12",
     "quarantine ls": "nothing names it",
-    "takeover": "in owner epoch 1",
-    "objects moved": "none missing",
+    "takeover": "epoch 1",
+    "objects moved": "objects looked for",
     "tour": "all rules hold",
 }
 """A few words of what is shown; all of them show something."""

@@ -1,6 +1,6 @@
 """An object store as the owner's engines and jobs get it: before each put somebody is asked whether this process still may.
 
-Reading asks nobody. Deleting is not here: what deletes asks before each batch (`Ownership.confirm`).
+Reading asks nobody. A bulk deletion asks once for the whole call.
 
 Threads: any. Raises what the store raises, and what the question raises.
 """
