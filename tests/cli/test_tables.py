@@ -71,7 +71,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(path: Path, line: str, monkeypatch: pytest.MonkeyPatch, columns: int = COLUMNS) -> list[str]:
-    chunk = next((path / "objects" / "00000001").rglob("base:*")).relative_to(path / "objects")
+    chunk = next((path / "objects").rglob("base:*")).relative_to(path / "objects")
     log = next((path / "streams").rglob("*.mlog")).relative_to(path)
     monkeypatch.setattr(output.Look, "of", lambda _: Look(columns, False))
     out, err = io.StringIO(), io.StringIO()
