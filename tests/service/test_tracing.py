@@ -25,7 +25,10 @@ trace.set_tracer_provider(provider)
 OWNER = """
 import json, sys
 import quire
-with quire.open(sys.argv[1]) as store, store.serve(*sys.argv[2:3]) as server:
+from quire.core.settings import MaintenanceSettings, StoreSettings
+# Without upkeep: it may be quicker than the caller, and then the job is run for nobody.
+alone = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+with quire.open(sys.argv[1], settings=alone) as store, store.serve(*sys.argv[2:3]) as server:
     print(server.address, flush=True)
     sys.stdin.readline()
     with store.manifest.read() as txn:
