@@ -38,6 +38,7 @@ from quire.jobs.runner import Runner, Runners
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
+from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind, JobKind, JobState, WalState
 from quire.objects.open import open_store
 from quire.pages.chunk_chain import merge
@@ -175,6 +176,7 @@ def context_of(world: World) -> JobContext:
         disk=OsDisk(),
         objects_url=world.objects,
         open_store=StorePool(open_store),
+        collector=collector_of(world.manifest, world.objects, open_store),
         settings=MAINTENANCE,
         pages=world.engine,
     )

@@ -31,6 +31,7 @@ from quire.jobs.context import JobContext, StorePool
 from quire.jobs.handlers import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
+from quire.manifest.namespaces import collector_of
 from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.records import DbKind, JobKind, WalState
 from quire.manifest.store import ManifestStore
@@ -90,6 +91,7 @@ class World:
             disk=OsDisk(),
             objects_url=self.objects,
             open_store=StorePool(open_store),
+            collector=collector_of(self.manifest, self.objects, open_store),
             settings=MaintenanceSettings(delete_grace_seconds=0),
             pages=self.engine,
         )

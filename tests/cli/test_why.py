@@ -28,7 +28,8 @@ def objects(path: Path, database: str = "shop") -> list[str]:
     """Keys of the chunks a database has made."""
     with quire.open(path, "r") as store, store.manifest.read() as txn:
         db_id = txn.database_id(database)
-        return [f"{db:08x}/{slot:08x}/base:{made:08x}" for (db, slot, made), _ in txn.scan(t.CHUNK_CATALOG, db_id)]
+        below, rows = txn.object_prefixes()[0], txn.scan(t.CHUNK_CATALOG, db_id)
+        return [f"{below}/{db:08x}/{slot:08x}/base:{made:08x}" for (db, slot, made), _ in rows]
 
 
 def segments(path: Path) -> list[str]:
@@ -161,7 +162,7 @@ def test_every_file_of_a_store_is_explained(run: Run, everything: Path) -> None:
         assert run("why", str(file), "--json").out == ended.out
         assert run("why", f"./{path}", "--json").out == ended.out
     assert set(kinds.values()) >= {"base", "segment", "log", "backup", "file", "table"}
-    assert [path for path in paths if path.startswith("objects/manifest/")]
+    assert [path for path in paths if path.startswith("objects/") and "/manifest/" in path]
 
 
 def test_an_object_is_found_with_and_without_the_directory_before_it(run: Run, everything: Path) -> None:
@@ -173,13 +174,15 @@ def test_an_object_is_found_with_and_without_the_directory_before_it(run: Run, e
 def test_a_manifest_log_is_kept_by_its_stream(run: Run, everything: Path) -> None:
     with quire.open(everything, "r") as store:
         number = store.database("clicks").db_id
-    for path in (f"manifest/{number}/0.mlog", f"objects/manifest/{number}/0.mlog", f"streams/{number}/manifest/0.mlog"):
+        with store.manifest.read() as txn:
+            log = f"{txn.object_prefixes()[0]}/manifest/{number}/0.mlog"
+    for path in (log, f"objects/{log}", f"streams/{number}/manifest/0.mlog"):
         found = answer(run, path)
         assert (found["kind"], found["size_bytes"] > 0) == ("log", True)
         (holder,) = found["holders"]
         assert (holder["kind"], holder["name"]) == ("database", "clicks")
         assert holder["what"].startswith("has chunk 0 of its manifest log in it")
-    assert "quire manifest bundle clicks" in answer(run, f"manifest/{number}/0.mlog")["holders"][0]["release"]
+    assert "quire manifest bundle clicks" in answer(run, log)["holders"][0]["release"]
     assert run("drop", "clicks", "--yes").code == 0
     left = everything / f"streams/{number}/manifest/0.mlog"  # as an owner leaves it that was killed before it swept
     left.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +253,7 @@ def test_every_file_of_a_store_in_use_is_explained(run: Run, everything: Path, t
         *("quire.toml.tmp", "manifest.lmdb.tmp", "manifest.lmdb.tmp-lock", "quire.sock.at.tmp", "quire.sock"),
         *("admin.token", "read.token", "scratch/12", "scratch/13/part-0.arrow", "objects/.tmp/1f.part"),
         *(f"pages/00000001/{each}" for each in ("follow.json", "follow.json.tmp", "wal/00000007.seg.tmp")),
-        *(f"pages/00000001/cache/{objects(everything)[0]}{end}" for end in ("", ".tmp")),
+        *(f"pages/00000001/cache/{objects(everything)[0].partition('/e/00000001/')[2]}{end}" for end in ("", ".tmp")),
         *(f"streams/{stream}/{each}" for each in ("stream.json.tmp", "hot/spare-4.seg.tmp", f"warm/{1:016x}.seg.tmp")),
         *(f"streams/{stream}/manifest/{each}" for each in ("7.mlog.tmp", "snapshot_9.bin.tmp")),
         *(f"{home}/{each}" for each in (f"loads/{3:016x}.json", f"loads/{3:016x}.json.tmp", "wal/000009.log.tmp")),

@@ -20,6 +20,7 @@ from quire.jobs.places import remote_name
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
+from quire.manifest.namespaces import collector_of
 from quire.manifest.records import JobKind, JobState, PlanRecord, WalState
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
@@ -61,6 +62,7 @@ class Owner(Pages):
             disk=self.disk,
             objects_url=self.objects_url,
             open_store=self.stores,
+            collector=collector_of(self.manifest, self.objects_url, self.stores),
             settings=self.maintenance,
             pages=self.engine,
         )

@@ -40,7 +40,7 @@ def with_chunks(stream: Stream, chunks: int = 6) -> None:
 
 def age(root: str) -> None:
     """Have all log objects be two weeks old."""
-    for path in Path(root, "objects", "manifest").rglob("*.mlog"):
+    for path in Path(root, "objects").rglob("*.mlog"):
         os.utime(path, (time.time() - TWO_WEEKS,) * 2)
 
 
@@ -58,7 +58,12 @@ def store(tmp_path: Path) -> Iterator[quire.Store]:
 
 
 def listing(store: quire.Store, name: str) -> Listing:
-    return LogObjects(store.objects, store.database(name).db_id).listing()
+    return objects_of(store, name).listing()
+
+
+def objects_of(store: quire.Store, name: str) -> LogObjects:
+    with store.manifest.read() as txn:
+        return LogObjects(store.objects, store.database(name).db_id, txn.object_prefixes())
 
 
 def superseded(store: quire.Store, name: str) -> list[int]:
@@ -103,7 +108,7 @@ def test_streams_that_are_not_open_are_closed_again(store: quire.Store) -> None:
 
 def test_a_log_that_is_damaged_keeps_no_other_from_being_bundled(store: quire.Store) -> None:
     store.streams.close_stream("clicks")
-    objects = LogObjects(store.objects, store.database("clicks").db_id)
+    objects = objects_of(store, "clicks")
     data = store.objects.get(objects.chunk_key(1))
     store.objects.put(objects.chunk_key(1), data[:80] + bytes([data[80] ^ 1]) + data[81:])
     age(store.path)

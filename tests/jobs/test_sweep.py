@@ -21,6 +21,7 @@ from quire.jobs.sweep.handler import sweep_job
 from quire.jobs.sweep.run import Listed, ListTask, list_range
 from quire.jobs.threads import thread_runner
 from quire.jobs.worker import Worker
+from quire.manifest.namespaces import collector_of
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import TEMPORARY_SEGMENT
 from quire.objects.open import open_store
@@ -55,9 +56,16 @@ def sweep(owner: Owner, **payload: Any) -> dict[str, Any]:
     return result
 
 
-def put(owner: Owner, key: str, body: bytes = b"stray") -> str:
+def put(owner: Owner, key: str, body: bytes = b"stray", place: str = "") -> str:
+    """An object of this name in the current owner epoch, in the store's own place or one below that."""
+    key = f"{place}{below(owner)}/{key}"
     open_store(owner.objects_url).put(key, body)
     return key
+
+
+def below(owner: Owner) -> str:
+    with owner.manifest.read() as txn:
+        return txn.object_prefixes()[0]
 
 
 def orphan(slot: int, generation: int = BURNED, db_id: int = 1) -> str:
@@ -182,7 +190,7 @@ def test_other_peoples_names_are_counted_where_they_are_listed(owner: Owner) -> 
     """They do not come to the driver: a bucket may have millions of them."""
     for number in range(20):
         put(owner, f"tables/{number:04}.sst")
-    task = ListTask(url=owner.objects_url)
+    task = ListTask(url=owner.objects_url, prefix=below(owner))
     told = list(list_range(task, thread_runner(owner.context())._tools))
     assert len(told) == 10 + 1, "ten chunks, and how much there was"
     assert told[-1][1] == Listed(30, sweep(owner)["bytes_listed"])
@@ -192,7 +200,7 @@ def test_a_space_that_has_two_numbers_is_listed_once(owner: Owner) -> None:
     """And one below another is not taken for a part of it: an orphan there is one orphan."""
     for prefix in ("", "backup"):
         owner.manifest.put_namespace(owner.objects_url, prefix)
-    strays = {put(owner, orphan(0)), put(owner, f"backup/{orphan(1)}")}
+    strays = {put(owner, orphan(0)), put(owner, orphan(1), place="backup/")}
     assert sweep(owner)["orphaned"] == 2
     result = sweep(owner, delete=True)
     assert {each["object"] for each in result["orphans"]} == strays
@@ -229,7 +237,8 @@ def test_a_store_that_goes_away_ends_the_attempt_and_the_next_finds_what_is_left
     strays = [put(owner, orphan(slot)) for slot in (0, 4, 900)]
     before, failures = owner.objects(), [where]
     away: Any = lambda url: Failing(owner.stores(url), failures)  # noqa: E731
-    context = replace(owner.context(), open_store=away)
+    collector = collector_of(owner.manifest, owner.objects_url, away)
+    context = replace(owner.context(), open_store=away, collector=collector)
     job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, {"delete": True, "grace_seconds": -10 * 365 * 86_400.0})
     worker = Worker(context, {JobKind.SWEEP: sweep_job})
     worker.drain()

@@ -28,6 +28,7 @@ from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.jobqueue import Job
+from quire.manifest.namespaces import collector_of
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import ChunkRecord, DbKind, DeltaRecord, JobKind, JobState, Residency
@@ -85,6 +86,7 @@ class World:
             disk=self.disk,
             objects_url=self.objects_url,
             open_store=self.stores,
+            collector=collector_of(self.manifest, self.objects_url, self.stores),
             settings=self.settings,
         )
         self.worker = Worker(self.ctx, HANDLERS)

@@ -13,6 +13,7 @@ from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.lsm.backup import UNDER_WAY_MS, back_up, backups, prune, read_backup, restore
 from quire.objects.api import list_objects
+from quire.objects.open import open_store
 from quire.store.store import Store
 from tests.lsm.worlds import assert_same
 
@@ -52,9 +53,9 @@ def restored(store: Store, name: str, lsn: int) -> None:
 def test_all_but_the_newest_go_and_those_can_be_restored(store: Store) -> None:
     states = filled(store, 5)
     there = backups(store.objects, "cart")
-    dry = prune(store.objects, "cart", 2, now_ms=LATER, dry_run=True)
+    dry = prune(store.objects, "cart", 2, now_ms=LATER, dry_run=True, delete=open_store(store.objects_url).delete_many)
     assert backups(store.objects, "cart") == there
-    done = prune(store.objects, "cart", 2, now_ms=LATER)
+    done = prune(store.objects, "cart", 2, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert dry == done
     assert (done.backups, done.kept, done.tables) == (tuple(there[:3]), 2, 3)
     assert backups(store.objects, "cart") == there[3:]
@@ -69,7 +70,7 @@ def test_a_table_that_a_kept_backup_shares_stays(store: Store) -> None:
     for n in range(3):
         kv.put(b"k%d" % n, b"v")
         back_up(kv, store.objects, "cart")
-    done = prune(store.objects, "cart", 1, now_ms=LATER)
+    done = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert (len(done.backups), done.tables) == (2, 0)
     assert len(tables(store)) == 3
 
@@ -77,9 +78,11 @@ def test_a_table_that_a_kept_backup_shares_stays(store: Store) -> None:
 def test_tables_of_a_backup_under_way_stay(store: Store) -> None:
     filled(store, 2)
     oldest = min(info.modified_ms for info in list_objects(store.objects) if info.key.endswith(".sst"))
-    done = prune(store.objects, "cart", 0, now_ms=oldest + UNDER_WAY_MS - 1)
+    done = prune(
+        store.objects, "cart", 0, now_ms=oldest + UNDER_WAY_MS - 1, delete=open_store(store.objects_url).delete_many
+    )
     assert (len(done.backups), done.tables, len(tables(store))) == (2, 0, 2)
-    assert prune(store.objects, "cart", 0, now_ms=LATER).tables == 2
+    assert prune(store.objects, "cart", 0, now_ms=LATER, delete=open_store(store.objects_url).delete_many).tables == 2
     assert tables(store) == set()
 
 
@@ -87,7 +90,7 @@ def test_no_table_goes_while_a_list_cannot_be_read(store: Store) -> None:
     filled(store, 3)
     key = max(info.key for info in list_objects(store.objects) if info.key.endswith(".json"))
     store.objects.put(key, b"{")
-    done = prune(store.objects, "cart", 1, now_ms=LATER)
+    done = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert (len(done.backups), done.tables, len(tables(store))) == (2, 0, 3)
 
 
@@ -98,14 +101,16 @@ def test_a_pruning_that_was_cut_off_goes_on_the_next_time(store: Store) -> None:
         raise KeyboardInterrupt
 
     with armed("lsm.backup.lists_removed", stop), pytest.raises(KeyboardInterrupt):
-        prune(store.objects, "cart", 1, now_ms=LATER)
+        prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert len(backups(store.objects, "cart")) == 1
-    assert prune(store.objects, "cart", 1, now_ms=LATER).tables == 2
+    assert prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many).tables == 2
     restored(store, "again", backups(store.objects, "cart")[0])
     assert len(list(store.kv("again").scan())) == 3
 
 
 def test_what_makes_no_sense_is_refused(store: Store) -> None:
     with pytest.raises(InvalidInput):
-        prune(store.objects, "cart", -1, now_ms=LATER)
-    assert prune(store.objects, "nobody", 0, now_ms=LATER).backups == ()
+        prune(store.objects, "cart", -1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
+    assert (
+        prune(store.objects, "nobody", 0, now_ms=LATER, delete=open_store(store.objects_url).delete_many).backups == ()
+    )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from quire.objects.open import open_store
 from quire.testing.crash import Nursery
 from tests.machine import promises
 from tests.machine.gc_child import POINTS, Doing, Done, Life, Writing
@@ -91,7 +92,7 @@ class Lives:
         strangers = {place for place, _ in promises.bytes_of(world)} - known
         for url, name in strangers:
             if url:
-                world.objects(url).delete(name)
+                open_store(url).delete(name)
             else:
                 os.remove(os.path.join(world.path, name))
         return strangers

@@ -31,6 +31,7 @@ from quire.jobs.upkeep import Upkeep
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves
+from quire.manifest.namespaces import collector_of
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import AuditAction, DbStatus, JobKind, Residency, RetentionRecord, SnapshotRecord, WalState
 from quire.manifest.slots import Leaf, artifacts
@@ -169,6 +170,7 @@ class World:
             disk=OsDisk(),
             objects_url=self.store.objects_url,
             open_store=self.objects,
+            collector=collector_of(self.store.manifest, self.store.objects_url, self.objects),
             settings=self.settings.maintenance,
         )
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from quire.core.errors import AlreadyExists, ChecksumMismatch, InvalidInput, InvalidName, ObjectNotFound, OutOfRange
 from quire.durable.checksums import crc64
-from quire.objects.api import ExistingObject, ObjectInfo, ObjectStore, Range, list_objects
+from quire.objects.api import DeletableStore, ExistingObject, ObjectInfo, Range, list_objects
 
 KEY = "00000001/0000002a/base:00000003"
 
 
-def keys_of(store: ObjectStore, prefix: str = "", start_after: str = "") -> list[str]:
+def keys_of(store: DeletableStore, prefix: str = "", start_after: str = "") -> list[str]:
     return [info.key for info in list_objects(store, prefix, start_after=start_after)]
 
 
 # ── put and get ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300], ids=["empty", "one byte", "75 KiB"])
-def test_what_was_put_is_got(store: ObjectStore, data: bytes) -> None:
+def test_what_was_put_is_got(store: DeletableStore, data: bytes) -> None:
     result = store.put(KEY, data)
     assert (result.key, result.size_bytes, result.adopted) == (KEY, len(data), False)
     assert store.get(KEY) == data
@@ -31,7 +31,7 @@ def test_what_was_put_is_got(store: ObjectStore, data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer_is_stored_and_later_changes_to_it_are_not(
-    store: ObjectStore, kind: type[bytes] | type[bytearray] | type[memoryview]
+    store: DeletableStore, kind: type[bytes] | type[bytearray] | type[memoryview]
 ) -> None:
     original = bytearray(b"before")
     store.put(KEY, original if kind is bytearray else kind(original))
@@ -39,14 +39,14 @@ def test_any_buffer_is_stored_and_later_changes_to_it_are_not(
     assert store.get(KEY) == b"before"
 
 
-def test_put_replaces_unless_create_only(store: ObjectStore) -> None:
+def test_put_replaces_unless_create_only(store: DeletableStore) -> None:
     store.put(KEY, b"old, and longer")
     store.put(KEY, b"new")
     assert store.get(KEY) == b"new"
 
 
 @pytest.mark.parametrize("key", ["a", "a b/c", "größe/☃", "a%20b", "x/a:b@c~d#e?f&g+h=i", "a.tmp", "a/.tmp"])
-def test_printable_names_are_kept_exactly(store: ObjectStore, key: str) -> None:
+def test_printable_names_are_kept_exactly(store: DeletableStore, key: str) -> None:
     store.put(key, b"1")
     assert store.get(key) == b"1"
     assert keys_of(store) == [key]
@@ -72,7 +72,7 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("key", [*BAD_KEYS, "/".join(["y" * 200] * 6)])
-def test_names_that_some_store_would_change_or_refuse_are_refused_by_all(store: ObjectStore, key: str) -> None:
+def test_names_that_some_store_would_change_or_refuse_are_refused_by_all(store: DeletableStore, key: str) -> None:
     for call in (
         lambda: store.put(key, b"1"),
         lambda: store.get(key),
@@ -86,7 +86,7 @@ def test_names_that_some_store_would_change_or_refuse_are_refused_by_all(store: 
             call()
 
 
-def test_a_missing_object_is_object_not_found(store: ObjectStore) -> None:
+def test_a_missing_object_is_object_not_found(store: DeletableStore) -> None:
     store.put("folder/object", b"1")
     for key in ("missing", "folder", "folder/object2", "folder/object/below"):
         for call in (
@@ -100,7 +100,7 @@ def test_a_missing_object_is_object_not_found(store: ObjectStore) -> None:
             assert caught.value.where["key"] == key
 
 
-def test_a_file_is_put_like_its_bytes(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_file_is_put_like_its_bytes(store: DeletableStore, tmp_path: Path) -> None:
     path = tmp_path / "source"
     path.write_bytes(bytes(range(256)) * 100)
     assert store.put_file(KEY, str(path)).size_bytes == 25_600
@@ -110,19 +110,19 @@ def test_a_file_is_put_like_its_bytes(store: ObjectStore, tmp_path: Path) -> Non
 
 
 # ── create-only ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_create_only_makes_a_new_object(store: ObjectStore) -> None:
+def test_create_only_makes_a_new_object(store: DeletableStore) -> None:
     assert store.put(KEY, b"mine", create_only=True).adopted is False
     assert store.get(KEY) == b"mine"
 
 
-def test_create_only_without_identity_never_adopts_even_equal_bytes(store: ObjectStore) -> None:
+def test_create_only_without_identity_never_adopts_even_equal_bytes(store: DeletableStore) -> None:
     store.put(KEY, b"same")
     with pytest.raises(AlreadyExists) as caught:
         store.put(KEY, b"same", create_only=True)
     assert caught.value.where["key"] == KEY
 
 
-def test_create_only_adopts_an_object_of_the_same_identity_and_leaves_its_bytes(store: ObjectStore) -> None:
+def test_create_only_adopts_an_object_of_the_same_identity_and_leaves_its_bytes(store: DeletableStore) -> None:
     store.put(KEY, b"first body|plan-7")
 
     def same_plan(existing: ExistingObject) -> bool:
@@ -138,14 +138,14 @@ def test_create_only_adopts_an_object_of_the_same_identity_and_leaves_its_bytes(
     assert store.get(KEY) == b"first body|plan-7"
 
 
-def test_create_only_refuses_another_identity_and_overwrites_nothing(store: ObjectStore) -> None:
+def test_create_only_refuses_another_identity_and_overwrites_nothing(store: DeletableStore) -> None:
     store.put(KEY, b"theirs")
     with pytest.raises(AlreadyExists, match="not the one being written"):
         store.put(KEY, b"mine", create_only=True, identity=lambda _: False)
     assert store.get(KEY) == b"theirs"
 
 
-def test_of_many_creators_exactly_one_creates(store: ObjectStore) -> None:
+def test_of_many_creators_exactly_one_creates(store: DeletableStore) -> None:
     def create(number: int) -> bool:
         return not store.put(KEY, b"%d" % number, create_only=True, identity=lambda _: True).adopted
 
@@ -155,7 +155,7 @@ def test_of_many_creators_exactly_one_creates(store: ObjectStore) -> None:
     assert store.get(KEY) == b"%d" % outcomes.index(True)
 
 
-def test_a_create_that_finds_the_name_free_again_creates(store: ObjectStore) -> None:
+def test_a_create_that_finds_the_name_free_again_creates(store: DeletableStore) -> None:
     """Somebody deletes the object between our "exists" and our look at it."""
     store.put(KEY, b"short-lived")
 
@@ -168,7 +168,7 @@ def test_a_create_that_finds_the_name_free_again_creates(store: ObjectStore) -> 
 
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ranges_give_exactly_the_bytes_asked_for(store: ObjectStore) -> None:
+def test_ranges_give_exactly_the_bytes_asked_for(store: DeletableStore) -> None:
     data = bytes(range(256)) * 16
     store.put(KEY, data)
     assert store.get_range(KEY, 0, len(data)) == data
@@ -179,7 +179,7 @@ def test_ranges_give_exactly_the_bytes_asked_for(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(9, 2), (10, 1), (11, 1), (500, 5), (0, 11)])
-def test_a_range_past_the_end_is_an_error_not_a_short_read(store: ObjectStore, offset: int, length: int) -> None:
+def test_a_range_past_the_end_is_an_error_not_a_short_read(store: DeletableStore, offset: int, length: int) -> None:
     store.put(KEY, b"0123456789")
     with pytest.raises(OutOfRange, match="quire verify"):
         store.get_range(KEY, offset, length)
@@ -187,7 +187,7 @@ def test_a_range_past_the_end_is_an_error_not_a_short_read(store: ObjectStore, o
         store.get_ranges(KEY, [Range(offset=0, length=2), Range(offset=offset, length=length)])
 
 
-def test_impossible_ranges_are_refused(store: ObjectStore) -> None:
+def test_impossible_ranges_are_refused(store: DeletableStore) -> None:
     store.put(KEY, b"0123456789")
     for offset, length in ((-1, 2), (0, -1)):
         with pytest.raises(OutOfRange):
@@ -197,7 +197,7 @@ def test_impossible_ranges_are_refused(store: ObjectStore) -> None:
 
 
 # ── verified ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_verified_read_returns_only_what_matches_size_and_digests(store: ObjectStore) -> None:
+def test_a_verified_read_returns_only_what_matches_size_and_digests(store: DeletableStore) -> None:
     data = b"precious"
     digest = hashlib.sha256(data).digest()
     store.put(KEY, data, sha256=digest)
@@ -212,21 +212,21 @@ def test_a_verified_read_returns_only_what_matches_size_and_digests(store: Objec
         store.get_verified(KEY, size_bytes=8)
 
 
-def test_data_that_does_not_match_its_digest_is_not_stored(store: ObjectStore) -> None:
+def test_data_that_does_not_match_its_digest_is_not_stored(store: DeletableStore) -> None:
     with pytest.raises(ChecksumMismatch):
         store.put(KEY, b"garbled", sha256=hashlib.sha256(b"intended").digest())
     assert keys_of(store) == []
 
 
 # ── head, list, delete ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_head_tells_size_and_time(store: ObjectStore) -> None:
+def test_head_tells_size_and_time(store: DeletableStore) -> None:
     store.put(KEY, b"12345")
     info = store.head(KEY)
     assert (info.key, info.size_bytes) == (KEY, 5)
     assert info.modified_ms > 1_600_000_000_000
 
 
-def test_listing_is_sorted_by_whole_key_and_bounded_in_pages(store: ObjectStore) -> None:
+def test_listing_is_sorted_by_whole_key_and_bounded_in_pages(store: DeletableStore) -> None:
     keys = ["a", "b/c", "b.d", "b0", "b/c2/x", "B", "ü", "b/a:1"]
     for key in keys:
         store.put(key, key.encode())
@@ -242,7 +242,7 @@ def test_listing_is_sorted_by_whole_key_and_bounded_in_pages(store: ObjectStore)
         store.list_pages(start_after="b/")
 
 
-def test_a_prefix_is_whole_segments(store: ObjectStore) -> None:
+def test_a_prefix_is_whole_segments(store: DeletableStore) -> None:
     for key in ("x/a", "x/b/c", "xy/a", "w"):
         store.put(key, b"1")
     assert keys_of(store, "x") == keys_of(store, "x/") == ["x/a", "x/b/c"]
@@ -252,7 +252,7 @@ def test_a_prefix_is_whole_segments(store: ObjectStore) -> None:
         keys_of(store, "../x")
 
 
-def test_a_listing_goes_on_after_any_key(store: ObjectStore) -> None:
+def test_a_listing_goes_on_after_any_key(store: DeletableStore) -> None:
     keys = sorted(["a", "b/c", "b.d", "b/c2/x", "b/c2/y", "z"])
     for key in keys:
         store.put(key, b"1")
@@ -261,7 +261,7 @@ def test_a_listing_goes_on_after_any_key(store: ObjectStore) -> None:
     assert keys_of(store, "b", "b/c2/x") == ["b/c2/y"]
 
 
-def test_prefixes_are_the_direct_children_that_hold_objects(store: ObjectStore) -> None:
+def test_prefixes_are_the_direct_children_that_hold_objects(store: DeletableStore) -> None:
     for key in ("top", "1/a", "1/b/c", "2/x/y/z"):
         store.put(key, b"1")
     assert store.list_prefixes() == ["1", "2"]
@@ -270,12 +270,12 @@ def test_prefixes_are_the_direct_children_that_hold_objects(store: ObjectStore) 
     assert store.list_prefixes("3") == store.list_prefixes("top") == []
 
 
-def test_an_empty_store_lists_nothing(store: ObjectStore) -> None:
+def test_an_empty_store_lists_nothing(store: DeletableStore) -> None:
     assert list(store.list_pages()) == []
     assert store.list_prefixes() == []
 
 
-def test_delete_is_idempotent(store: ObjectStore) -> None:
+def test_delete_is_idempotent(store: DeletableStore) -> None:
     store.put("a/b", b"1")
     store.put("a/c", b"1")
     store.delete("a/b")
@@ -285,7 +285,7 @@ def test_delete_is_idempotent(store: ObjectStore) -> None:
     assert keys_of(store) == ["a/c"]
 
 
-def test_delete_many_removes_all_and_ignores_missing_ones(store: ObjectStore) -> None:
+def test_delete_many_removes_all_and_ignores_missing_ones(store: DeletableStore) -> None:
     keys = [f"{n % 3}/{n}" for n in range(30)]
     for key in keys:
         store.put(key, b"1")
@@ -310,7 +310,7 @@ STEPS = st.lists(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_a_store_behaves_like_a_dict(store: ObjectStore, steps: list[tuple[str, str, bytes]]) -> None:
+def test_a_store_behaves_like_a_dict(store: DeletableStore, steps: list[tuple[str, str, bytes]]) -> None:
     store.delete_many([info.key for info in list_objects(store)])
     model: dict[str, bytes] = {}
     for what, key, data in steps:

@@ -8,12 +8,12 @@ import pytest
 
 import quire
 from quire.core.errors import StoreFenced
-from quire.objects.api import ObjectStore, Range
+from quire.objects.api import DeletableStore, Range
 from quire.objects.guarded import GuardedStore, path_store
 from quire.objects.local import LocalStore
 
 
-def test_each_put_and_each_deletion_asks_first(store: ObjectStore, tmp_path: Path) -> None:
+def test_each_put_and_each_deletion_asks_first(store: DeletableStore, tmp_path: Path) -> None:
     asked: list[str] = []
     guarded = GuardedStore(store, lambda: asked.append("put"), lambda: asked.append("delete"))
     (tmp_path / "file").write_bytes(b"hello")
@@ -32,7 +32,7 @@ def test_each_put_and_each_deletion_asks_first(store: ObjectStore, tmp_path: Pat
     assert asked == ["put", "put", "delete", "delete"], "a batch asks once"
 
 
-def test_who_may_not_changes_nothing(store: ObjectStore) -> None:
+def test_who_may_not_changes_nothing(store: DeletableStore) -> None:
     def refuse() -> None:
         raise StoreFenced("another owner")
 

@@ -13,7 +13,7 @@ from quire.core.errors import Corruption, ObjectStoreUnavailable, StorageFault, 
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.durable.owner_names import LEGACY_OWNER, OWNER_FILE, owner_key
-from quire.objects.api import ObjectStore, list_objects
+from quire.objects.api import DeletableStore, list_objects
 from quire.objects.guarded import GuardedStore
 from quire.objects.owner_record import OwnerObject, decode_object, encode_object, read_file, recorded_state
 from quire.objects.ownership import EPOCHS_PER_TAKEOVER, Ownership, refuse_fenced
@@ -30,7 +30,13 @@ class Life:
     """One opening of a directory."""
 
     def __init__(
-        self, root: Path, store: ObjectStore, clock: ManualClock | None = None, *, epoch: int = 1, legacy: bool = False
+        self,
+        root: Path,
+        store: DeletableStore,
+        clock: ManualClock | None = None,
+        *,
+        epoch: int = 1,
+        legacy: bool = False,
     ) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.epoch = root, epoch
@@ -57,11 +63,11 @@ class Life:
         return now.state, now.epoch, now.session
 
 
-def owners(store: ObjectStore) -> list[str]:
+def owners(store: DeletableStore) -> list[str]:
     return [info.key.rpartition("/")[2] for info in list_objects(store, f"{STORE}/owner")]
 
 
-def test_lives_of_one_directory_follow_each_other(store: ObjectStore, tmp_path: Path) -> None:
+def test_lives_of_one_directory_follow_each_other(store: DeletableStore, tmp_path: Path) -> None:
     for session in (1, 2, 3):
         life = Life(tmp_path / "a", store)
         assert life.state == ("unconfirmed", 1, 0)
@@ -79,7 +85,7 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-def test_a_copy_that_comes_after_its_original_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_copy_that_comes_after_its_original_is_refused(store: DeletableStore, tmp_path: Path) -> None:
     Life(tmp_path / "a", store).check()
     copied(tmp_path / "a", tmp_path / "b")
     Life(tmp_path / "a", store).check()
@@ -95,7 +101,7 @@ def test_a_copy_that_comes_after_its_original_is_refused(store: ObjectStore, tmp
     assert owners(store) == ["00000001.00000002"], "nothing was claimed"
 
 
-def test_an_original_whose_copy_was_first_is_fenced(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_original_whose_copy_was_first_is_fenced(store: DeletableStore, tmp_path: Path) -> None:
     """Who claims last wins; nobody shares."""
     clock = ManualClock()
     original = Life(tmp_path / "a", store, clock)
@@ -110,7 +116,7 @@ def test_an_original_whose_copy_was_first_is_fenced(store: ObjectStore, tmp_path
         original.check()
 
 
-def test_a_put_after_a_minute_asks_again(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_put_after_a_minute_asks_again(store: DeletableStore, tmp_path: Path) -> None:
     clock = ManualClock()
     original = Life(tmp_path / "a", store, clock)
     original.check()
@@ -123,7 +129,7 @@ def test_a_put_after_a_minute_asks_again(store: ObjectStore, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("jump_ms", [61_000, 3_600_000, -61_000])
-def test_a_wall_clock_that_jumped_makes_the_next_put_ask(store: ObjectStore, tmp_path: Path, jump_ms: int) -> None:
+def test_a_wall_clock_that_jumped_makes_the_next_put_ask(store: DeletableStore, tmp_path: Path, jump_ms: int) -> None:
     """A machine that was suspended has a monotonic clock that stood still."""
     clock = ManualClock()
     original = Life(tmp_path / "a", store, clock)
@@ -134,14 +140,14 @@ def test_a_wall_clock_that_jumped_makes_the_next_put_ask(store: ObjectStore, tmp
         original.check()
 
 
-def test_two_copies_that_never_claimed_cannot_both(store: ObjectStore, tmp_path: Path) -> None:
+def test_two_copies_that_never_claimed_cannot_both(store: DeletableStore, tmp_path: Path) -> None:
     first, second = Life(tmp_path / "a", store), Life(tmp_path / "b", store)
     first.check()
     with pytest.raises(StoreFenced):
         second.check()
 
 
-def test_of_two_who_claim_at_once_one_goes_on(store: ObjectStore, tmp_path: Path) -> None:
+def test_of_two_who_claim_at_once_one_goes_on(store: DeletableStore, tmp_path: Path) -> None:
     """Both have looked and recorded before either creates its object."""
     first, second = Life(tmp_path / "a", store), Life(tmp_path / "b", store)
 
@@ -158,7 +164,7 @@ def test_of_two_who_claim_at_once_one_goes_on(store: ObjectStore, tmp_path: Path
 
 
 @pytest.mark.parametrize("point", ["recorded", "created", "confirmed"])
-def test_a_crash_while_claiming_locks_nobody_out(store: ObjectStore, tmp_path: Path, point: str) -> None:
+def test_a_crash_while_claiming_locks_nobody_out(store: DeletableStore, tmp_path: Path, point: str) -> None:
     def stop(_: str) -> None:
         raise Stop
 
@@ -173,7 +179,7 @@ def test_a_crash_while_claiming_locks_nobody_out(store: ObjectStore, tmp_path: P
     assert owners(store)[-1] == "00000001.00000005"
 
 
-def test_a_copy_that_claimed_between_two_crashes_is_noticed(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_copy_that_claimed_between_two_crashes_is_noticed(store: DeletableStore, tmp_path: Path) -> None:
     """The directory has recorded numbers above the copy's: that it is behind shows in the names after its last own."""
 
     def stop(_: str) -> None:
@@ -192,7 +198,7 @@ def test_a_copy_that_claimed_between_two_crashes_is_noticed(store: ObjectStore, 
 class Faulty(GuardedStore):
     """A store that does what it is told after each put of an owner object."""
 
-    def __init__(self, inner: ObjectStore, after: Callable[[], None]) -> None:
+    def __init__(self, inner: DeletableStore, after: Callable[[], None]) -> None:
         object.__setattr__(self, "after", after)
         super().__init__(inner, lambda: None, lambda: None)
 
@@ -205,7 +211,7 @@ class Faulty(GuardedStore):
         return done
 
 
-def test_a_lost_answer_is_no_competitor(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_lost_answer_is_no_competitor(store: DeletableStore, tmp_path: Path) -> None:
     lost: list[str] = []
 
     def lose() -> None:
@@ -223,7 +229,7 @@ def test_a_lost_answer_is_no_competitor(store: ObjectStore, tmp_path: Path) -> N
     assert life.heard == []
 
 
-def test_a_lost_answer_and_a_crash_after_it_lock_nobody_out(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_lost_answer_and_a_crash_after_it_lock_nobody_out(store: DeletableStore, tmp_path: Path) -> None:
     def lose() -> None:
         raise ObjectStoreUnavailable("the answer was lost")
 
@@ -239,7 +245,7 @@ class Overwriting(GuardedStore):
         return self.inner.put(key, data)
 
 
-def test_a_bucket_that_creates_twice_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_bucket_that_creates_twice_is_refused(store: DeletableStore, tmp_path: Path) -> None:
     life = Life(tmp_path / "a", Overwriting(store, lambda: None, lambda: None))
     for _ in range(2):
         with pytest.raises(StorageFault, match="created once"):
@@ -247,7 +253,7 @@ def test_a_bucket_that_creates_twice_is_refused(store: ObjectStore, tmp_path: Pa
     assert life.state == ("unconfirmed", 1, 1)
 
 
-def test_a_bucket_out_of_reach_fences_nobody(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_bucket_out_of_reach_fences_nobody(store: DeletableStore, tmp_path: Path) -> None:
     clock = ManualClock()
     reachable: list[bool] = []
 
@@ -272,7 +278,7 @@ def test_a_bucket_out_of_reach_fences_nobody(store: ObjectStore, tmp_path: Path)
 
 
 # ── takeover ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_takeover_fences_the_former_owner_and_removes_nothing(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_takeover_fences_the_former_owner_and_removes_nothing(store: DeletableStore, tmp_path: Path) -> None:
     former = Life(tmp_path / "a", store)
     former.check()
     copy = Life(copied(tmp_path / "a", tmp_path / "b"), store)
@@ -288,7 +294,7 @@ def test_a_takeover_fences_the_former_owner_and_removes_nothing(store: ObjectSto
     assert again.state == ("confirmed", 2, 2)
 
 
-def test_a_takeover_goes_above_epochs_that_it_did_not_know(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_takeover_goes_above_epochs_that_it_did_not_know(store: DeletableStore, tmp_path: Path) -> None:
     old = Life(tmp_path / "backup", store)
     for number in range(3):
         newer = Life(tmp_path / f"n{number}", store, epoch=number + 1)
@@ -298,7 +304,7 @@ def test_a_takeover_goes_above_epochs_that_it_did_not_know(store: ObjectStore, t
         newer.confirm()
 
 
-def test_an_epoch_out_of_this_world_is_not_counted_up_to(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_epoch_out_of_this_world_is_not_counted_up_to(store: DeletableStore, tmp_path: Path) -> None:
     forged = owner_key(STORE, EPOCHS_PER_TAKEOVER + 2, 1)
     store.put(forged, encode_object(OwnerObject(store_id=STORE, nonce="x")))
     life = Life(tmp_path / "a", store)
@@ -309,7 +315,7 @@ def test_an_epoch_out_of_this_world_is_not_counted_up_to(store: ObjectStore, tmp
 
 @pytest.mark.parametrize("point", ["epoch_begun", "recorded", "created", "confirmed"])
 def test_a_takeover_that_was_cut_off_is_finished_by_the_next_put(
-    store: ObjectStore, tmp_path: Path, point: str
+    store: DeletableStore, tmp_path: Path, point: str
 ) -> None:
     def stop(_: str) -> None:
         raise Stop
@@ -326,7 +332,7 @@ def test_a_takeover_that_was_cut_off_is_finished_by_the_next_put(
         former.confirm()
 
 
-def test_a_directory_remembers_that_it_is_behind_until_a_takeover(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_directory_remembers_that_it_is_behind_until_a_takeover(store: DeletableStore, tmp_path: Path) -> None:
     disk, root = OsDisk(), str(tmp_path / "b")
     Life(tmp_path / "a", store).check()
     copied(tmp_path / "a", tmp_path / "b")
@@ -345,7 +351,7 @@ def test_a_directory_remembers_that_it_is_behind_until_a_takeover(store: ObjectS
     assert recorded_state(disk, root, 2).state == "confirmed"
 
 
-def test_a_damaged_file_is_told_and_a_takeover_writes_it_anew(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_damaged_file_is_told_and_a_takeover_writes_it_anew(store: DeletableStore, tmp_path: Path) -> None:
     Life(tmp_path / "a", store).check()
     (tmp_path / "a" / OWNER_FILE).write_bytes(b"{}\n")
     with pytest.raises(Corruption, match=r"owner\.json is damaged"):
@@ -356,7 +362,7 @@ def test_a_damaged_file_is_told_and_a_takeover_writes_it_anew(store: ObjectStore
 
 
 # ── objects from before there were epochs ─────────────────────────────────────────────────────────────────────────────
-def test_old_objects_belong_to_the_store_that_says_so_first(store: ObjectStore, tmp_path: Path) -> None:
+def test_old_objects_belong_to_the_store_that_says_so_first(store: DeletableStore, tmp_path: Path) -> None:
     assert Life(tmp_path / "new", store).ownership.owns_legacy(), "it has none"
     first = Life(tmp_path / "a", store, legacy=True, epoch=2)
     assert first.ownership.owns_legacy()

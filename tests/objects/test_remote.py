@@ -21,7 +21,7 @@ from quire.core.errors import (
     StorageFault,
 )
 from quire.objects import remote
-from quire.objects.api import ExistingObject, ObjectStore, Range, list_objects
+from quire.objects.api import DeletableStore, ExistingObject, Range, list_objects
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
 from quire.objects.retry import RetryPolicy
@@ -47,7 +47,7 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize("fault", TROUBLE, ids=lambda fault: f"{fault.harm} {fault.status}")
-def test_every_call_survives_one_transient_fault(s3_store: ObjectStore, proxy: FaultyProxy, fault: Fault) -> None:
+def test_every_call_survives_one_transient_fault(s3_store: DeletableStore, proxy: FaultyProxy, fault: Fault) -> None:
     proxy.plan(fault)
     s3_store.put(KEY, BODY)
     proxy.plan(fault)
@@ -70,7 +70,7 @@ def test_every_call_survives_one_transient_fault(s3_store: ObjectStore, proxy: F
 
 
 @pytest.mark.parametrize("code", [b"RequestTimeout", b"XAmzContentSHA256Mismatch", b"BadDigest", b"IncompleteBody"])
-def test_a_400_that_blames_the_connection_is_retried(s3_store: ObjectStore, proxy: FaultyProxy, code: bytes) -> None:
+def test_a_400_that_blames_the_connection_is_retried(s3_store: DeletableStore, proxy: FaultyProxy, code: bytes) -> None:
     proxy.plan(Fault(harm="status", method="PUT", status=400, body=b"<Error><Code>%s</Code></Error>" % code))
     s3_store.put(KEY, BODY)
     assert s3_store.get(KEY) == BODY
@@ -78,7 +78,7 @@ def test_a_400_that_blames_the_connection_is_retried(s3_store: ObjectStore, prox
 
 @pytest.mark.parametrize("keep_bytes", [0, 1, 5_000, len(BODY) - 1])
 def test_a_truncated_body_is_read_again_and_never_returned(
-    s3_store: ObjectStore, proxy: FaultyProxy, keep_bytes: int
+    s3_store: DeletableStore, proxy: FaultyProxy, keep_bytes: int
 ) -> None:
     s3_store.put(KEY, BODY)
     cut = Fault(harm="truncate", method="GET", keep_bytes=keep_bytes)
@@ -90,7 +90,7 @@ def test_a_truncated_body_is_read_again_and_never_returned(
     assert s3_store.get_ranges(KEY, [Range(offset=0, length=len(BODY))]) == [BODY]
 
 
-def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     """As a broken cache between would send it. A whole `get` has only the length to go by; digests tell."""
     s3_store.put(KEY, BODY)
     short = Fault(harm="short", method="GET", keep_bytes=100)
@@ -104,7 +104,7 @@ def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: ObjectStor
 
 
 def test_a_listing_interrupted_in_the_middle_is_complete_and_has_no_doubles(
-    s3_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    s3_store: DeletableStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "5")  # keys per answer of the server
     keys = [f"{number:03}" for number in range(23)]
@@ -120,7 +120,7 @@ def test_a_listing_interrupted_in_the_middle_is_complete_and_has_no_doubles(
 
 
 def test_a_body_garbled_on_the_way_is_read_again_before_it_is_called_corrupt(
-    s3_store: ObjectStore, proxy: FaultyProxy
+    s3_store: DeletableStore, proxy: FaultyProxy
 ) -> None:
     s3_store.put(KEY, BODY)
     proxy.plan(Fault(harm="garble", method="GET"))
@@ -131,7 +131,7 @@ def test_a_body_garbled_on_the_way_is_read_again_before_it_is_called_corrupt(
         s3_store.get_verified(KEY, size_bytes=len(BODY), sha256=digest)
 
 
-def test_a_slow_body_is_waited_for_up_to_the_request_timeout(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_slow_body_is_waited_for_up_to_the_request_timeout(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY)
     proxy.plan(Fault(harm="slow", method="GET", seconds=0.2))
     assert s3_store.get(KEY) == BODY
@@ -149,7 +149,7 @@ def test_a_stalled_body_is_given_up_at_the_request_timeout_and_read_again(proxy:
 
 
 # ── lasting trouble is told ───────────────────────────────────────────────────────────────────────────────────────────
-def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY)
     attempts = QUICK_RETRIES.attempts_max
     proxy.plan(*[Fault(harm="status", method="GET", status=503)] * attempts)
@@ -160,7 +160,7 @@ def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: ObjectS
     assert pickle.loads(pickle.dumps(caught.value)).where == caught.value.where
 
 
-def test_a_body_that_is_always_cut_is_unavailable_not_short(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_body_that_is_always_cut_is_unavailable_not_short(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY)
     proxy.plan(*[Fault(harm="truncate", method="GET")] * QUICK_RETRIES.attempts_max)
     with pytest.raises(ObjectStoreUnavailable):
@@ -182,7 +182,7 @@ def test_an_unreachable_store_is_unavailable_within_the_deadline() -> None:
     ("status", "error"), [(401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (400, StorageFault)]
 )
 def test_answers_are_not_retried(
-    s3_store: ObjectStore, proxy: FaultyProxy, status: int, error: type[Exception]
+    s3_store: DeletableStore, proxy: FaultyProxy, status: int, error: type[Exception]
 ) -> None:
     proxy.plan(Fault(harm="status", status=status, body=b"<Error><Code>Some</Code></Error>"))
     with pytest.raises(error):
@@ -192,7 +192,7 @@ def test_answers_are_not_retried(
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_refused_credentials_are_access_denied_in_every_call(
-    s3_store: ObjectStore, proxy: FaultyProxy, status: int
+    s3_store: DeletableStore, proxy: FaultyProxy, status: int
 ) -> None:
     calls: list[Callable[[], object]] = [
         lambda: s3_store.put(KEY, BODY),
@@ -227,7 +227,7 @@ def test_plain_http_is_refused_unless_allowed(proxy: FaultyProxy) -> None:
 
 
 # ── create-only and lost answers (P11) ────────────────────────────────────────────────────────────────────────────────
-def test_after_a_lost_answer_our_own_object_is_adopted(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_after_a_lost_answer_our_own_object_is_adopted(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     proxy.plan(Fault(harm="drop_after", method="PUT"))
     result = s3_store.put(KEY, b"body|plan-7", create_only=True, identity=lambda found: found.read_tail(6) == b"plan-7")
     assert result.adopted is True
@@ -235,7 +235,7 @@ def test_after_a_lost_answer_our_own_object_is_adopted(s3_store: ObjectStore, pr
     assert count(proxy, "PUT") == 2
 
 
-def test_after_a_lost_answer_somebody_elses_object_is_not_touched(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_after_a_lost_answer_somebody_elses_object_is_not_touched(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, b"theirs|plan-6")
     proxy.plan(Fault(harm="drop_after", method="PUT"))
     with pytest.raises(AlreadyExists):
@@ -243,14 +243,14 @@ def test_after_a_lost_answer_somebody_elses_object_is_not_touched(s3_store: Obje
     assert s3_store.get(KEY) == b"theirs|plan-6"
 
 
-def test_a_create_whose_request_was_lost_creates(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_a_create_whose_request_was_lost_creates(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     proxy.plan(Fault(harm="drop_before", method="PUT"), Fault(harm="status", method="PUT", status=500))
     assert s3_store.put(KEY, BODY, create_only=True).adopted is False
     assert s3_store.get(KEY) == BODY
 
 
 def test_a_conflict_with_a_create_under_way_is_not_taken_for_an_object(
-    s3_store: ObjectStore, proxy: FaultyProxy
+    s3_store: DeletableStore, proxy: FaultyProxy
 ) -> None:
     """S3 answers 409 while another create of the name is under way; that one may still fail."""
     proxy.plan(
@@ -260,7 +260,7 @@ def test_a_conflict_with_a_create_under_way_is_not_taken_for_an_object(
     assert s3_store.get(KEY) == BODY
 
 
-def test_the_identity_check_itself_survives_faults(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_the_identity_check_itself_survives_faults(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, b"body|plan-7")
     proxy.plan(Fault(harm="drop_before", method="HEAD"), Fault(harm="truncate", method="GET"))
 
@@ -270,13 +270,15 @@ def test_the_identity_check_itself_survives_faults(s3_store: ObjectStore, proxy:
     assert s3_store.put(KEY, b"x", create_only=True, identity=same).adopted is True
 
 
-def test_every_create_only_put_is_one_conditional_request(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_every_create_only_put_is_one_conditional_request(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY, create_only=True)
     (seen,) = proxy.seen()
     assert (seen.method, seen.headers["if-none-match"]) == ("PUT", "*")
 
 
-def test_the_body_sent_is_covered_by_a_checksum_the_server_verifies(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_the_body_sent_is_covered_by_a_checksum_the_server_verifies(
+    s3_store: DeletableStore, proxy: FaultyProxy
+) -> None:
     s3_store.put(KEY, BODY)
     (seen,) = proxy.seen()
     assert len(seen.headers["x-amz-content-sha256"]) == 64
@@ -295,7 +297,9 @@ def uploads(proxy: FaultyProxy) -> list[Seen]:
     return proxy.seen(lambda seen: "uploadId=" in seen.path or "?uploads" in seen.path)
 
 
-def test_large_puts_are_multipart(s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path) -> None:
+def test_large_puts_are_multipart(
+    s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path
+) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(small_parts))
     assert s3_store.put_file("file", str(path)).size_bytes == small_parts
@@ -306,7 +310,7 @@ def test_large_puts_are_multipart(s3_store: ObjectStore, proxy: FaultyProxy, sma
 
 
 def test_a_failed_multipart_put_is_aborted_and_begun_again(
-    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int
+    s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int
 ) -> None:
     proxy.plan(Fault(harm="status", method="PUT", part="partNumber=2", status=500))
     s3_store.put("large", bytes(small_parts))
@@ -316,7 +320,7 @@ def test_a_failed_multipart_put_is_aborted_and_begun_again(
 
 
 def test_a_multipart_put_whose_completion_got_lost_still_succeeds(
-    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int
+    s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int
 ) -> None:
     proxy.plan(Fault(harm="drop_after", method="POST", part="uploadId="))
     s3_store.put("large", bytes(small_parts))
@@ -324,7 +328,7 @@ def test_a_multipart_put_whose_completion_got_lost_still_succeeds(
 
 
 def test_create_only_is_one_request_whatever_its_size(
-    s3_store: ObjectStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(small_parts))
@@ -339,7 +343,7 @@ def test_create_only_is_one_request_whatever_its_size(
 
 
 # ── costs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_requests_per_call_are_as_documented(s3_store: ObjectStore, proxy: FaultyProxy) -> None:
+def test_requests_per_call_are_as_documented(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     def requests_of(call: object) -> list[str]:
         proxy.reset()
         assert callable(call)
@@ -359,6 +363,6 @@ def test_requests_per_call_are_as_documented(s3_store: ObjectStore, proxy: Fault
     assert requests_of(lambda: s3_store.delete(KEY)) in (["POST"], ["DELETE"])
 
 
-def test_a_store_says_how_to_send_it_elsewhere_instead_of_pickling(s3_store: ObjectStore) -> None:
+def test_a_store_says_how_to_send_it_elsewhere_instead_of_pickling(s3_store: DeletableStore) -> None:
     with pytest.raises(TypeError, match="open_store"):
         pickle.dumps(s3_store)

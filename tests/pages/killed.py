@@ -22,6 +22,7 @@ from quire.durable.files import OsDisk
 from quire.jobs.context import JobContext, StorePool
 from quire.jobs.handlers import HANDLERS
 from quire.jobs.worker import Worker
+from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind, JobKind
 from quire.manifest.store import ManifestStore
 from quire.objects.open import open_store
@@ -70,6 +71,7 @@ def worker(manifest: ManifestStore, engine: PageEngine, base: Path) -> Worker:
         disk=OsDisk(),
         objects_url=str(base / "objects"),
         open_store=StorePool(open_store),
+        collector=collector_of(manifest, str(base / "objects"), open_store),
         settings=MaintenanceSettings(delete_grace_seconds=0.05),
         pages=engine,
     )

@@ -22,6 +22,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.jobs.context import JobContext, StorePool
 from quire.jobs.handlers import HANDLERS
 from quire.jobs.worker import Worker
+from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind, JobKind
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
@@ -192,6 +193,7 @@ class Pages:
             disk=self.disk,
             objects_url=self.objects_url,
             open_store=self.stores,
+            collector=collector_of(self.manifest, self.objects_url, self.stores),
             settings=MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS),
             pages=self.engine,
         )

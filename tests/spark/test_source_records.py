@@ -347,7 +347,8 @@ def test_every_log_record_comes_once_from_whatever_tier(tmp_path: Path) -> None:
         assert {(row["chunk"], row["last_chunk"]) for row in bundled[: done.record_count]} == {(0, 2)}
         planned = logs(tmp_path / "store", tier="object")
         parts = planned.partitions()
-        log.objects.store.delete(log.objects.chunk_key(4))
+        bucket: Any = log.objects.store
+        bucket.delete(log.objects.chunk_key(4))
         with pytest.raises(StalePlan):
             [batch for part in parts for batch in planned.read(part)]
 

@@ -40,7 +40,8 @@ def run(line: Line) -> None:
     base = Path(told["base"])
     arm_from(told["failpoints"])
     objects = LogObjects(open_store(str(base / "objects")), 7)
-    log = ManifestLog.open(files_of(base), clock=SystemClock(), settings=SETTINGS, objects=objects)
+    collect = open_store(str(base / "objects")).delete_many
+    log = ManifestLog.open(files_of(base), clock=SystemClock(), settings=SETTINGS, objects=objects, collect=collect)
     line.send(b"open")
     for number in range(told["rounds"]):
         segment = log.index.opened_max + 1

@@ -67,6 +67,7 @@ class StreamWorld:
             disk=self.disk,
             manifest=self.manifest,
             store=lambda: self.objects,
+            collect=lambda keys: self.objects.delete_many(keys),
             clock=self.clock,
             settings=self.settings,
             log_settings=self.log_settings,

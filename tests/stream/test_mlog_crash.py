@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -170,7 +171,10 @@ class WholeLife:
 
     def open(self, disk: Disk, root: str) -> ManifestLog:
         clock = ManualClock()
-        return ManifestLog.open(files_at(root, disk), clock=clock, settings=EAGER, objects=self.objects)
+        store: Any = self.objects.store
+        return ManifestLog.open(
+            files_at(root, disk), clock=clock, settings=EAGER, objects=self.objects, collect=store.delete_many
+        )
 
     def run(self, disk: Disk, root: str, steps: Sequence[str]) -> None:
         self.log = self.open(disk, root)

@@ -69,7 +69,7 @@ def test_every_move_is_a_record(world: StreamWorld) -> None:
         "CustomEvent",
     ]
     assert (world.on_disk(Tier.HOT), world.on_disk(Tier.WARM)) == ([], [])
-    assert not list(world.objects.list_pages("00000001"))
+    assert not list(world.objects.list_pages(named(world, "00000001")))
 
 
 def test_lmdb_follows(world: StreamWorld) -> None:
@@ -193,14 +193,21 @@ def test_appending_goes_on_while_the_object_store_is_down(world: StreamWorld) ->
     assert len(world.payloads()) == 100
 
 
+def named(world: StreamWorld, suffix: str) -> str:
+    """A name in the current owner epoch."""
+    with world.manifest.read() as txn:
+        return f"{txn.object_prefixes()[0]}/{suffix}"
+
+
 def test_another_object_of_the_same_name_is_not_overwritten(world: StreamWorld) -> None:
     world.fill(1)
-    world.objects.put("00000001/00000001/wal:00000000", b"something else")
+    key = named(world, "00000001/00000001/wal:00000000")
+    world.objects.put(key, b"something else")
     with pytest.raises(Corruption, match="another object"):
         world.stream.upload()
-    assert world.objects.get("00000001/00000001/wal:00000000") == b"something else"
+    assert world.objects.get(key) == b"something else"
     assert world.stream.tick().uploaded == 0
-    world.objects.delete("00000001/00000001/wal:00000000")
+    world.objects.delete(key)
 
 
 @pytest.mark.parametrize("what", ["another footer", "another size"])
@@ -209,7 +216,7 @@ def test_an_upload_is_announced_only_when_the_object_is_what_was_sent(
 ) -> None:
     """An object store that says yes and keeps something else."""
     world.fill(1)
-    key = "00000001/00000001/wal:00000000"
+    key = named(world, "00000001/00000001/wal:00000000")
     with monkeypatch.context() as patch:
         if what == "another footer":
             patch.setattr(world.objects, "get_range", lambda *_: bytes(FOOTER_BYTES), raising=False)
@@ -282,7 +289,7 @@ def test_what_was_begun_is_gone_on_with_and_not_begun_again(world: StreamWorld, 
     for kind in ("CompressionStarted", "CompressionDone", "UploadStarted", "UploadDone"):
         assert names.count(kind) == 1
     assert world.objects.puts == []  # put_file is what uploads: one object, under one name
-    assert len([each for page in world.objects.list_pages("00000001") for each in page]) == 1
+    assert len([each for page in world.objects.list_pages(named(world, "00000001")) for each in page]) == 1
 
 
 @pytest.mark.parametrize("point", ["stream.retire.queued", "stream.retire.deleted", "stream.retire.told"])

@@ -60,7 +60,9 @@ class World:
         self.log = self.open()
 
     def open(self) -> ManifestLog:
-        return ManifestLog.open(self.files, clock=self.clock, settings=self.settings, objects=self.objects)
+        return ManifestLog.open(
+            self.files, clock=self.clock, settings=self.settings, objects=self.objects, collect=self.store.delete_many
+        )
 
     def reopen(self) -> ManifestLog:
         self.log.close()

@@ -385,6 +385,7 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _objects(root: str) -> Finding:
     from quire.durable.files import OsDisk
+    from quire.objects.collector import Collector, Owned
     from quire.objects.local import LocalStore
     from quire.objects.open import open_store
     from quire.store.layout import objects_url, read_config
@@ -399,13 +400,14 @@ def _objects(root: str) -> Finding:
                     "objects", "warn", f"{url} is not there", "make the directory, or mount what belongs there"
                 )
             return Finding("objects", "ok", f"{url} is not there yet: the first object makes it")
-        key, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
+        probe, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
+        key, ours = f"{probe}/probe", Owned(current=frozenset({(url, probe)}))
         began = CLOCK.monotonic()
         objects.put(key, body, create_only=True)
         try:
             same = objects.get(key) == body
         finally:
-            objects.delete(key)
+            Collector(lambda _: objects, lambda: ours).delete(url, [key])
         milliseconds = (CLOCK.monotonic() - began) * 1000
     finally:
         objects.close()

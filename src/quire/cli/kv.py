@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from quire.core.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from quire.lsm.backup import Backup
+    from quire.store.store import Store
 
 Key = Annotated[str, Argument(metavar="KEY", help="The key.")]
 Hex = Annotated[bool, Option("--hex", help="Keys and values are hexadecimal.")]
@@ -208,10 +210,17 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
-        made = back_up(store.kv(database), store.objects, label or database)
+        made = back_up(store.kv(database), store.objects, label or database, _home(store))
         removed: tuple[int, ...] = ()
         if keep := store.settings.lsm.backups_kept:
-            removed = remove_superseded(store.objects, label or database, keep, now_ms=SystemClock().now_ms()).backups
+            removed = remove_superseded(
+                store.objects,
+                label or database,
+                keep,
+                delete=store.delete_objects,
+                now_ms=SystemClock().now_ms(),
+                home=_home(store),
+            ).backups
     text = f"backed up {database} at lsn {made.lsn}: {count_of(len(made.tables), 'table')}, {size(made.size_bytes)}"
     if removed:
         text += f"; removed {count_of(len(removed), 'superseded backup')}"
@@ -220,10 +229,14 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
 
 def list_backups(cli: Cli, label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")]) -> Listing:
     """List the backups in the object store, oldest first."""
-    from quire.lsm.backup import backups, read_backup
+    from quire.lsm.backup import FORMER_HOME, backups, read_backup
 
     with cli.owner() as store:
-        made = [read_backup(store.objects, label, lsn) for lsn in backups(store.objects, label)]
+        made = [
+            read_backup(store.objects, label, lsn, home)
+            for home in (FORMER_HOME, _home(store))
+            for lsn in backups(store.objects, label, home)
+        ]
     rows = [
         Row(
             [str(each.lsn), moment(each.created_at_ms), str(len(each.tables)), size(each.size_bytes)],
@@ -245,14 +258,23 @@ def prune(
     from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
-        plan = remove_superseded(store.objects, label, keep, now_ms=SystemClock().now_ms(), dry_run=True)
+        prune_label = partial(
+            remove_superseded,
+            store.objects,
+            label,
+            keep,
+            delete=store.delete_objects,
+            now_ms=SystemClock().now_ms(),
+            home=_home(store),
+        )
+        plan = prune_label(dry_run=True)
         what = f"{count_of(len(plan.backups), 'backup')} and {count_of(plan.tables, 'table')}, {size(plan.size_bytes)}"
         stays = f"{count_of(plan.kept, 'backup')} of {label} {'stays' if plan.kept == 1 else 'stay'}"
         if dry_run or not (plan.backups or plan.tables):
             return Note(text=f"would remove {what}; {stays}" if dry_run else f"nothing to remove; {stays}", data=plan)
         if not yes and not agreed(f"remove {what}?", "nothing was removed"):
             return Verdict(Note(text="nothing was removed", data=None), PROBLEMS)
-        done = remove_superseded(store.objects, label, keep, now_ms=SystemClock().now_ms())
+        done = prune_label()
     return Note(text=f"removed {what}; {stays}", data=done)
 
 
@@ -261,17 +283,32 @@ def restore(
     database: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     label: Label = "",
     lsn: Annotated[int, Option("--lsn", help="Of the backup.", show_default="the newest")] = 0,
+    store_id: Annotated[
+        str, Option("--store-id", metavar="ID", help="Another store's backups.", show_default="this one's")
+    ] = "",
 ) -> Note:
-    """Make a database of a backup."""
+    """Make a database of a backup: the newest of this store, or of another one in the same object store."""
     from quire.durable.files import OsDisk
-    from quire.lsm.backup import read_backup
+    from quire.durable.remote_names import kv_backups_prefix
+    from quire.lsm.backup import FORMER_HOME, backups, read_backup
     from quire.lsm.backup import restore as bring_back
 
     with cli.owner() as store:
-        chosen = read_backup(store.objects, label or database, lsn or None)
+        label, home = label or database, kv_backups_prefix(store_id) if store_id else _home(store)
+        there = backups(store.objects, label, home)
+        if not store_id and (not there or (lsn and lsn not in there)):
+            home = FORMER_HOME  # one that was made before backups had the store's identity in their names
+        chosen = read_backup(store.objects, label, lsn or None, home)
         db_id = store.kvs.adopt(database, lambda target: bring_back(store.objects, chosen, OsDisk(), target))
     text = f"restored {database} with id {db_id}, as {chosen.label} was at lsn {chosen.lsn}"
     return Note(text=text, data={"db_id": db_id, "backup": _backup_json(chosen)})
+
+
+def _home(store: Store) -> str:
+    """Where this store's backups are."""
+    from quire.durable.remote_names import kv_backups_prefix
+
+    return kv_backups_prefix(store.feed.store_id())
 
 
 def _backup_json(made: Backup) -> dict[str, object]:

@@ -78,7 +78,14 @@ def verify(
     with _store(cli) as store:
         with cli.reader() as manifest, manifest.read() as txn:
             tasks = [
-                LogTask(stream_id=each, root=root, url=store.url, settings=settings, witness=witness_in(txn, each))
+                LogTask(
+                    stream_id=each,
+                    root=root,
+                    url=store.url,
+                    settings=settings,
+                    witness=witness_in(txn, each),
+                    prefixes=txn.object_prefixes(),
+                )
                 for each in names
             ]
         here = _threads(root, store)
@@ -158,7 +165,13 @@ def _log(cli: Cli, store: ObjectStore, stream_id: int) -> tuple[LogFiles, LogObj
     from quire.stream.mlog_files import LogFiles
     from quire.stream.mlog_tier2 import LogObjects
 
-    return LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id), LogObjects(store, stream_id)
+    return LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id), LogObjects(store, stream_id, _prefixes(cli))
+
+
+def _prefixes(cli: Cli) -> tuple[str, ...]:
+    """Below which prefixes the store's objects are."""
+    with cli.reader() as manifest, manifest.read() as txn:
+        return txn.object_prefixes()
 
 
 def _threads(root: str, store: ObjectStore) -> ThreadRunner:

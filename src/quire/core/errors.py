@@ -141,6 +141,10 @@ class ArtifactGone(Conflict):
     """The artifact's reference count has reached zero: it is being deleted and cannot be referenced again."""
 
 
+class ForeignObject(Conflict):
+    """An object that is not this store's, or not yet, was to be deleted."""
+
+
 class StillReferenced(Conflict):
     """The row cannot go while something refers to it."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 
 from quire.core.ids import U64_MAX, u64
+from quire.durable.names import parse_manifest_log_key
 
 _NUMBER = "(0|[1-9][0-9]{0,19})"
 _SNAPSHOT = re.compile(f"manifest/{_NUMBER}/snapshot_{_NUMBER}\\.bin")
@@ -34,6 +35,12 @@ def snapshot_key(stream_id: int, snapshot_id: int) -> str:
 def bundle_key(stream_id: int, first: int, last: int) -> str:
     """The object key of a bundle: the chunks `first` to `last` as one object."""
     return f"{log_prefix(stream_id)}/bundle_{u64('first', first)}_{u64('last', last)}.mlog"
+
+
+def is_log_key(text: str) -> bool:
+    """Whether a key is of a manifest log: a chunk, a bundle or a snapshot."""
+    parsers = (parse_manifest_log_key, parse_bundle_key, parse_snapshot_key)
+    return any(parse(text) is not None for parse in parsers)
 
 
 def parse_snapshot_key(text: str) -> tuple[int, int] | None:

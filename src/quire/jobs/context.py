@@ -21,6 +21,7 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
+from quire.objects.collector import Collector
 
 if TYPE_CHECKING:
     from quire.lsm.verify import Stored
@@ -63,6 +64,8 @@ class JobContext:
     """Of the store's own object store."""
     open_store: OpenStore
     settings: MaintenanceSettings
+    collector: Collector
+    """Who deletes objects: nobody else can (A3)."""
     pages: PagesOfStore | None = None
     """The page engine; `None` where there is none."""
     before_put: Callable[[], None] = allow

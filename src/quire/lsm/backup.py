@@ -13,7 +13,9 @@ Rules
      way and stays; while a list cannot be read, all tables stay. A crash in between leaves tables for the next time.
   4. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
 
-Objects: `kv/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `kv/<label>/backups/<lsn:016x>.json`.
+Objects: `<home>/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `<home>/<label>/backups/<lsn:016x>.json`. The home of a
+store's backups is below its identity (`remote_names.kv_backups_prefix`), so that two stores in one bucket may use one label;
+older stores had all of theirs in `kv`.
 
 Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and what the object store raises.
 """
@@ -59,6 +61,8 @@ _ONE_AT_A_TIME = threading.Lock()
 """A backup relies on tables that are there already: no pruning meanwhile. Only the store's owner does either."""
 
 _OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
+FORMER_HOME = "kv"
+"""Where backups were before they had the store's identity in their names; they can still be restored."""
 
 
 class TableObject(msgspec.Struct, frozen=True):
@@ -85,21 +89,21 @@ class Backup(msgspec.Struct, frozen=True):
         return sum(table.size_bytes for table in self.tables)
 
 
-def back_up(kv: Kv, store: ObjectStore, label: str) -> Backup:
+def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> Backup:
     """Everything that was written by now, in the object store (rules 1 and 2)."""
     with _ONE_AT_A_TIME:
         lsn = kv.last_lsn
         kv.flush()
         with kv.upkeep.held():
             view, state = kv.view, kv.manifest.state()
-        tables = tuple(_send(kv.disk, store, label, table) for table in view.levels)
+        tables = tuple(_send(kv.disk, store, f"{home}/{label}", table) for table in view.levels)
         lsn = max(lsn, view.levels.lsn_max)
         backup = Backup(label, lsn, kv.clock.now_ms(), state.next_sst_id, tables)
-        store.put(_list_key(label, lsn), msgspec.json.encode(backup))
+        store.put(_list_key(f"{home}/{label}", lsn), msgspec.json.encode(backup))
     return backup
 
 
-def _send(disk: Disk, store: ObjectStore, label: str, table: Table) -> TableObject:
+def _send(disk: Disk, store: ObjectStore, below: str, table: Table) -> TableObject:
     crc, digest = 0, hashlib.sha256()
     file = disk.open(table.path, write=False)
     try:
@@ -109,7 +113,7 @@ def _send(disk: Disk, store: ObjectStore, label: str, table: Table) -> TableObje
             digest.update(piece)
     finally:
         file.close()
-    key = f"kv/{label}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
+    key = f"{below}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
 
     def same(there: ExistingObject) -> bool:
         return there.info.size_bytes == table.size_bytes  # and the name has its checksum
@@ -130,57 +134,64 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 def prune(
-    store: ObjectStore, label: str, keep: int, *, now_ms: int, dry_run: bool = False, delete: Delete | None = None
+    store: ObjectStore,
+    label: str,
+    keep: int,
+    *,
+    delete: Delete,
+    now_ms: int,
+    dry_run: bool = False,
+    home: str = FORMER_HOME,
 ) -> Pruned:
     """Remove the backups of a label but the newest `keep`, and tables that none of those needs (rule 3)."""
     if keep < 0:
         raise InvalidInput("how many backups are kept is not negative", keep=keep)
     with _ONE_AT_A_TIME:
-        there = backups(store, label)
+        there = backups(store, label, home)
         gone = there[: max(0, len(there) - keep)]
         kept = there[len(gone) :]
         needed, known = set[str](), True
         for lsn in kept:
             try:
-                needed.update(table.key for table in read_backup(store, label, lsn).tables)
+                needed.update(table.key for table in read_backup(store, label, lsn, home).tables)
             except Corruption as error:
                 known = False
                 emit("warning", "lsm.backup.unreadable", label=label, lsn=lsn, error=str(error))
         young = now_ms - UNDER_WAY_MS
         unneeded = [
             info
-            for info in list_objects(store, f"kv/{label}/tables")
+            for info in list_objects(store, f"{home}/{label}/tables")
             if known and info.key not in needed and info.modified_ms <= young
         ]
         if not dry_run:
-            remove = delete or store.delete_many
-            remove([_list_key(label, lsn) for lsn in gone])
+            delete([_list_key(f"{home}/{label}", lsn) for lsn in gone])
             hit("lsm.backup.lists_removed")
-            remove([info.key for info in unneeded])
+            delete([info.key for info in unneeded])
     return Pruned(tuple(gone), len(unneeded), sum(info.size_bytes for info in unneeded), len(kept))
 
 
-def backups(store: ObjectStore, label: str) -> list[int]:
+def backups(store: ObjectStore, label: str, home: str = FORMER_HOME) -> list[int]:
     """The lsns of the backups that there are, rising."""
     found = []
-    for info in list_objects(store, f"kv/{label}/backups"):
+    for info in list_objects(store, f"{home}/{label}/backups"):
         name = info.key.rpartition("/")[2].removesuffix(".json")
         if len(name) == 16:
             found.append(int(name, 16))
     return sorted(found)
 
 
-def labels(store: ObjectStore) -> list[str]:
+def labels(store: ObjectStore, home: str = FORMER_HOME) -> list[str]:
     """The names of databases that there are backups of."""
-    return sorted({info.key.split("/")[1] for info in list_objects(store, "kv") if "/backups/" in info.key})
+    names = [info.key.removeprefix(f"{home}/") for info in list_objects(store, home)]
+    return sorted({name.split("/")[0] for name in names if "/backups/" in name})
 
 
-def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backup:
+def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: str = FORMER_HOME) -> Backup:
     """The list of a backup; the newest one unless an lsn is given."""
-    there = backups(store, label)
+    there = backups(store, label, home)
     if not there or (lsn is not None and lsn not in there):
         raise NotFound("there is no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
-    key = _list_key(label, there[-1] if lsn is None else lsn)
+    key = _list_key(f"{home}/{label}", there[-1] if lsn is None else lsn)
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:
         raise Corruption("the list of a backup is too large to be one", hint=_OTHER, key=key, size=size)
@@ -196,12 +207,13 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None) -> Backu
 
 
 def find_table(
-    store: ObjectStore, label: str, sst_id: int, row: LsmTableRecord
+    store: ObjectStore, label: str, home: str, sst_id: int, row: LsmTableRecord
 ) -> tuple[str, Callable[[], bytes]] | None:
     """A table of a database in its backups, the newest first: where it is, and what reads it. For repairs."""
-    for lsn in reversed(backups(store, label)):
+    made = [(place, lsn) for place in (home, FORMER_HOME) for lsn in reversed(backups(store, label, place))]
+    for place, lsn in made:
         try:
-            backup = read_backup(store, label, lsn)
+            backup = read_backup(store, label, lsn, place)
         except Corruption:
             continue
         for table in backup.tables:
@@ -244,5 +256,5 @@ def _verify(disk: Disk, path: str, sst_id: int) -> None:
         table.close()
 
 
-def _list_key(label: str, lsn: int) -> str:
-    return f"kv/{label}/backups/{lsn:016x}.json"
+def _list_key(below: str, lsn: int) -> str:
+    return f"{below}/backups/{lsn:016x}.json"

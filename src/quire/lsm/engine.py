@@ -51,6 +51,7 @@ from quire.durable import quarantine
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.names import LSM, check_name
+from quire.durable.remote_names import kv_backups_prefix
 from quire.lsm.cache import BlockCache
 from quire.lsm.compaction import table_options
 from quire.lsm.facts import NO_STORE, Owner, StoreFacts
@@ -193,7 +194,8 @@ class KvEngine:
             if kv is not None:
                 kv.close()  # whoever holds it opens it anew: nobody may write while files are compared
             facts = self._facts(db_id, Projection(self._manifest, db_id), is_made=True)
-            fetch = partial(find_table, objects, record.name) if objects is not None else None
+            home = kv_backups_prefix(self._manifest.feed.store_id())
+            fetch = partial(find_table, objects, record.name, home) if objects is not None else None
             state = survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)
             try:
                 needed = state.report(applied=False).is_needed

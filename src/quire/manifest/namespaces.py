@@ -14,11 +14,12 @@ Threads: any. Raises `ReadOnly`, `InvalidInput`, `StalePlan`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import StalePlan
-from quire.durable.remote_names import epoch_prefix
+from quire.durable.remote_names import epoch_prefix, kv_backups_prefix
 from quire.manifest import tables as t
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace
@@ -26,6 +27,7 @@ from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.reads import ReadTxn
+from quire.objects.collector import Collector, Confirm, Owned
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -97,3 +99,38 @@ def _of_epoch(
     below = epoch_prefix(txn.store_id(), epoch)
     prefix = f"{place.prefix.removesuffix('/')}/{below}" if place.prefix else below
     return NamespaceRecord(place.url, prefix, place.encryption_profile, now_ms, epoch, place_id, line, place.legacy)
+
+
+def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
+    """What the store at `objects_url` may delete: names of its own epochs, and of none if it is older than they are (A3)."""
+    _, space = txn.current_namespace()
+    line = {prefix for prefix in txn.object_prefixes() if prefix}
+    current = {(objects_url, kv_backups_prefix(txn.store_id()))}
+    ancestors = {(objects_url, prefix) for prefix in line}
+    former = {(objects_url, "")} if space.legacy or not space.owner_epoch else set()
+    for _, row in txn.scan(t.REMOTE_NAMESPACE):
+        place = (row.url or objects_url, row.prefix.removesuffix("/"))
+        if not row.owner_epoch:
+            former.add(place)
+        elif row.owner_epoch == space.owner_epoch:
+            current.add(place)
+        else:
+            ancestors.add(place)
+    return Owned(current=frozenset(current), ancestors=frozenset(ancestors - current), former=frozenset(former))
+
+
+def collector_of(
+    manifest: ManifestStore,
+    objects_url: str,
+    open_store: Callable[[str], Any],
+    *,
+    confirm: Confirm | None = None,
+    claims_former: Callable[[], bool] = lambda: True,
+) -> Collector:
+    """The collector of a store whose own object store is at `objects_url`; what `open_store` opens can delete."""
+
+    def owned() -> Owned:
+        with manifest.read() as txn:
+            return owned_names(txn, objects_url)
+
+    return Collector(open_store, owned, confirm=confirm, claims_former=claims_former)

@@ -35,6 +35,7 @@ from quire.core.errors import (
 )
 from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc32
+from quire.durable.remote_names import epoch_prefix
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
@@ -289,6 +290,13 @@ class ReadTxn:
         if place is None:
             raise UnknownNamespace("no remote namespace has this id", namespace_id=place_id)
         return place_id, place
+
+    def object_prefixes(self) -> tuple[str, ...]:
+        """Below which prefixes of its own object store this store may have objects: the current epoch's, those before it."""
+        _, space = self.current_namespace()
+        epochs = (space.owner_epoch, *reversed(space.ancestors)) if space.owner_epoch else ()
+        prefixes = tuple(epoch_prefix(self.store_id(), epoch) for epoch in epochs)
+        return (*prefixes, "") if space.legacy or not epochs else prefixes
 
     def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
         """A snapshot by id."""

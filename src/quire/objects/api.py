@@ -149,14 +149,18 @@ class ObjectStore(Protocol):
     def list_prefixes(self, prefix: str = "") -> list[str]:
         """The direct children of `prefix` that have objects below them, sorted: how a sweep is partitioned (O3)."""
 
+    def close(self) -> None:
+        """Give back connections and descriptors. Closing twice is fine."""
+
+
+class DeletableStore(ObjectStore, Protocol):
+    """What `open_store` gives. Only the collector uses it as such (A3): everybody else is given an `ObjectStore`."""
+
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is fine."""
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects in bulk; missing ones are fine. If it raises, some are gone and some are not: call again."""
-
-    def close(self) -> None:
-        """Give back connections and descriptors. Closing twice is fine."""
 
 
 def list_objects(store: ObjectStore, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire.objects.api import PAGE_OBJECTS, Buffer, Identity, ObjectInfo, ObjectStore, PutResult, Range
+from quire.objects.api import PAGE_OBJECTS, Buffer, DeletableStore, Identity, ObjectInfo, ObjectStore, PutResult, Range
 from quire.objects.local import LocalStore
 
 
@@ -18,7 +18,7 @@ from quire.objects.local import LocalStore
 class GuardedStore:
     """The store `inner`, with `before_put` called before each put and `before_delete` before each deletion."""
 
-    inner: ObjectStore
+    inner: DeletableStore
     before_put: Callable[[], None]
     before_delete: Callable[[], None]
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from quire.core.errors import InvalidConfig
 from quire.durable.files import Disk, OsDisk
-from quire.objects.api import ObjectStore, check_prefix
+from quire.objects.api import DeletableStore, check_prefix
 from quire.objects.local import LocalStore
 from quire.objects.options import StoreOptions
 from quire.objects.retry import Retrier
@@ -36,7 +36,7 @@ def open_store(
     options: StoreOptions | None = None,
     disk: Disk | None = None,
     retrier: Retrier | None = None,
-) -> ObjectStore:
+) -> DeletableStore:
     """The object store at `url`: a path, `file://`, `s3://`, `gs://`, `az://` or `memory://`.
 
     `disk` serves paths only; `retrier` (for tests: clock, sleep, dice) replaces the one made from `options.retry`.

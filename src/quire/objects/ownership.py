@@ -56,7 +56,7 @@ from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.owner_names import LEGACY_OWNER, owner_key, owner_prefix, parse_owner_key
-from quire.objects.api import ExistingObject, ObjectStore
+from quire.objects.api import DeletableStore, ExistingObject, ObjectStore
 from quire.objects.owner_record import (
     NONCE_CHARACTERS,
     OBJECT_BYTES_MAX,
@@ -89,7 +89,7 @@ class Ownership:
         root: str,
         disk: Disk,
         clock: Clock,
-        place: Callable[[], ObjectStore],
+        place: Callable[[], DeletableStore],
         fence: Callable[[StoreFenced], None],
         first_epoch: Callable[[], int] | None = None,
         legacy: bool = False,

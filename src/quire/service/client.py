@@ -100,6 +100,11 @@ class Client:
         """Where the objects are, as the owner says it."""
         return self.server.objects_url
 
+    @property
+    def object_prefixes(self) -> tuple[str, ...]:
+        """Below which prefixes there, the current owner epoch's first."""
+        return self.server.object_prefixes
+
     def close(self) -> None:
         """Send what is queued, and hang up. A second time: nothing."""
         self._pipeline.close()

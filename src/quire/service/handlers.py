@@ -84,6 +84,8 @@ class Handlers:
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_hello(self, _: m.Nothing, asked: Asked) -> Hello:
         settings = self._store.settings.service
+        with self._manifest.read() as txn:
+            prefixes = txn.object_prefixes()
         return Hello(
             WIRE_VERSION,
             version("quire"),
@@ -94,6 +96,7 @@ class Handlers:
             settings.body_bytes_max,
             settings.wait_seconds_max,
             self._store.objects_url,
+            prefixes,
         )
 
     def do_info(self, _: m.Nothing, __: Asked) -> Any:

@@ -23,6 +23,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     body_bytes_max: int
     wait_seconds_max: float
     objects_url: str
+    object_prefixes: tuple[str, ...] = ("",)
+    """Below which of its prefixes the store's objects are, the current owner epoch's first."""
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):

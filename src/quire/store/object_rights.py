@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.manifest.store import ManifestStore
-    from quire.objects.api import ObjectStore
+    from quire.objects.api import DeletableStore
 
 
 class ObjectRights:
@@ -40,7 +40,7 @@ class ObjectRights:
         self._needs_owner = object_place.needs_owner(path, self._place)
         # guarded by _lock
         self._lock = threading.Lock()
-        self._raw: ObjectStore | None = None
+        self._raw: DeletableStore | None = None
         self._is_written_down = False
         with manifest.read() as txn:
             epoch, store_id, legacy = txn.owner_epoch(), txn.store_id(), txn.current_namespace()[1].legacy
@@ -62,7 +62,7 @@ class ObjectRights:
             else None
         )
 
-    def guarded(self, store: ObjectStore) -> ObjectStore:
+    def guarded(self, store: DeletableStore) -> DeletableStore:
         """The store as engines and jobs get it."""
         return GuardedStore(store, self.before_put, self.before_delete)
 
@@ -120,7 +120,7 @@ class ObjectRights:
         if raw is not None:
             raw.close()
 
-    def _raw_store(self) -> ObjectStore:
+    def _raw_store(self) -> DeletableStore:
         with self._lock:
             if self._raw is None:
                 self._raw = open_store(self._url, disk=self._disk)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
+    from quire.objects.collector import Collector
     from quire.pages.engine import PageEngine
     from quire.sqlite.connect import SqliteRoom
     from quire.store.object_rights import ObjectRights
@@ -121,6 +122,22 @@ class Rooms:
 
         return self._disk if self._manifest.read_only else self._once(FILES, make)
 
+    @property
+    def collector(self) -> Collector:
+        """Who deletes objects; the guarded stores have the session confirmed before each batch (A2)."""
+        from quire.manifest.namespaces import collector_of
+
+        return self._once(
+            "collector",
+            lambda: collector_of(
+                self._manifest,
+                self._objects_url,
+                self.stores,
+                confirm=lambda: None,
+                claims_former=self.rights.owns_legacy,
+            ),
+        )
+
     # ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def pages(self) -> PageEngine:
@@ -154,6 +171,7 @@ class Rooms:
                 disk=self.files,
                 clock=self._manifest.clock,
                 store=lambda: self.stores(self._objects_url),
+                collect=lambda keys: self.collector.delete(self._objects_url, keys),
                 settings=self._settings.stream,
                 log_settings=self._settings.manifest_log,
                 background=self._settings.maintenance.enabled,
@@ -210,6 +228,7 @@ class Rooms:
                 disk=self._disk,
                 objects_url=self._objects_url,
                 open_store=self.stores,
+                collector=self.collector,
                 settings=self._settings.maintenance,
                 pages=self.pages,
                 before_put=self.rights.before_put if not self._manifest.read_only else allow,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -143,6 +144,10 @@ class Store:
     def context(self) -> JobContext:
         """The store, as a job sees it."""
         return self._need_rooms().context
+
+    def delete_objects(self, keys: Iterable[str]) -> None:
+        """Remove objects of this store by their names; a foreign one is refused (A3)."""
+        self._need_rooms().collector.delete(self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:

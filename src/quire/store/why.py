@@ -40,7 +40,7 @@ from quire.manifest.records import (
 )
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.store.why_owned import NOBODYS, Look, stray_hint
+from quire.store.why_owned import NOBODYS, Look, own_name, stray_hint
 from quire.store.why_values import Answer as Answer
 from quire.store.why_values import Holder as Holder
 from quire.store.why_words import drop, lent, name_of, number, quoted, snapshot_holder, title
@@ -58,7 +58,7 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
     found = of_file(txn, asked, look) or of_object(txn, within, look)
     if found is not None:
         return found
-    key = names.parse_object_key(within) or _of_path(asked)
+    key = names.parse_object_key(own_name(txn, within)) or _of_path(asked)
     if key is not None:
         return _artifact(txn, key, asked)
     try:

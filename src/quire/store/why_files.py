@@ -15,7 +15,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import mlog_names, names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.store.why_owned import Look, owned, size_of
+from quire.store.why_owned import Look, own_name, owned, size_of
 from quire.store.why_passing import of_passing
 from quire.store.why_values import Answer, Holder
 
@@ -56,18 +56,18 @@ def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
 
 def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
     """What keeps an object by its key; `None` if it is none of these."""
-    gone = "with its stream: quire drop {name}"
-    if chunk := names.parse_manifest_log_key(key):
+    gone, name = "with its stream: quire drop {name}", own_name(txn, key)
+    if chunk := names.parse_manifest_log_key(name):
         what = f"has chunk {chunk[1]} of its manifest log in it: what became of its segments"
         release = f"quire manifest bundle {{name}}, when its week is over; or {gone}"
         return owned(txn, key, "log", chunk[0], (what, release), look)
-    if bundle := mlog_names.parse_bundle_key(key):
+    if bundle := mlog_names.parse_bundle_key(name):
         what = f"has chunks {bundle[1]} to {bundle[2]} of its manifest log in it, the history of its segments"
         return owned(txn, key, "log", bundle[0], (what, gone), look)
-    if snapshot := mlog_names.parse_snapshot_key(key):
+    if snapshot := mlog_names.parse_snapshot_key(name):
         what = f"has snapshot {snapshot[1]} of its manifest log in it"
         return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
-    if backup := _BACKUP.fullmatch(key):
+    if backup := _BACKUP.fullmatch(key.removeprefix(f"{txn.store_id()}/backups/")):
         label = backup["label"]
         release = f"quire kv prune {shlex.quote(label)}, or the next quire kv backup when enough newer ones are there"
         holder = Holder("backup", label, f"quire kv restore NEW --label {shlex.quote(label)} reads it", release)

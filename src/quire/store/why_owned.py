@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from quire.core.errors import UnknownArtifact
 from quire.durable import names
+from quire.durable.remote_names import parse_epoch_key
 from quire.durable.space import given_bytes, measure_database
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
@@ -43,6 +44,12 @@ def owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str],
     what, release = told
     holder = Holder("database", record.name, what, release.replace("{name}", quoted(record.name)))
     return Answer(path, kind, "in use", size, 0, (holder,))
+
+
+def own_name(txn: ReadTxn, key: str) -> str:
+    """An object's name below the prefix of the owner epoch that wrote it; another store's is left as it is."""
+    found = parse_epoch_key(key)
+    return found[2] if found is not None and found[0] == txn.store_id() else key
 
 
 def on_disk(txn: ReadTxn, root: str, asked: str, answer: Answer) -> Answer:

@@ -48,6 +48,7 @@ from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
@@ -71,6 +72,7 @@ class StreamEngine:
         disk: Disk,
         clock: Clock,
         store: Callable[[], ObjectStore],
+        collect: Collect,
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
         background: bool = True,
@@ -83,6 +85,8 @@ class StreamEngine:
         self._disk = disk
         self._clock = clock
         self._store = store
+        self.collect = collect
+        """Has objects of streams and their logs deleted (A3)."""
         self._settings = settings
         self._log_settings = log_settings
         self._background = background
@@ -130,6 +134,7 @@ class StreamEngine:
             disk=self._disk,
             manifest=self._manifest,
             store=self._store,
+            collect=self.collect,
             clock=self._clock,
             settings=self._settings,
             log_settings=self._log_settings,
@@ -151,7 +156,8 @@ class StreamEngine:
             if stream is not None:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
-            objects, projection = LogObjects(self._store(), stream_id), Projection(self._manifest, files)
+            projection = Projection(self._manifest, files)
+            objects = LogObjects(self._store(), stream_id, projection.prefixes())
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:
@@ -259,7 +265,9 @@ class StreamEngine:
             stream.abandon()
         try:
             store = self._store()
-            store.delete_many([each.key for each in list_objects(store, log_prefix(stream_id))])
+            with self._manifest.read() as txn:
+                logs = [f"{prefix}/{log_prefix(stream_id)}".lstrip("/") for prefix in txn.object_prefixes()]
+            self.collect([each.key for log in logs for each in list_objects(store, log)])
             remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
         except (Unavailable, StorageFault) as error:  # the next sweep tries again
             emit("warning", "stream.sweep_failed", stream=stream_id, error=str(error))

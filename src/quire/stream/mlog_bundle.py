@@ -57,7 +57,7 @@ class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min: int = 2) -> list[BundleTask]:
     """The bundles that are due: runs of consecutive chunks of one period that is over (rule 2)."""
-    listing = objects.listing()
+    listing = objects.own_listing()
     before = _needed_from(objects, listing)
     period_ms = max(int(period_seconds * 1000), 1)
     runs: list[list[int]] = []
@@ -72,7 +72,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
             runs.append([index])
         last_period = period
     return [
-        BundleTask(stream_id=objects.stream_id, first=run[0], last=run[-1], prefix=objects.prefix)
+        BundleTask(stream_id=objects.stream_id, first=run[0], last=run[-1], prefix=objects.prefixes[0])
         for run in runs
         if len(run) >= chunks_min
     ]
@@ -80,9 +80,9 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
 
 def left_over(objects: LogObjects) -> list[BundleTask]:
     """Bundles whose chunks are still there, some or all (rule 5)."""
-    listing = objects.listing()
+    listing = objects.own_listing()
     return [
-        BundleTask(stream_id=objects.stream_id, first=first, last=last, prefix=objects.prefix)
+        BundleTask(stream_id=objects.stream_id, first=first, last=last, prefix=objects.prefixes[0])
         for first, last in sorted(listing.bundles)
         if any(first <= index <= last for index in listing.chunks)
     ]
@@ -90,7 +90,7 @@ def left_over(objects: LogObjects) -> list[BundleTask]:
 
 def run(task: BundleTask, store: ObjectStore) -> BundleResult:
     """Read the chunks, write the bundle, read it back."""
-    objects = LogObjects(store, task.stream_id, task.prefix)
+    objects = LogObjects(store, task.stream_id, (task.prefix,))
     chunks: list[Chunk] = []
     for index in range(task.first, task.last + 1):
         chunk = objects.get_chunk(index)
@@ -114,7 +114,7 @@ def publish(log: ManifestLog, result: BundleResult) -> list[str]:
     task = result.task
     if log.objects.get_bundle(task.first, task.last) is None:
         raise StalePlan("the bundle is not there", hint="run it again", key=result.key)
-    there = log.objects.listing().chunks
+    there = log.objects.own_listing().chunks
     keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1) if index in there]
     log.queue_own_deletes(keys)
     return keys

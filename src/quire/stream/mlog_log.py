@@ -20,7 +20,7 @@ Raises `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on openi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -45,6 +45,9 @@ from quire.stream.mlog_writer import ManifestLogWriter, lock_log
 
 RESERVED_BYTES = 1024
 """What ending a segment and beginning the next takes in the log, with some to spare."""
+Collect = Callable[[Sequence[str]], None]
+"""Has objects deleted, by their keys in the store's own object store (A3)."""
+
 RETRY_SECONDS = 0.25
 RETRY_SECONDS_MAX = 30.0
 
@@ -72,10 +75,12 @@ class ManifestLog:
         clock: Clock,
         settings: ManifestLogSettings,
         objects: LogObjects | None,
+        collect: Collect,
     ) -> None:
         # Constant after construction.
         self.files = files
         self.objects = objects
+        self._collect = collect
         self._clock = clock
         self._settings = settings
         self._writer = writer
@@ -95,9 +100,15 @@ class ManifestLog:
 
     @classmethod
     def open(
-        cls, files: LogFiles, *, clock: Clock, settings: ManifestLogSettings, objects: LogObjects | None = None
+        cls,
+        files: LogFiles,
+        *,
+        clock: Clock,
+        settings: ManifestLogSettings,
+        objects: LogObjects | None = None,
+        collect: Collect = lambda _: None,
     ) -> ManifestLog:
-        """Rebuild the state and go on behind it."""
+        """Rebuild the state and go on behind it. `collect` is for logs that have objects."""
         fetch = objects.fetch if objects is not None else None
         lock = lock_log(files, clock)  # before anything is read: another writer may be at its last commit
         try:
@@ -110,7 +121,7 @@ class ManifestLog:
                 count_crc_error(files.stream_id)
                 emit("error", "stream.mlog.quarantined", stream=files.stream_id, what=error.what, **log_fields(error))
             raise
-        return cls(files, writer, recovered, clock, settings, objects)
+        return cls(files, writer, recovered, clock, settings, objects, collect)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position:
@@ -209,9 +220,8 @@ class ManifestLog:
         assert self.objects is not None
         with self._lock:
             keys = sorted(self.index.own_deletes)
-        for key in keys:
-            self.objects.store.delete(key)
-            hit("stream.mlog.own_deleted")
+        self._collect(keys)
+        hit("stream.mlog.own_deleted")
         with self._lock:
             for key in keys:
                 self.append(Tier2Deleted(key))
@@ -274,7 +284,7 @@ class ManifestLog:
             self._announce("chunk_uploaded", "upload", index, chunk.header.committed_len)
         newest = self.files.snapshots()[:1]
         if newest and self._remote_snapshots is None:
-            self._remote_snapshots = set(objects.listing().snapshots)
+            self._remote_snapshots = set(objects.own_listing().snapshots)
         for snapshot_id in newest:
             assert self._remote_snapshots is not None
             if snapshot_id not in self._remote_snapshots:

@@ -9,6 +9,8 @@ Rules
      `AlreadyExists` and nothing is overwritten.
   2. What is read is checked as a file would be; an object that is not sound is `ManifestIntegrityError`.
   3. A chunk is looked for under its own name first, then in a bundle.
+  4. Each owner epoch writes below a prefix of its own (A1). A log goes on in the next epoch where it ended for the one that
+     took over: what an earlier epoch has from the first chunk of a later one on is another line's, and is not listed.
 
 Threads: any. Importable on executors. Format page: `docs/formats/manifest-log.md`.
 Raises `ManifestIntegrityError`, and what the object store raises.
@@ -16,11 +18,13 @@ Raises `ManifestIntegrityError`, and what the object store raises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.errors import ObjectNotFound
+from quire.core.ids import U64_MAX
 from quire.durable import mlog_names
 from quire.durable.names import manifest_log_key, parse_manifest_log_key
 from quire.stream.mlog_format import CHUNK_BYTES, CHUNK_FILE_BYTES_MAX, COPY_BYTES, ChunkFacts, damaged, decode_copy
@@ -52,11 +56,12 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class LogObjects(msgspec.Struct, frozen=True):
-    """Reads and writes the objects of one stream's manifest log, below `prefix` in a store."""
+    """Reads the objects of one stream's manifest log below some prefixes of a store, and writes below the first of them."""
 
     store: ObjectStore
     stream_id: int
-    prefix: str = ""
+    prefixes: tuple[str, ...] = ("",)
+    """One for each owner epoch, the current one first (rule 4)."""
 
     def chunk_key(self, index: int) -> str:
         return self._key(manifest_log_key(self.stream_id, index))
@@ -68,12 +73,31 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self._key(mlog_names.snapshot_key(self.stream_id, snapshot_id))
 
     def listing(self) -> Listing:
-        """What is there."""
+        """What is there (rule 4)."""
+        found = self.own_listing()
+        for prefix in self.prefixes[1:]:
+            first = min([*found.chunks, *(span[0] for span in found.bundles)], default=U64_MAX)
+            earlier = self._listed(prefix)
+            for index, info in earlier.chunks.items():
+                if index < first:
+                    found.chunks.setdefault(index, info)
+            for span, info in earlier.bundles.items():
+                if span[1] < first:
+                    found.bundles.setdefault(span, info)
+            for snapshot_id, info in earlier.snapshots.items():
+                found.snapshots.setdefault(snapshot_id, info)
+        return found
+
+    def own_listing(self) -> Listing:
+        """What the current epoch has written."""
+        return self._listed(self.prefixes[0])
+
+    def _listed(self, prefix: str) -> Listing:
         from quire.objects.api import list_objects  # who has a log of its own disk lists no objects
 
         found = Listing()
-        cut = len(self.prefix) + 1 if self.prefix else 0
-        for info in list_objects(self.store, self._key(mlog_names.log_prefix(self.stream_id))):
+        cut = len(prefix) + 1 if prefix else 0
+        for info in list_objects(self.store, _under(prefix, mlog_names.log_prefix(self.stream_id))):
             key = info.key[cut:]
             if chunk := parse_manifest_log_key(key):
                 found.chunks[chunk[1]] = info
@@ -82,6 +106,26 @@ class LogObjects(msgspec.Struct, frozen=True):
             elif snapshot := mlog_names.parse_snapshot_key(key):
                 found.snapshots[snapshot[1]] = info
         return found
+
+    def _locate(self, own: str, listed: Callable[[Listing], ObjectInfo | None]) -> str:
+        """The key of an object: below the current prefix, unless it is only below an earlier one."""
+        if len(self.prefixes) == 1:
+            return own
+        info = listed(self.listing())
+        return own if info is None else info.key
+
+    def _get(self, own: str, listed: Callable[[Listing], ObjectInfo | None], limit: int) -> tuple[str, bytes]:
+        """An object and its key, if it is no larger than it can be: what is in a bucket is believed by nobody."""
+        key = own
+        try:
+            size = self.store.head(own).size_bytes
+        except ObjectNotFound:
+            if (key := self._locate(own, listed)) == own:
+                raise
+            size = self.store.head(key).size_bytes
+        if size > limit:
+            raise damaged("an object of the log is larger than it can be", chunk=0, offset=0, key=key, size=size)
+        return key, self.store.get(key)
 
     # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def put_chunk(self, chunk: Chunk) -> PutResult:
@@ -97,14 +141,14 @@ class LogObjects(msgspec.Struct, frozen=True):
     def get_chunk(self, index: int) -> Chunk | None:
         """A chunk under its own name, checked."""
         try:
-            data = self._get(self.chunk_key(index), CHUNK_FILE_BYTES_MAX)
+            key, data = self._get(self.chunk_key(index), lambda there: there.chunks.get(index), CHUNK_FILE_BYTES_MAX)
         except ObjectNotFound:
             return None
-        return load_chunk(data, chunk_index=index, path=self.chunk_key(index))
+        return load_chunk(data, chunk_index=index, path=key)
 
     def facts(self, index: int) -> ChunkFacts:
         """What the object of a chunk says about itself, by one small read."""
-        key = self.chunk_key(index)
+        key = self._locate(self.chunk_key(index), lambda there: there.chunks.get(index))
         size = self.store.head(key).size_bytes
         length = min(size, CHUNK_BYTES + COPY_BYTES)
         facts = decode_copy(self.store.get_range(key, size - length, length))
@@ -114,9 +158,12 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_bundle(self, first: int, last: int) -> Chunk | None:
         """A bundle, checked; its first record, the marker, is not among its records."""
-        key = self.bundle_key(first, last)
         try:
-            data = self._get(key, (last - first + 1) * CHUNK_FILE_BYTES_MAX)
+            key, data = self._get(
+                self.bundle_key(first, last),
+                lambda there: there.bundles.get((first, last)),
+                (last - first + 1) * CHUNK_FILE_BYTES_MAX,
+            )
         except ObjectNotFound:
             return None
         return load_chunk(data, chunk_index=first, last_index=last, path=key)
@@ -124,9 +171,13 @@ class LogObjects(msgspec.Struct, frozen=True):
     def check(self, first: int, last: int | None = None) -> None:
         """Read the object of a chunk, or with `last` of a bundle, and check every byte of it, its header too: a reader makes do
         with the commit copy, and nobody would know of the damage. What is not there any more is fine."""
-        key = self.chunk_key(first) if last is None else self.bundle_key(first, last)
+        own = self.chunk_key(first) if last is None else self.bundle_key(first, last)
         try:
-            data = self._get(key, ((last or first) - first + 1) * CHUNK_FILE_BYTES_MAX)
+            key, data = self._get(
+                own,
+                lambda there: there.chunks.get(first) if last is None else there.bundles.get((first, last)),
+                ((last or first) - first + 1) * CHUNK_FILE_BYTES_MAX,
+            )
         except ObjectNotFound:
             return
         load_chunk(data, chunk_index=first, last_index=last, path=key)
@@ -152,18 +203,16 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_snapshot(self, snapshot_id: int) -> Snapshot:
         """A snapshot, checked."""
-        key = self.snapshot_key(snapshot_id)
-        return decode_snapshot(self._get(key, SNAPSHOT_BYTES_MAX), snapshot_id=snapshot_id, path=key)
-
-    def _get(self, key: str, limit: int) -> bytes:
-        """An object, if it is no larger than it can be: what is in a bucket is believed by nobody."""
-        size = self.store.head(key).size_bytes
-        if size > limit:
-            raise damaged("an object of the log is larger than it can be", chunk=0, offset=0, key=key, size=size)
-        return self.store.get(key)
+        own = self.snapshot_key(snapshot_id)
+        key, data = self._get(own, lambda there: there.snapshots.get(snapshot_id), SNAPSHOT_BYTES_MAX)
+        return decode_snapshot(data, snapshot_id=snapshot_id, path=key)
 
     def _key(self, suffix: str) -> str:
-        return f"{self.prefix}/{suffix}" if self.prefix else suffix
+        return _under(self.prefixes[0], suffix)
+
+
+def _under(prefix: str, suffix: str) -> str:
+    return f"{prefix}/{suffix}" if prefix else suffix
 
 
 def object_bytes(chunk: Chunk) -> bytes:

@@ -50,6 +50,12 @@ class Projection:
         self._files = files
         self._stream_id = files.stream_id
 
+    def prefixes(self) -> tuple[str, ...]:
+        """Below which prefixes the stream's objects are, that of new ones first: the current owner epoch's (A1)."""
+        self._manifest.ensure_owner_epoch()
+        with self._manifest.read() as txn:
+            return txn.object_prefixes()
+
     def fold(self, view: View, segment_ids: Iterable[int] | None = None) -> int:
         """Bring rows up to the view, of these segments or of all; how many operations that took."""
         with self._manifest.read() as txn:

@@ -35,7 +35,7 @@ from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_log import Collect, ManifestLog
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_records import (
     CompressionFailed,
@@ -102,19 +102,20 @@ def open_log(
     state: StreamState,
     clock: StreamClock,
     settings: ManifestLogSettings,
+    collect: Collect = lambda _: None,
 ) -> ManifestLog:
     """The manifest log, if it knows what its witnesses know (rule 5).
 
     One that is behind is completed from tier 2, where its sealed chunks are; if that is not enough, the stream is not opened.
     """
-    log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects)
+    log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects, collect=collect)
     try:
         why = log_behind(files, log, projection, state)
         if why:
             log.abandon()
             chunks = restore_log(at, objects, at_ms=clock.now_ms())
             emit("warning", "stream.mlog.behind", stream=files.stream_id, why=why[0], reasons=len(why), chunks=chunks)
-            log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects)
+            log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects, collect=collect)
             why = log_behind(files, log, projection, state)
         if why:
             raise refused(projection.name(), files.stream_id, why)

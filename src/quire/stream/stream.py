@@ -40,6 +40,7 @@ from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
@@ -93,6 +94,7 @@ class Stream:
         recovered: Recovered,
         state: StreamState,
         store: Callable[[], ObjectStore],
+        collect: Collect,
         cache: ByteCache,
         settings: StreamSettings,
         clock: StreamClock,
@@ -122,7 +124,7 @@ class Stream:
             check_owner=check_owner,
             reserve=self.ledger.reserve,
         )
-        self.tiers = Tiers(files, self.ledger, self.hot, store, settings, clock, recovered.dictionaries)
+        self.tiers = Tiers(files, self.ledger, self.hot, store, collect, settings, clock, recovered.dictionaries)
         self.upkeep = Upkeep(self.tiers, self.ledger, state, settings, clock)
         self._reader = StreamReader(
             files,
@@ -148,6 +150,7 @@ class Stream:
         disk: Disk,
         manifest: ManifestStore,
         store: Callable[[], ObjectStore],
+        collect: Collect,
         clock: Clock,
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
@@ -160,19 +163,18 @@ class Stream:
         `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
         """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
-        objects = LogObjects(_Later(store), stream_id)
+        projection = Projection(manifest, files)
+        objects = LogObjects(_Later(store), stream_id, projection.prefixes())
         log_files = LogFiles(disk, root, stream_id, store_locked)
-        state, projection = StreamState(files, ticking), Projection(manifest, files)
-        log = open_log(files, log_files, objects, projection, state, ticking, log_settings)
+        state = StreamState(files, ticking)
+        log = open_log(files, log_files, objects, projection, state, ticking, log_settings, collect)
         try:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
             cache = cache if cache is not None else ByteCache(settings.cache_bytes)
-            owned = manifest.writer.check_owner
-            return cls(
-                files, recovered, state, store, cache, settings, ticking, background=background, check_owner=owned
-            )
+            parts = (files, recovered, state, store, collect, cache, settings, ticking)
+            return cls(*parts, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
             log.abandon()
             raise

@@ -80,6 +80,7 @@ from quire.stream.warm import FOOTER_BYTES, bounded, compress, reader_of
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectStore
+    from quire.stream.mlog_log import Collect
 
 
 class Reason(IntEnum):
@@ -101,6 +102,7 @@ class Tiers:
         ledger: Ledger,
         hot: HotLog,
         store: Callable[[], ObjectStore],
+        collect: Collect,
         settings: StreamSettings,
         clock: StreamClock,
         dictionaries: Dictionaries,
@@ -110,6 +112,7 @@ class Tiers:
         self._ledger = ledger
         self._hot = hot
         self._store = store
+        self._collect = collect
         self._settings = settings
         self._clock = clock
         # guarded by _moving
@@ -218,7 +221,7 @@ class Tiers:
                 return segment
             if not segment.is_warm:
                 segment = self.compress(segment_id)
-            key = segment.key or object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment_id, 0))
+            key = segment.key or self._new_key(segment_id)
             if segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
                 self._ledger.tell((UploadStarted(key), segment_id))
                 self._ledger.project()  # announced, before a byte is sent
@@ -233,9 +236,14 @@ class Tiers:
             self._ledger.project()
             return self._need(segment_id)
 
+    def _new_key(self, segment_id: int) -> str:
+        """The whole key: the log records it, so the object is found in every later owner epoch."""
+        prefix = self._ledger.projection.prefixes()[0]
+        return f"{prefix}/{object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment_id, 0))}"
+
     def objects_there(self) -> dict[str, int]:
         """The objects in the places of this stream's segments, with their sizes; one listing for each origin."""
-        origins = {each.key.partition("/")[0] for each in self._ledger.view if each.is_remote}
+        origins = {each.key.rsplit("/", 2)[0] for each in self._ledger.view if each.is_remote}
         store = self._store()
         pages = (page for origin in sorted(origins) for page in store.list_pages(f"{origin}/"))
         return {info.key: info.size_bytes for page in pages for info in page}
@@ -377,7 +385,7 @@ class Tiers:
                 hit("stream.retire.queued")
                 segment = self._need(segment_id)
             if segment.state.remote is Remote.DELETING:
-                self._store().delete(segment.key)
+                self._collect([segment.key])
                 hit("stream.retire.deleted")
                 self._ledger.tell((Tier2Deleted(segment.key), segment_id))
             self._ledger.tell((CustomEvent(Schema.SEGMENT_RETIRED), segment_id))

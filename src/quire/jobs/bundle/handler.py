@@ -73,11 +73,10 @@ def bundle_job(
         total["bundles"] += 1
         total["records"] += result.record_count
         total["bytes"] += result.size_bytes
-    store = ctx.open_store(ctx.objects_url)
     for done, result in enumerate(results):
         progress(done, len(results))
         try:
-            total["retired"] += retire(streams(), store, result)
+            total["retired"] += retire(streams(), result)
         except (StoreClosed, StoreUnusable):
             raise
         except UnknownDatabase:

@@ -23,7 +23,15 @@ def looks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> l
     found = []
     for stream_id, record in txn.databases():
         if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED and db_id in (0, stream_id):
-            found.append(LookTask(stream_id=stream_id, url=ctx.objects_url, now_ms=now, period_seconds=period_seconds))
+            found.append(
+                LookTask(
+                    stream_id=stream_id,
+                    url=ctx.objects_url,
+                    now_ms=now,
+                    period_seconds=period_seconds,
+                    prefixes=txn.object_prefixes()[:1],
+                )
+            )
     if db_id and not found:
         raise WrongKind("only streams have a manifest log", hint="`quire ls` shows the kinds", db_id=db_id)
     return found

@@ -14,14 +14,13 @@ Raises `StalePlan`, and what log and object store raise.
 from __future__ import annotations
 
 from quire.durable.failpoints import hit
-from quire.objects.api import ObjectStore
 from quire.stream.engine import StreamEngine
 from quire.stream.mlog_bundle import BundleResult
 from quire.stream.mlog_bundle import publish as queue
 from quire.stream.mlog_modes import Mode
 
 
-def retire(engine: StreamEngine, store: ObjectStore, result: BundleResult) -> int:
+def retire(engine: StreamEngine, result: BundleResult) -> int:
     """Let go the chunks that a bundle holds; how many. None, if the stream's log is switched off."""
     stream_id = result.task.stream_id
     with engine.borrowed(stream_id) as (stream, is_open):
@@ -32,7 +31,7 @@ def retire(engine: StreamEngine, store: ObjectStore, result: BundleResult) -> in
     if is_open:
         stream.ledger.log.tick()
         return len(keys)
-    store.delete_many(keys)
+    engine.collect(keys)
     hit("jobs.bundle.deleted")
     with engine.borrowed(stream_id) as (stream, is_open):
         if is_open:

@@ -26,6 +26,7 @@ class LookTask:
     url: str
     now_ms: int
     period_seconds: float
+    prefixes: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class MakeTask:
 
 def look(task: LookTask, tools: Tools) -> Looked:
     """Rule 1."""
-    objects = LogObjects(tools.open_store(task.url), task.stream_id)
+    objects = LogObjects(tools.open_store(task.url), task.stream_id, task.prefixes)
     due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)
-    chunks = objects.listing().chunks
+    chunks = objects.own_listing().chunks
     size = sum(
         chunks[index].size_bytes for each in due for index in range(each.first, each.last + 1) if index in chunks
     )

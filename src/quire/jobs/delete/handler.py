@@ -57,7 +57,7 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
             result = {"artifacts": artifacts, "freed_bytes": freed}
             return _end_of(ctx, db_id, result) if bare else Done(result)
         hit("jobs.delete.planned")
-        done = delete(plan.task, disk=ctx.disk, open_store=ctx.open_store)
+        done = delete(plan.task, disk=ctx.disk, collector=ctx.collector)
         for place, error in done.failed:
             trouble.add(place, error)
         if ops := deletion_ops(plan, done.gone, db_id):

@@ -8,7 +8,7 @@ Rules
      that was given up may have left one that the row does not promise.
   4. What cannot be removed keeps nothing else from being removed.
 
-Safe to run on an executor.
+Runs in the owner: objects are deleted by its collector alone (A3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.jobs.copies import remove_files
-from quire.jobs.places import OpenStore, Place
+from quire.jobs.places import Place
+from quire.objects.collector import Collector
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Deleted:
     failed: tuple[tuple[Place, QuireError], ...] = ()
 
 
-def delete(task: DeleteTask, *, disk: Disk, open_store: OpenStore) -> Deleted:
+def delete(task: DeleteTask, *, disk: Disk, collector: Collector) -> Deleted:
     """Remove the bytes of every place of the task; those of `gone` are, on return (rule 2)."""
     failed: dict[ArtifactKey, QuireError] = {}
     faults = remove_files((path for place in task.places for path in (place.local, place.staged)), disk)
@@ -53,7 +54,7 @@ def delete(task: DeleteTask, *, disk: Disk, open_store: OpenStore) -> Deleted:
             by_url.setdefault(place.url, []).append(place)
     for url, places in by_url.items():
         try:
-            open_store(url).delete_many([place.object_key for place in places])
+            collector.delete(url, [place.object_key for place in places])
         except QuireError as error:
             for place in places:
                 failed.setdefault(place.key, error)

@@ -117,6 +117,8 @@ class LogTask:
     """What is kept on disk, by the store's configuration."""
     witness: Witness | None = None
     """What LMDB has of the stream, which its log must know."""
+    prefixes: tuple[str, ...] = ("",)
+    """Of the store's objects, the current owner epoch's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,14 @@ class BodiesTask:
     """Objects of logs to be read whole: (stream, what, first, last)."""
 
     url: str
+    prefixes: tuple[str, ...]
     bodies: tuple[tuple[int, str, int, int], ...]
 
 
 def check_log(task: LogTask, tools: Tools) -> LogFound:
     """Every rule of a log that needs no body of an object (rule 3)."""
     store = tools.open_store(task.url)
-    files, objects = LogFiles(tools.disk, task.root, task.stream_id), LogObjects(store, task.stream_id)
+    files, objects = LogFiles(tools.disk, task.root, task.stream_id), LogObjects(store, task.stream_id, task.prefixes)
     exists = partial(_exists, store)
     found = tuple(
         verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
@@ -154,7 +157,7 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
     """(stream, what is wrong) of these objects."""
     store, found = tools.open_store(task.url), []
     for stream_id, what, first, last in task.bodies:
-        objects = LogObjects(store, stream_id)
+        objects = LogObjects(store, stream_id, task.prefixes)
         try:
             if what == "chunk":
                 objects.check(first)

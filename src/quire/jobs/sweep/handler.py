@@ -186,7 +186,7 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
             total["orphans"].append(told)
     if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
-            ctx.open_store(url).delete_many([stray.key for stray, _ in orphans if stray.url == url])
+            ctx.collector.delete(url, [stray.key for stray, _ in orphans if stray.url == url])
         hit("jobs.sweep.deleted")
         total["deleted"] += len(orphans)
     for stray, _ in orphans:

@@ -1,7 +1,9 @@
 """What a sweep lists, and which of the differences are real.
 
 Terms
-  space     (URL of an object store, prefix in it): the store's own, and each remote namespace
+  space     (URL of an object store, prefix in it): of each namespace, and of each owner epoch before the current one. Below it
+            are objects of this store only: a sweep never sees another store's (A1)
+  former    the space of a store that is older than epochs: no prefix. Others may have objects there too
   range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, about `RANGE_NAMES` of them that should be
             there. Ranges cover every possible key, and each is listed by one task
   orphan    an object with an artifact's name that nothing speaks of
@@ -12,6 +14,8 @@ Rules
   2. Spared are also names of generations that are not burned yet, and objects younger than a grace by the store's own clock.
   3. Names that are no artifacts' (manifest logs, tables, other people's files) are never orphans.
   4. The driver has the hashes of one wave of ranges in memory, 8 bytes a name, and some differences; never a listing.
+  6. The former space is listed database by database, never as a whole: it is swept by whoever has the claim to it, and others
+     only tell what they find (A1).
   5. Ranges of one wave are read in one short transaction; the next wave goes on where that ended, in another.
 """
 
@@ -29,6 +33,7 @@ from numpy.typing import NDArray
 
 from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
+from quire.durable.remote_names import parse_epoch_key
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.places import Place
 from quire.jobs.sweep.run import ListTask, Stray, artifact_of, name_hash
@@ -57,6 +62,9 @@ class Mark(NamedTuple):
     """(origin, id) of the first rows that may promise a name of it."""
 
 
+FORMER = ""
+"""The prefix of what is older than owner epochs."""
+
 END = (U32_MAX + 1, 0)
 """Behind all rows."""
 
@@ -73,12 +81,16 @@ class Range:
 
 
 def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
-    """Where objects are, the store's own space first → the namespaces that have theirs there; 0 is the store's own."""
+    """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
     from quire.pages.places import space_of
 
-    found: dict[Space, set[int]] = {}
-    for number in [0, *(key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE))]:
-        found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
+    found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
+    is_old = "" in txn.object_prefixes()
+    for (number,), space in txn.scan(t.REMOTE_NAMESPACE):
+        if space.owner_epoch or is_old:  # else nothing is in a place itself, only below it
+            found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
+    if is_old:
+        found.setdefault((ctx.objects_url, FORMER), set()).add(0)
     return found
 
 
@@ -97,7 +109,8 @@ def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iter
 
     def cut(border: str, row: tuple[int, int]) -> Range:
         nonlocal known, start
-        task = ListTask(url=url, prefix=prefix, start_after=start, until=border)
+        databases = (_database(start, 1), _database(border, txn.next_id(Counter.DB) - 1)) if prefix == FORMER else None
+        task = ListTask(url=url, prefix=prefix, start_after=start, until=border, databases=databases)
         made = Range(task, np.array(known, np.uint64), Mark(border, first, row) if border else None)
         known, start = array("Q"), border
         return made
@@ -117,6 +130,11 @@ def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iter
     yield cut("", END)
 
 
+def _database(border: str, otherwise: int) -> int:
+    """The database that a border of the former space is in."""
+    return int(border[:8], 16) if border else otherwise
+
+
 def _under(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
@@ -131,7 +149,12 @@ def _names(
         _chunks(txn, row), _deltas(txn, row), _segments(txn, row), key=lambda item: (item[0].origin_db_id, item[0].id)
     )
     for key, record in every:
-        if record.namespace_id in namespaces and record.residency is not Residency.LOCAL:
+        if record.residency is Residency.LOCAL:
+            continue
+        if record.namespace_id == 0 and parse_epoch_key(record.suffix) is not None:
+            if prefix and record.suffix.startswith(f"{prefix}/"):
+                yield key, record.suffix  # a stream's: its log has whole keys
+        elif record.namespace_id in namespaces:
             yield key, _under(prefix, record.suffix or object_key(key))
 
 

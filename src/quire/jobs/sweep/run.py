@@ -12,7 +12,7 @@ Safe to run on an executor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -21,6 +21,7 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.durable.names import parse_object_key
 from quire.jobs.runner import Tools
+from quire.objects.api import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class ListTask:
     prefix: str = ""
     start_after: str = ""
     until: str = ""
+    databases: tuple[int, int] | None = None
+    """Only what is named after these databases, the last included: where others may have objects too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def artifact_of(key: str, prefix: str) -> ArtifactKey | None:
 def list_range(task: ListTask, tools: Tools) -> Iterator[tuple[int | None, Stray | Listed]]:
     """List a range, then say how much it was."""
     objects = size = 0
-    for page in tools.open_store(task.url).list_pages(task.prefix, start_after=task.start_after):
+    for page in _pages(task, tools):
         inside = list(takewhile(lambda info: not task.until or info.key <= task.until, page))
         for info in inside:
             if artifact_of(info.key, task.prefix) is None:
@@ -74,7 +77,17 @@ def list_range(task: ListTask, tools: Tools) -> Iterator[tuple[int | None, Stray
             yield name_hash(info.key), Stray(task.url, info.key, info.size_bytes, info.modified_ms)
         objects += len(inside)
         size += sum(info.size_bytes for info in inside)
-        if len(inside) < len(page):
+        if len(inside) < len(page) and task.databases is None:
             break
     hit("jobs.sweep.listed")
     yield None, Listed(objects, size)
+
+
+def _pages(task: ListTask, tools: Tools) -> Iterator[Sequence[ObjectInfo]]:
+    store = tools.open_store(task.url)
+    if task.databases is None:
+        yield from store.list_pages(task.prefix, start_after=task.start_after)
+        return
+    first, last = task.databases
+    for database in range(first, last + 1):
+        yield from store.list_pages(f"{database:08x}", start_after=task.start_after)

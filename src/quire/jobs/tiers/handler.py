@@ -40,7 +40,7 @@ from quire.jobs.places import Place
 from quire.jobs.steps import commit_step
 from quire.jobs.tiers.plan import MovePlan, plan_eviction, plan_hydration, plan_upload
 from quire.jobs.tiers.publish import announcement, evicted, hydrated, uploaded
-from quire.jobs.tiers.run import check_before_eviction, hydrate, remove_local, upload, withdraw
+from quire.jobs.tiers.run import check_before_eviction, hydrate, remove_local, upload
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 
@@ -113,7 +113,8 @@ def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Done:
         hit("jobs.upload.announced")
     done = upload(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
     if _is_gone(ctx, place):
-        withdraw(place, ctx.open_store)
+        # Its row went while it was sent: nobody else would ever look for it.
+        ctx.collector.delete(place.url, [place.object_key])
     op = uploaded(task, done, bitmap_hash=options(job, bitmap_hash=0)["bitmap_hash"], at_ms=ctx.clock.now_ms())
     return Done({"moved_bytes": 0 if done.was_there else done.size_bytes}, ops=(op,))
 

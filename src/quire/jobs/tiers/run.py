@@ -97,11 +97,6 @@ def check_size(place: Place, store: ObjectStore) -> None:
         raise damaged(place, what, store=store.url, key=place.object_key)
 
 
-def withdraw(place: Place, open_store: OpenStore) -> None:
-    """Remove an object whose row went while it was sent: nobody else would ever look for it."""
-    open_store(place.url).delete(place.object_key)
-
-
 # ── down ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def hydrate(task: MoveTask, *, disk: Disk, open_store: OpenStore, tick: Tick = no_tick) -> bool:
     """Make an artifact's file from its object; False if it was there already."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from quire.core.events import emit
 from quire.durable.names import Tier, WalSegmentFile, stream_dir
+from quire.durable.remote_names import kv_backups_prefix
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Progress
 from quire.jobs.runner import Runner
@@ -158,13 +159,14 @@ def _backups(ctx: JobContext) -> Iterator[StoredFile]:
     with ctx.manifest.read() as txn:
         if not any(True for _ in _live(txn, DbKind.LSM)):
             return
+        homes = (kv_backups_prefix(txn.store_id()), "kv")
     from quire.lsm.backup import backups, labels, read_backup  # Arrow with it
 
     store = ctx.open_store(ctx.objects_url)
     seen: set[str] = set()
-    for label in labels(store):
-        for lsn in backups(store, label):
-            for table in read_backup(store, label, lsn).tables:
+    for home, label in [(place, name) for place in homes for name in labels(store, place)]:
+        for lsn in backups(store, label, home):
+            for table in read_backup(store, label, lsn, home).tables:
                 if table.key not in seen:
                     seen.add(table.key)
                     yield StoredFile(

@@ -97,7 +97,13 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
     looked at: that is with every whole run, and of objects' bodies if everything is wanted, however lately it was seen."""
     with ctx.manifest.read() as txn:
         tasks = [
-            LogTask(stream_id=db_id, root=ctx.root, url=ctx.objects_url, witness=witness_in(txn, db_id))
+            LogTask(
+                stream_id=db_id,
+                root=ctx.root,
+                url=ctx.objects_url,
+                witness=witness_in(txn, db_id),
+                prefixes=txn.object_prefixes(),
+            )
             for db_id, record in txn.databases()
             if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
         ]

@@ -82,6 +82,7 @@ class Pieces:
 
     root: str
     objects_url: str
+    prefixes: tuple[str, ...]
     pieces: tuple[LogPiece, ...]
 
 
@@ -120,21 +121,21 @@ class ManifestLogTable(DataSourceReader):
         """Pieces of all logs, dealt out in order."""
         with self.access.connect() as client:
             known = {each.name: each.db_id for each in client.databases() if each.kind.name == "STREAM"}
-            root, url = client.path, client.objects_url
+            root, url, prefixes = client.path, client.objects_url, client.object_prefixes
         wanted = self._named(known)
         store = open_store(url) if self.tier != "disk" else None
         try:
             pieces = [
                 piece
                 for name in wanted
-                for piece in found_pieces(name, known[name], root, store, disk=self.tier != "object")
+                for piece in found_pieces(name, known[name], root, store, prefixes, disk=self.tier != "object")
             ]
         finally:
             if store is not None:
                 store.close()
         step = max(-(-len(pieces) // self._wanted), PIECES_MIN)
         parts = [tuple(pieces[start : start + step]) for start in range(0, len(pieces), step)]
-        return [LogPartition(Pieces(root, url, part)) for part in parts]
+        return [LogPartition(Pieces(root, url, prefixes, part)) for part in parts]
 
     def _named(self, known: dict[str, int]) -> list[str]:
         plain = [each for each in self.patterns if not any(sign in each for sign in "*?[")]
@@ -158,19 +159,19 @@ class ManifestLogTable(DataSourceReader):
         wanted = arrow_schema(self.schema)
         try:
             for piece in given.pieces:
-                chunk, tier = self._load(piece, given.root, store)
+                chunk, tier = self._load(piece, given, store)
                 yield from log_batches(piece.stream, piece.stream_id, chunk, tier, wanted)
         finally:
             for each in stores:
                 each.close()
 
-    def _load(self, piece: LogPiece, root: str, store: Callable[[], ObjectStore]) -> tuple[Chunk, str]:
+    def _load(self, piece: LogPiece, given: Pieces, store: Callable[[], ObjectStore]) -> tuple[Chunk, str]:
         """A piece, checked (rules 3 and 4)."""
-        files = LogFiles(OsDisk(), root, piece.stream_id)
+        files = LogFiles(OsDisk(), given.root, piece.stream_id)
         if piece.on_disk and (self.tier == "disk" or os.path.exists(files.chunk(piece.first))):
-            fetch = None if self.tier == "disk" else LogObjects(store(), piece.stream_id).get_chunk
+            fetch = None if self.tier == "disk" else LogObjects(store(), piece.stream_id, given.prefixes).get_chunk
             return ManifestLogReader(files, fetch).chunk(piece.first), "disk"
-        objects = LogObjects(store(), piece.stream_id)
+        objects = LogObjects(store(), piece.stream_id, given.prefixes)
         is_bundle = piece.first != piece.last
         chunk = objects.get_bundle(piece.first, piece.last) if is_bundle else objects.get_chunk(piece.first)
         if chunk is None:
@@ -183,12 +184,14 @@ class ManifestLogTable(DataSourceReader):
         return chunk, "object"
 
 
-def found_pieces(name: str, stream_id: int, root: str, store: ObjectStore | None, *, disk: bool) -> list[LogPiece]:
+def found_pieces(
+    name: str, stream_id: int, root: str, store: ObjectStore | None, prefixes: tuple[str, ...] = ("",), *, disk: bool
+) -> list[LogPiece]:
     """The pieces of a log in order, each record once (rule 1)."""
     local = set(LogFiles(OsDisk(), root, stream_id).chunks()) if disk else set()
     if store is None:
         return [LogPiece(name, stream_id, index, index, True) for index in sorted(local)]
-    listing = LogObjects(store, stream_id).listing()
+    listing = LogObjects(store, stream_id, prefixes).listing()
     spans: list[tuple[int, int]] = []
     for first, last in sorted(listing.bundles):
         if not spans or first > spans[-1][1]:

@@ -1,0 +1,99 @@
+"""The one who deletes objects (A3): engines and jobs have object stores without `delete`, and hand names to it.
+
+Terms
+  owned    prefixes below which objects are this store's own, by object store
+  line     the owner epochs that this store's manifest has been through: the current one, and its ancestors
+  former   the space of a store that is older than epochs: no prefix, so that others may have objects there too
+
+Rules
+  1. A name goes only if it is owned. Those of ancestors go when this owner's session is confirmed: until then the owner before
+     it, or the original of a copied directory, may still need them. Those of the former space go if it is claimed.
+     One foreign name, and nothing of the call is deleted: what named it is wrong.
+  2. The session is confirmed before every batch of deletes (A2).
+  3. How long an object is kept after nothing needs it is decided by who asks: the grace of the delete job (M8), and of a sweep.
+
+Threads: any. Raises `ForeignObject`, what the confirmation raises, and what the object store raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quire.core.errors import ForeignObject
+from quire.durable.mlog_names import is_log_key
+from quire.durable.names import parse_object_key
+from quire.objects.api import PAGE_OBJECTS, DeletableStore
+
+Confirm = Callable[[], None]
+"""Raises unless this process is still the store's owner, by the bucket's word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """What a store may delete, as its manifest says."""
+
+    current: frozenset[tuple[str, str]]
+    """(URL, prefix) of the current owner epoch, in each place."""
+    ancestors: frozenset[tuple[str, str]] = frozenset()
+    former: frozenset[tuple[str, str]] = frozenset()
+    """(URL, prefix) of places themselves: what older stores have put there is below no store's name."""
+
+
+class Collector:
+    """Deletes objects of one store, after looking whose they are."""
+
+    def __init__(
+        self,
+        open_store: Callable[[str], DeletableStore],
+        owned: Callable[[], Owned],
+        *,
+        confirm: Confirm | None = None,
+        claims_former: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept (rule 1)."""
+        self._open_store = open_store
+        self._owned = owned
+        self._confirm = confirm
+        self._claims_former = claims_former
+
+    def delete(self, url: str, keys: Iterable[str]) -> None:
+        """Remove objects; missing ones are fine. If it raises, some may be gone and some not: call again."""
+        names = list(keys)
+        if not names:
+            return
+        owned = self._owned()
+        for key in names:
+            self._require_ours(url, key, owned)
+        store = self._open_store(url)
+        for start in range(0, len(names), PAGE_OBJECTS):
+            if self._confirm is not None:
+                self._confirm()
+            store.delete_many(names[start : start + PAGE_OBJECTS])
+
+    def _require_ours(self, url: str, key: str, owned: Owned) -> None:
+        """Rule 1."""
+        if _is_below(url, key, owned.current):
+            return
+        if _is_below(url, key, owned.ancestors):
+            if self._confirm is not None:
+                return
+            what = "the object is an earlier owner's, who may still need it"
+            hint = "it is deleted once this owner's session is confirmed; `quire takeover` deposes the other one"
+        elif _is_former(url, key, owned.former):
+            if self._claims_former():
+                return
+            what = "the object has no store's name, and another store has claimed those"
+            hint = "remove it by hand if you know that it is not needed"
+        else:
+            what, hint = "the object is not this store's", "nothing was deleted; run `quire manifest check`"
+        raise ForeignObject(what, hint=hint, store=url, key=key)
+
+
+def _is_below(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
+    return any(url == place and key.startswith(f"{prefix}/") for place, prefix in spaces)
+
+
+def _is_former(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
+    suffixes = [key.removeprefix(f"{prefix}/") if prefix else key for place, prefix in spaces if place == url]
+    return any(parse_object_key(suffix) is not None or is_log_key(suffix) for suffix in suffixes)

@@ -1,0 +1,195 @@
+"""Several stores on one object-store URL: neither ever writes, lists or deletes a name of another (A1, A3; issue 18)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import ForeignObject
+from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
+from quire.durable.failpoints import armed
+from quire.durable.remote_names import kv_backups_prefix
+from quire.lsm.backup import back_up, read_backup
+from quire.manifest.namespaces import collector_of
+from quire.manifest.records import JobKind
+from quire.objects.api import list_objects
+from quire.objects.open import open_store
+from quire.testing.clock import ManualClock
+
+HOUR = 3_600.0
+OLD = -10 * 365 * 86_400.0
+"""A grace that every object is older than."""
+
+
+def settings(url: str) -> StoreSettings:
+    return StoreSettings(
+        object_store=url,
+        maintenance=MaintenanceSettings(enabled=False, delete_grace_seconds=60.0),
+        stream=StreamSettings(segment_bytes=4096),
+    )
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """All but the sessions of owners."""
+    store = open_store(url)
+    return {info.key: store.get(info.key) for info in list_objects(store) if "/owner/" not in info.key}
+
+
+def fill(store: quire.Store, word: str) -> None:
+    """A page database that is checkpointed, a stream whose segments are uploaded, a backup of a key-value database."""
+    with store.sqlite("shop", create=True) as db:
+        db.execute("create table if not exists t (word)")
+        db.executemany("insert into t values (?)", [(f"{word} {number}",) for number in range(200)])
+    store.checkpoint("shop")
+    clicks = store.stream("clicks", create=True)
+    clicks.append([f"{word} {number}".encode() * 20 for number in range(60)]).result()
+    clicks.seal()
+    clicks.upload()
+    clicks.ledger.log.rotate()
+    clicks.ledger.log.upload()
+    cart = store.kv("cart", create=True)
+    cart.put(b"word", word.encode())
+    back_up(cart, store.objects, "cart", kv_backups_prefix(store.feed.store_id()))
+
+
+def assert_whole(store: quire.Store, word: str) -> None:
+    """Everything of a store is there, read cold."""
+    with store.sqlite("shop") as db:
+        words = [row[0] for row in db.execute("select word from t")]
+    assert words
+    assert {text.split()[0] for text in words} == {word}
+    clicks = store.stream("clicks")
+    for segment in clicks.ledger.view.sealed:
+        assert store.objects.head(segment.key).size_bytes > 0
+    home = kv_backups_prefix(store.feed.store_id())
+    backup = read_backup(store.objects, "cart", home=home)
+    assert all(store.objects.head(table.key).size_bytes for table in backup.tables)
+    store.heavy.verify()
+    assert store.heavy.damaged() == []
+
+
+def clean_up(store: quire.Store, clock: ManualClock) -> None:
+    """All that deletes: garbage of checkpoints, an abandoned plan, retention, sweeps that take everything they may."""
+    for _ in range(4):
+        clock.advance(HOUR)
+        store.worker.drain()
+    store.heavy.sweep(delete=True, grace_seconds=OLD)
+    clock.advance(HOUR)
+    store.worker.drain()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "bucket")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, url: str, clock: ManualClock) -> Iterator[tuple[quire.Store, quire.Store]]:
+    with (
+        quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one,
+        quire.open(tmp_path / "b", settings=settings(url), clock=clock) as other,
+    ):
+        yield one, other
+
+
+def test_two_stores_on_one_url_leave_each_other_alone(
+    pair: tuple[quire.Store, quire.Store], url: str, clock: ManualClock
+) -> None:
+    """Hazard (issue 18): names carried no store, so that two stores wrote, adopted and deleted each other's objects."""
+    one, other = pair
+    fill(one, "ash")
+    fill(other, "birch")
+    ours = {key for key in objects(url) if key.startswith(one.feed.store_id())}
+    theirs = objects(url).keys() - ours
+    assert ours
+    assert {key.split("/")[0] for key in theirs} == {other.feed.store_id()}
+    kept = {key: body for key, body in objects(url).items() if key in ours}
+    fill(other, "birch")  # a second checkpoint: the first one's chunks are garbage
+    for name in ("shop", "clicks"):
+        other.drop(name)
+    clean_up(other, clock)
+    other.streams.sweep()
+    left = objects(url)
+    assert {key: body for key, body in left.items() if key in ours} == kept
+    assert not [key for key in left if key.startswith(f"{other.feed.store_id()}/e/")], "its own went"
+    assert_whole(one, "ash")
+
+
+def test_an_abandoned_plan_deletes_what_it_wrote_and_nothing_of_another_store(
+    pair: tuple[quire.Store, quire.Store], url: str, clock: ManualClock
+) -> None:
+    """Hazard (issue 18): an abandoned plan of B deleted A's only copy, which had the same name."""
+    one, other = pair
+    fill(one, "ash")
+    before = objects(url)
+    with other.sqlite("shop", create=True) as db:
+        db.execute("create table t (word)")
+    job_id = other.manifest.jobs.enqueue(JobKind.CHECKPOINT, other.database("shop").db_id)
+    with armed("jobs.checkpoint.written", "1*raise:EIO"):
+        other.worker.drain()
+    assert objects(url).keys() > before.keys(), "it has written, and not published"
+    other.manifest.jobs.cancel(job_id)
+    other.drop("shop")
+    clean_up(other, clock)
+    assert objects(url) == before
+    assert_whole(one, "ash")
+
+
+def test_a_copied_directory_that_takes_over_writes_no_name_of_its_original(
+    tmp_path: Path, url: str, clock: ManualClock
+) -> None:
+    """Hazard (issue 18): a copy of a store on its old bucket wrote and collected names that the original had."""
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
+        fill(one, "ash")
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with quire.open(tmp_path / "copy", settings=settings(url), clock=clock) as copy:
+        assert copy.manifest.begin_owner_epoch() == 2
+        before = {key: body for key, body in objects(url).items() if "/e/00000001/" in key}
+        fill(copy, "ash")
+        assert objects(url).items() >= before.items(), "what the original wrote is as it was"
+        assert [key for key in objects(url) if "/e/00000002/" in key], "it writes below its own epoch"
+        assert_whole(copy, "ash")
+
+
+def test_a_successor_reads_what_earlier_epochs_wrote_and_deletes_it_once_it_is_confirmed(
+    tmp_path: Path, url: str, clock: ManualClock
+) -> None:
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as store:
+        fill(store, "ash")
+        former = {key for key in objects(url) if "/e/00000001/" in key}
+        store.manifest.begin_owner_epoch()
+        assert_whole(store, "ash")
+        refusing = collector_of(store.manifest, store.objects_url, open_store)
+        with pytest.raises(ForeignObject, match="earlier owner"):
+            refusing.delete(store.objects_url, former)
+        assert objects(url).keys() >= former
+        asked: list[int] = []
+        collector_of(store.manifest, store.objects_url, open_store, confirm=lambda: asked.append(1)).delete(
+            store.objects_url, former
+        )
+        assert asked
+        assert not objects(url).keys() & former
+
+
+def test_a_foreign_name_is_refused_and_nothing_of_the_call_is_deleted(
+    pair: tuple[quire.Store, quire.Store], url: str
+) -> None:
+    one, other = pair
+    fill(one, "ash")
+    fill(other, "birch")
+    before = objects(url)
+    collector = collector_of(one.manifest, one.objects_url, open_store, confirm=lambda: None)
+    mine = next(key for key in before if key.startswith(f"{one.feed.store_id()}/e/"))
+    for foreign in (next(key for key in before if key.startswith(other.feed.store_id())), "README", "00000001/x"):
+        with pytest.raises(ForeignObject):
+            collector.delete(one.objects_url, [mine, foreign])
+    assert objects(url) == before
