@@ -165,15 +165,14 @@ class Stream:
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         projection = Projection(manifest, files)
         objects = LogObjects(_Later(store), stream_id, projection.prefixes())
-        log_files = LogFiles(disk, root, stream_id, store_locked)
-        state = StreamState(files, ticking)
+        log_files, state = LogFiles(disk, root, stream_id, store_locked), StreamState(files, ticking)
         log = open_log(files, log_files, objects, projection, state, ticking, log_settings, collect)
         try:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
-            cache = cache if cache is not None else ByteCache(settings.cache_bytes)
-            parts = (files, recovered, state, store, collect, cache, settings, ticking)
+            kept = cache if cache is not None else ByteCache(settings.cache_bytes)
+            parts = (files, recovered, state, store, collect, kept, settings, ticking)
             return cls(*parts, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
             log.abandon()
