@@ -15,6 +15,7 @@ import pytest
 
 import quire
 from quire.cli import main
+from quire.objects.api import list_objects
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -128,3 +129,17 @@ def test_superseded_backups_go(run: Run, tmp_path: Path) -> None:
     assert run("prune", "cart", "--yes")[1]["backups"] == [made[2]["lsn"]]
     assert run("prune", "cart", text=True) == (0, "nothing to remove; 1 backup of cart stays\n")
     assert run("restore", "again", "--label", "cart")[0] == 0
+
+
+def test_why_says_what_removes_an_object_of_a_backup(tmp_path: Path, run: Run) -> None:
+    run("put", "cart", "a", "1", "--create")
+    run("backup", "cart")
+    with quire.open(tmp_path / "store") as store:
+        keys = [info.key for info in list_objects(store.objects) if info.key.endswith((".sst", ".json"))]
+    assert len(keys) == 2
+    for key in keys:
+        out = io.StringIO()
+        with redirect_stdout(out):
+            assert main.run(["why", key, "--store", str(tmp_path / "store"), "--json"]) == 0
+        (holder,) = json.loads(out.getvalue())["holders"]
+        assert "quire kv prune cart" in holder["release"]
