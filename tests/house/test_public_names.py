@@ -66,6 +66,7 @@ ERRORS = [
     "ChecksumMismatch",
     "SnapshotChecksumMismatch",
     "Incompatible",
+    "ForeignObject",
     "FormatTooNew",
     "ConfigMismatch",
     "StoreUnusable",

@@ -171,8 +171,7 @@ class Stream:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
-            kept = cache if cache is not None else ByteCache(settings.cache_bytes)
-            parts = (files, recovered, state, store, collect, kept, settings, ticking)
+            parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes), settings, ticking)
             return cls(*parts, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
             log.abandon()
