@@ -164,15 +164,15 @@ class Stream:
         """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         projection = Projection(manifest, files)
+        at, state = LogFiles(disk, root, stream_id, store_locked), StreamState(files, ticking)
         objects = LogObjects(_Later(store), stream_id, projection.prefixes())
-        log_files, state = LogFiles(disk, root, stream_id, store_locked), StreamState(files, ticking)
-        log = open_log(files, log_files, objects, projection, state, ticking, log_settings, collect)
+        log = open_log(files, at, objects, projection, state, ticking, log_settings, collect)
         try:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
-            parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes), settings, ticking)
-            return cls(*parts, background=background, check_owner=manifest.writer.check_owner)
+            parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes))
+            return cls(*parts, settings, ticking, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
             log.abandon()
             raise
