@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
-from quire.core.errors import ForeignObject
+from quire.core.errors import ForeignObject, ObjectStoreUnavailable, StoreFenced
 from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
 from quire.durable.failpoints import armed
 from quire.durable.remote_names import kv_backups_prefix
@@ -17,8 +18,12 @@ from quire.lsm.backup import back_up, read_backup
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import JobKind
 from quire.objects.api import list_objects
+from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.testing.clock import ManualClock
+from tests.objects.conftest import fresh_url, s3_server
+
+__all__ = ["s3_server"]
 
 HOUR = 3_600.0
 OLD = -10 * 365 * 86_400.0
@@ -82,9 +87,21 @@ def clean_up(store: quire.Store, clock: ManualClock) -> None:
     store.worker.drain()
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return str(tmp_path / "bucket")
+@pytest.fixture(params=["path", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place that is in no store's directory."""
+    if request.param == "path":
+        return str(tmp_path / "bucket")
+    host, port = request.getfixturevalue("s3_server")
+    for name, value in {
+        "AWS_ENDPOINT": f"http://{host}:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return fresh_url()
 
 
 @pytest.fixture
@@ -193,3 +210,57 @@ def test_a_foreign_name_is_refused_and_nothing_of_the_call_is_deleted(
         with pytest.raises(ForeignObject):
             collector.delete(one.objects_url, [mine, foreign])
     assert objects(url) == before
+
+
+def drop_all(store: quire.Store, clock: ManualClock) -> None:
+    """Everything is garbage, and old enough to go."""
+    for name in ("shop", "clicks", "cart"):
+        store.drop(name)
+    clean_up(store, clock)
+    store.streams.sweep()
+
+
+def test_a_copy_that_is_behind_deletes_nothing_of_its_original(tmp_path: Path, url: str, clock: ManualClock) -> None:
+    """Hazard (issue 18): a copy that dropped a database and ran its upkeep deleted the original's only chunk."""
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
+        fill(one, "ash")
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
+        fill(one, "ash")
+        before = objects(url)
+        with quire.open(tmp_path / "copy", settings=settings(url), clock=clock) as copy, pytest.raises(StoreFenced):
+            drop_all(copy, clock)
+        assert objects(url) == before
+        assert_whole(one, "ash")
+
+
+def test_a_copy_that_is_not_confirmed_deletes_nothing_of_its_original(
+    tmp_path: Path, url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is behind cannot be seen: the listing of owners gets no answer, though deletes would."""
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
+        fill(one, "ash")
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    before = objects(url)
+
+    class NoOwners(GuardedStore):
+        def list_pages(self, *given: Any, **options: Any) -> Any:
+            raise ObjectStoreUnavailable("no answer")
+
+    def opened(place: str, **options: Any) -> Any:
+        return NoOwners(open_store(place, **options), lambda: None, lambda: None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.store.object_rights.open_store", opened)
+        with quire.open(tmp_path / "copy", settings=settings(url), clock=clock) as copy:
+            for name in ("shop", "clicks"):
+                copy.drop(name)
+            for _ in range(4):
+                clock.advance(HOUR)
+                copy.worker.drain()
+            jobs = [job.record for job in copy.manifest.jobs.jobs() if job.record.kind is JobKind.DELETE]
+            assert any("no answer" in record.error for record in jobs), "it has tried"
+            assert copy.info().owner_state == "unconfirmed"
+    assert objects(url) == before
+    with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
+        assert_whole(one, "ash")
