@@ -64,30 +64,36 @@ class Collector:
             return
         owned = self._owned()
         for key in names:
-            self._require_ours(url, key, owned)
+            if (refusal := self._refusal(url, key, owned)) is not None:
+                raise refusal
         store = self._open_store(url)
         for start in range(0, len(names), PAGE_OBJECTS):
             if self._confirm is not None:
                 self._confirm()
             store.delete_many(names[start : start + PAGE_OBJECTS])
 
-    def _require_ours(self, url: str, key: str, owned: Owned) -> None:
-        """Rule 1."""
+    def deletable(self, url: str, keys: Iterable[str]) -> set[str]:
+        """Those that `delete` would not refuse: a sweep meets names that are somebody else's, and only reports them."""
+        owned = self._owned()
+        return {key for key in keys if self._refusal(url, key, owned) is None}
+
+    def _refusal(self, url: str, key: str, owned: Owned) -> ForeignObject | None:
+        """Rule 1; `None` if the name may go."""
         if _is_below(url, key, owned.current):
-            return
+            return None
         if _is_below(url, key, owned.ancestors):
             if self._confirm is not None:
-                return
+                return None
             what = "the object is an earlier owner's, who may still need it"
             hint = "it is deleted once this owner's session is confirmed; `quire takeover` deposes the other one"
         elif _is_former(url, key, owned.former):
             if self._claims_former():
-                return
+                return None
             what = "the object has no store's name, and another store has claimed those"
             hint = "remove it by hand if you know that it is not needed"
         else:
             what, hint = "the object is not this store's", "nothing was deleted; run `quire manifest check`"
-        raise ForeignObject(what, hint=hint, store=url, key=key)
+        return ForeignObject(what, hint=hint, store=url, key=key)
 
 
 def _is_below(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:

@@ -27,6 +27,7 @@ from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
     DatabaseTombstoned,
+    ForeignObject,
     QuireError,
     ReadOnly,
     StorageFault,
@@ -269,7 +270,7 @@ class StreamEngine:
                 logs = [f"{prefix}/{log_prefix(stream_id)}".lstrip("/") for prefix in txn.object_prefixes()]
             self.collect([each.key for log in logs for each in list_objects(store, log)])
             remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
-        except (Unavailable, StorageFault) as error:  # the next sweep tries again
+        except (Unavailable, StorageFault, ForeignObject) as error:  # the next sweep tries again
             emit("warning", "stream.sweep_failed", stream=stream_id, error=str(error))
             return False
         return True

@@ -10,6 +10,7 @@ Rules
   5. The result names the first `LISTED_MAX` of each sort, and says whether there were more.
   6. What is missing is looked up, and asked for once more, when its wave is listed: rows of a wave are read twice at most.
   7. An object store that fails ends the attempt: without a whole listing nothing is known to be missing.
+  8. Orphans that are not this store's to delete, in a place that it shares and has no claim to, are told and stay (A3).
 """
 
 from __future__ import annotations
@@ -184,11 +185,14 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
         if len(total["orphans"]) < LISTED_MAX:
             told = {"artifact": object_key(key), "object": stray.key, "size_bytes": stray.size_bytes, "url": stray.url}
             total["orphans"].append(told)
+    gone: set[str] = set()
     if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
-            ctx.collector.delete(url, [stray.key for stray, _ in orphans if stray.url == url])
+            may_go = ctx.collector.deletable(url, [stray.key for stray, _ in orphans if stray.url == url])
+            ctx.collector.delete(url, may_go)
+            gone |= {f"{url} {key}" for key in may_go}
         hit("jobs.sweep.deleted")
-        total["deleted"] += len(orphans)
+        total["deleted"] += len(gone)
     for stray, _ in orphans:
         emit(
             "warning",
@@ -196,5 +200,5 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
             object=stray.key,
             store=stray.url,
             size_bytes=stray.size_bytes,
-            deleted=sweep.delete,
+            deleted=f"{stray.url} {stray.key}" in gone,
         )
