@@ -17,6 +17,7 @@ from quire.jobs.stream_verify.run import LogTask
 from quire.jobs.threads import thread_runner
 from quire.manifest import tables as t
 from quire.manifest.records import VerifyState
+from quire.stream.mlog_format import COPY_BYTES, decode_copy
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, fill
 
@@ -109,7 +110,12 @@ def test_one_database_and_one_artifact(store: quire.Store, clicks: Stream) -> No
 def log_problems(store: quire.Store, *streams: Stream, deep: bool = True) -> list[tuple[int, str]]:
     context = store._need_rooms().context
     runner = thread_runner(context)
-    tasks = [LogTask(stream_id=each.stream_id, root=store.path, url=store.objects_url) for each in streams]
+    with store.manifest.read() as txn:
+        prefixes, store_id = txn.object_prefixes(), txn.store_id()
+    tasks = [
+        LogTask(stream_id=each.stream_id, root=store.path, url=store.objects_url, prefixes=prefixes, store_id=store_id)
+        for each in streams
+    ]
     return [(number, each.rule) for number, each in verify_logs(tasks, runner, runner, deep=deep) if not each.leak]
 
 
@@ -140,6 +146,29 @@ def test_logs_of_many_streams_are_checked_together(store: quire.Store, logs: lis
         f"manifest log of stream {taps.stream_id}, L5",
     ]
     flip(clicks.ledger.log.files.chunk(2), 90)
+
+
+def test_a_chunk_of_another_store_is_told(store: quire.Store, logs: list[Stream]) -> None:
+    """Issue 18: it has the name, the index and the records of ours."""
+    clicks, taps = logs
+    objects = taps.ledger.log.objects
+    assert objects is not None
+    local, remote = (
+        Path(clicks.ledger.log.files.chunk(1)),
+        Path(store.path, "objects", *objects.chunk_key(1).split("/")),
+    )
+    for path in (local, remote):
+        data = path.read_bytes()
+        copy = decode_copy(data)
+        assert copy is not None
+        theirs = copy._replace(identity=copy.identity._replace(store_id=b"another store..."))
+        path.write_bytes(data[:-COPY_BYTES] + theirs.encode())
+    result = store.heavy.verify(runner="threads").result
+    assert [each.split(":")[0] for each in result["logs"]] == [
+        f"manifest log of stream {clicks.stream_id}, L1",
+        *[f"manifest log of stream {taps.stream_id}, L5"] * 2,
+    ]
+    assert all("of another store" in each for each in result["logs"])
 
 
 def test_what_a_second_look_does_not_find_is_not_told(

@@ -15,7 +15,16 @@ from quire.durable.checksums import crc64
 from quire.stream import mlog_format as fmt
 from quire.stream import mlog_records as records
 from quire.stream import mlog_snapshot, mlog_states
-from quire.stream.mlog_format import CHUNK_BYTES, SEALED, ChunkFacts, encode_record, new_header, settle
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    SEALED,
+    ChunkFacts,
+    Identity,
+    encode_record,
+    identity_of,
+    new_header,
+    settle,
+)
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Position, load_chunk
 from tests.stream.logs import ONE_OF_EACH, U64, VALUES
@@ -43,6 +52,16 @@ PAYLOADS = [
 ]
 
 
+IDENTITY = identity_of("12345678-9abc-4def-8123-456789abcdef", 7)
+OLD_COPY = bytes.fromhex(
+    "474f4c4d32464f41010000004000000002000000000000001f00000000000000"
+    "a800000000000000a8000000000000001cff5b630751f3dd0100000000000000"
+    "0200000000000000010000000000000000000000000000000000000000000000"
+    "0000000000000000000000000000000000000000000000006042cda270ca3677"
+)
+"""The commit copy of the page's chunk as versions before identities wrote it."""
+
+
 def example_chunk() -> bytes:
     """The chunk of the page: two records about segment 9, committed and sealed."""
     body = encode_record(
@@ -56,7 +75,7 @@ def example_chunk() -> bytes:
         chunk_crc64=crc64(body),
         flags=SEALED,
     )
-    return header.encode() + body + ChunkFacts(header, 2, 1).encode()
+    return header.encode() + body + ChunkFacts(header, 2, 1, IDENTITY).encode()
 
 
 def dump(title: str) -> bytes:
@@ -105,7 +124,14 @@ def test_the_chunk_of_the_page_has_its_published_bytes() -> None:
     assert data == dump("The chunk")
     chunk = load_chunk(data, chunk_index=2)
     assert [view.value() for view in chunk.records()] == [records.SegmentOpened(4096, 3), records.UploadStarted("s/1")]
-    assert chunk.facts == (chunk.header, 2, 1)
+    assert chunk.facts == (chunk.header, 2, 1, IDENTITY)
+
+
+def test_a_chunk_from_before_chunks_had_an_identity_is_read_by_any_log() -> None:
+    data = example_chunk()[:-128] + OLD_COPY
+    chunk = load_chunk(data, chunk_index=2, owner=IDENTITY)
+    assert chunk.facts == (chunk.header, 2, 1, fmt.NO_IDENTITY)
+    assert chunk.facts.encode() == OLD_COPY
 
 
 def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
@@ -197,15 +223,43 @@ def test_what_does_not_fit_its_field_is_refused(value: records.Payload) -> None:
         records.encode(value)
 
 
-@given(st.tuples(U64, U64, U64, U64), st.integers(0, 3), U64, U64)
+IDENTITIES = st.builds(Identity, st.sampled_from([bytes(16), b"s" * 16, b"t" * 16]), st.integers(0, 3))
+
+
+@given(
+    st.tuples(U64, U64, U64, U64),
+    st.integers(0, 3),
+    U64,
+    U64,
+    st.builds(Identity, st.binary(min_size=16, max_size=16), U64),
+)
 def test_commit_copies_round_trip(
-    numbers: tuple[int, int, int, int], flags: int, record_count: int, snapshot_id: int
+    numbers: tuple[int, int, int, int], flags: int, record_count: int, snapshot_id: int, identity: Identity
 ) -> None:
     index, base, length, crc = numbers
     header = new_header(chunk_index=index, base_record=base, committed_len=length, chunk_crc64=crc, flags=flags)
-    facts = ChunkFacts(header, record_count, snapshot_id)
+    facts = ChunkFacts(header, record_count, snapshot_id, identity)
     assert fmt.decode_copy(bytes(64) + facts.encode()) == facts
     assert fmt.decode_chunk_header(header.encode()) == header
+
+
+@given(IDENTITIES, IDENTITIES)
+def test_a_chunk_is_refused_if_what_it_says_of_itself_is_known_to_be_wrong(said: Identity, owner: Identity) -> None:
+    known = fmt.NO_IDENTITY not in (said, owner)
+    stores_known = bytes(16) not in (said.store_id, owner.store_id)
+    foreign = known and (said.stream_id != owner.stream_id or (stores_known and said.store_id != owner.store_id))
+    assert said.fits(owner) is owner.fits(said) is (not foreign)
+    whole = example_chunk()
+    copy = fmt.decode_copy(whole)
+    assert copy is not None
+    data = whole[:-128] + copy._replace(identity=said).encode()
+    # A torn header or an interrupted commit does not hide whose the chunk is.
+    for header in (data[:64], bytes(64), copy.header._replace(committed_len=120).encode()):
+        if foreign:
+            with pytest.raises(ManifestIntegrityError, match="of another"):
+                settle(header + data[64:], chunk_index=2, path="x", owner=owner)
+        else:
+            settle(header + data[64:], chunk_index=2, path="x", owner=owner)
 
 
 def test_a_newer_version_says_so() -> None:

@@ -30,7 +30,8 @@ def world(tmp_path: Path) -> Iterator[StreamWorld]:
 def repair(world: StreamWorld, *, apply: bool = True) -> Survey:
     from quire.stream.files import StreamClock
 
-    objects, projection = LogObjects(world.objects, world.stream_id), Projection(world.manifest, world.files)
+    projection = Projection(world.manifest, world.files)
+    objects = LogObjects(world.objects, world.stream_id, projection.prefixes(), projection.store_id())
     mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
     found = mending.survey()
     if apply:

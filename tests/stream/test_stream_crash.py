@@ -146,6 +146,7 @@ def test_power_off_at_every_step_of_appending_and_rolling(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # five minutes by itself on a machine with two busy cores
 def test_long_power_off_at_every_step_of_a_whole_life(tmp_path: Path) -> None:
     choosers = [keep_all, drop_all, mostly(Outcome.KEEP, 1), mostly(Outcome.GARBLE, 2)]
     power_off_at_every_step(tmp_path, WHOLE, choosers, least=100)

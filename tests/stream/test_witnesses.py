@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from quire.core.errors import Corruption
+from quire.core.errors import Corruption, ManifestIntegrityError
 from quire.durable import quarantine
 from quire.durable.names import Tier
 from quire.stream.catalogue import View
@@ -132,7 +132,13 @@ def test_the_log_of_another_stream_is_noticed(world: StreamWorld, tmp_path: Path
     other.stream.close()
     world.fill(2)
     world.stream.close()
-    shutil.copy(log_of(other).chunk(0), log_of(world).chunk(0))
+    path = Path(log_of(world).chunk(0))
+    theirs = Path(log_of(other).chunk(0)).read_bytes()
+    path.write_bytes(theirs)
+    with pytest.raises(ManifestIntegrityError, match="of another store"):
+        world.open()
+    # Of a chunk that says nothing of itself the witnesses know.
+    path.write_bytes(theirs[:-128] + bytes(128))
     with pytest.raises(Corruption, match="manifest log of a stream is behind"):
         world.open()
     other.close()

@@ -85,6 +85,7 @@ def verify(
                     settings=settings,
                     witness=witness_in(txn, each),
                     prefixes=txn.object_prefixes(),
+                    store_id=txn.store_id(),
                 )
                 for each in names
             ]
@@ -165,13 +166,10 @@ def _log(cli: Cli, store: ObjectStore, stream_id: int) -> tuple[LogFiles, LogObj
     from quire.stream.mlog_files import LogFiles
     from quire.stream.mlog_tier2 import LogObjects
 
-    return LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id), LogObjects(store, stream_id, _prefixes(cli))
-
-
-def _prefixes(cli: Cli) -> tuple[str, ...]:
-    """Below which prefixes the store's objects are."""
     with cli.reader() as manifest, manifest.read() as txn:
-        return txn.object_prefixes()
+        prefixes, store_id = txn.object_prefixes(), txn.store_id()
+    files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
+    return files, LogObjects(store, stream_id, prefixes, store_id)
 
 
 def _threads(root: str, store: ObjectStore) -> ThreadRunner:

@@ -158,7 +158,7 @@ class StreamEngine:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
             projection = Projection(self._manifest, files)
-            objects = LogObjects(self._store(), stream_id, projection.prefixes())
+            objects = LogObjects(self._store(), stream_id, projection.prefixes(), projection.store_id())
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:

@@ -27,7 +27,17 @@ import msgspec
 
 from quire.core.errors import StalePlan
 from quire.durable.checksums import crc64
-from quire.stream.mlog_format import CHUNK_BYTES, NO_SEGMENT, SEALED, ChunkFacts, damaged, encode_record, new_header
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    NO_IDENTITY,
+    NO_SEGMENT,
+    SEALED,
+    ChunkFacts,
+    check_owner,
+    damaged,
+    encode_record,
+    new_header,
+)
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_reader import Chunk, check_sequence
 from quire.stream.mlog_records import SnapshotMarker
@@ -138,7 +148,10 @@ def bundle_bytes(chunks: list[Chunk], *, snapshot_id: int) -> bytes:
         flags=SEALED,
     )
     count = 1 + sum(len(chunk.offsets) for chunk in chunks)
-    return header.encode() + body + ChunkFacts(header, count, last.snapshot_id).encode()
+    identity = next((chunk.identity for chunk in chunks if chunk.identity != NO_IDENTITY), NO_IDENTITY)
+    for chunk in chunks:
+        check_owner(chunk.identity, identity, chunk=chunk.index, path="")
+    return header.encode() + body + ChunkFacts(header, count, last.snapshot_id, identity).encode()
 
 
 def _needed_from(objects: LogObjects, listing: Listing) -> int:

@@ -25,6 +25,7 @@ from quire.durable.names import (
     parse_path,
     stream_dir,
 )
+from quire.stream.mlog_format import Identity, identity_of
 
 
 class LogFiles(msgspec.Struct, frozen=True):
@@ -35,6 +36,12 @@ class LogFiles(msgspec.Struct, frozen=True):
     stream_id: int
     store_locked: bool = False
     """Whether the caller owns the store: its lock covers that of the log."""
+    store_id: str = ""
+    """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(self.store_id, self.stream_id)
 
     @property
     def directory(self) -> str:

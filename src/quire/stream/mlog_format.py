@@ -6,6 +6,7 @@ Terms
   committed    the bytes [0, committed_len) of a chunk: what was synced when its header was last written
   commit copy  the chunk's header once more, with a count of the records and a checksum of its own: the last 128 bytes
                of a chunk's file or object. The chunk header itself has no checksum and is overwritten in place
+  identity     the store and the stream that a chunk is of, in its commit copy; zeros in chunks of older versions
 
 Rules
   1. Little-endian, natural alignment; every record starts at a multiple of 8. Reserved flags are 0.
@@ -14,7 +15,8 @@ Rules
      overwritten: at any moment one of the two is whole. So a torn header costs nothing that was committed.
   4. Which of the two counts: the copy, if it is sound and the header is not, or if both speak of the same bytes (then
      it is the one with a checksum); else the header. Sound: all fields make sense and `chunk_crc64` fits.
-  5. Sizes are literal and checked at import; the page and the code are compared by a test.
+  5. A commit copy of another store or stream is refused, whatever else it says: the chunk is somebody else's. Zeros fit all.
+  6. Sizes are literal and checked at import; the page and the code are compared by a test.
 
 Pure functions, any thread, no input or output; importable on executors. Format page: `docs/formats/manifest-log.md`.
 Raises `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import struct
 from typing import NamedTuple
+from uuid import UUID
 
 from quire.core.errors import FormatTooNew, ManifestIntegrityError, QuireError
 from quire.durable.checksums import Bytes, crc64
@@ -38,8 +41,8 @@ RECORD = struct.Struct("<HHIQQQQ")
 """record_type, flags, payload_len, segment_id, logical_offset, timestamp_ms, payload_crc64"""
 CHUNK = struct.Struct("<QIIQQQQQQ")
 """magic, version, header_len, chunk_index, base_record, tail_offset, committed_len, chunk_crc64, flags"""
-COPY = struct.Struct("<64sQQ40sQ")
-"""chunk header, record_count, snapshot_id, reserved (0), crc64 of the 120 bytes before it"""
+COPY = struct.Struct("<64sQQ16sQ16sQ")
+"""chunk header, record_count, snapshot_id, store_id, stream_id, reserved (0), crc64 of the 120 bytes before it"""
 
 RECORD_BYTES = 40
 CHUNK_BYTES = 64
@@ -96,6 +99,31 @@ def new_header(
     )
 
 
+class Identity(NamedTuple):
+    """Whose a chunk is."""
+
+    store_id: bytes
+    """The UUID's 16 bytes; zeros if it is not known."""
+    stream_id: int
+
+    def fits(self, other: Identity) -> bool:
+        """Whether both can be of one log (rule 5)."""
+        if NO_IDENTITY in (self, other):
+            return True
+        return self.stream_id == other.stream_id and (
+            self.store_id == other.store_id or NO_STORE in (self.store_id, other.store_id)
+        )
+
+
+NO_STORE = bytes(16)
+NO_IDENTITY = Identity(NO_STORE, 0)
+
+
+def identity_of(store_id: str, stream_id: int) -> Identity:
+    """The identity of a stream's log; `store_id` is the UUID as text, empty if it is not known."""
+    return Identity(UUID(store_id).bytes if store_id else NO_STORE, stream_id)
+
+
 class ChunkFacts(NamedTuple):
     """What is known of a chunk once it is checked; with `encode`, its commit copy."""
 
@@ -103,6 +131,7 @@ class ChunkFacts(NamedTuple):
     record_count: int
     snapshot_id: int
     """The newest `SnapshotMarker` in the log up to here, 0 if there was none."""
+    identity: Identity = NO_IDENTITY
 
     @property
     def next_record(self) -> int:
@@ -110,7 +139,8 @@ class ChunkFacts(NamedTuple):
         return self.header.base_record + self.record_count
 
     def encode(self) -> bytes:
-        body = COPY.pack(self.header.encode(), self.record_count, self.snapshot_id, bytes(40), 0)[:COPY_CHECKED_BYTES]
+        fields = (self.header.encode(), self.record_count, self.snapshot_id, *self.identity, bytes(16), 0)
+        body = COPY.pack(*fields)[:COPY_CHECKED_BYTES]
         return body + crc64(body).to_bytes(8, "little")
 
 
@@ -124,14 +154,16 @@ def decode_copy(data: Bytes) -> ChunkFacts | None:
     if len(data) < CHUNK_BYTES + COPY_BYTES:
         return None
     tail = memoryview(data)[-COPY_BYTES:]
-    header, count, snapshot_id, _, checksum = COPY.unpack(tail)
+    header, count, snapshot_id, store_id, stream_id, _, checksum = COPY.unpack(tail)
     if crc64(tail[:COPY_CHECKED_BYTES]) != checksum:
         return None
-    return ChunkFacts(decode_chunk_header(header), count, snapshot_id)
+    return ChunkFacts(decode_chunk_header(header), count, snapshot_id, Identity(store_id, stream_id))
 
 
-def settle(data: Bytes, *, chunk_index: int, path: str) -> tuple[ChunkHeader, ChunkFacts | None]:
-    """The header that counts (rule 4), and the commit copy if it speaks of the same bytes.
+def settle(
+    data: Bytes, *, chunk_index: int, path: str, owner: Identity = NO_IDENTITY
+) -> tuple[ChunkHeader, ChunkFacts | None]:
+    """The header that counts (rule 4), and the commit copy if it speaks of the same bytes; `owner` is whose it should be.
 
     `data` is the whole file or object. The committed bytes have been compared with `chunk_crc64` when this returns.
     """
@@ -140,6 +172,8 @@ def settle(data: Bytes, *, chunk_index: int, path: str) -> tuple[ChunkHeader, Ch
     header = decode_chunk_header(data)
     what = unsound(header, data, chunk_index)
     copy = decode_copy(data)
+    if copy is not None:
+        check_owner(copy.identity, owner, chunk=chunk_index, path=path)
     if copy is not None and unsound(copy.header, data, chunk_index) is None:
         if what is not None or copy.header.committed_len == header.committed_len:
             return copy.header, copy
@@ -152,6 +186,20 @@ def settle(data: Bytes, *, chunk_index: int, path: str) -> tuple[ChunkHeader, Ch
             "the manifest log was written by a newer quire", hint="upgrade quire", path=path, version=header.version
         )
     raise damaged(what, chunk=chunk_index, offset=0, path=path)
+
+
+def check_owner(identity: Identity, owner: Identity, *, chunk: int, path: str) -> None:
+    """Refuse a chunk of another log (rule 5)."""
+    if not identity.fits(owner):
+        whose = "stream" if identity.stream_id != owner.stream_id else "store"
+        raise damaged(
+            f"the chunk is of another {whose}",
+            chunk=chunk,
+            offset=0,
+            path=path,
+            store_id=str(UUID(bytes=identity.store_id)),
+            stream_id=identity.stream_id,
+        )
 
 
 def unsound(header: ChunkHeader, data: Bytes, chunk_index: int) -> str | None:

@@ -31,7 +31,17 @@ import msgspec
 from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.files import read_all
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, ChunkHeader, damaged, settle
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    NO_IDENTITY,
+    RECORD,
+    RECORD_BYTES,
+    ChunkFacts,
+    ChunkHeader,
+    Identity,
+    damaged,
+    settle,
+)
 from quire.stream.mlog_records import Payload, RecordType, SnapshotMarker, decode
 
 if TYPE_CHECKING:
@@ -114,6 +124,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     """The chunk's own index; of a bundle, the index of the last chunk in it."""
     places: NDArray[np.int64] | None = None
     """The offsets by eight, for numpy; only of chunks with many records."""
+    identity: Identity = NO_IDENTITY
 
     @property
     def index(self) -> int:
@@ -121,7 +132,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def facts(self) -> ChunkFacts:
-        return ChunkFacts(self.header, len(self.offsets), self.snapshot_id)
+        return ChunkFacts(self.header, len(self.offsets), self.snapshot_id, self.identity)
 
     @property
     def end(self) -> Position:
@@ -145,9 +156,14 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         return place
 
 
-def load_chunk(data: bytes, *, chunk_index: int, last_index: int | None = None, path: str = "") -> Chunk:
-    """Check the bytes of a chunk's file or object (rule 1). `last_index` is for bundles, which begin with a marker."""
-    header, copy = settle(data, chunk_index=chunk_index, path=path)
+def load_chunk(
+    data: bytes, *, chunk_index: int, last_index: int | None = None, path: str = "", owner: Identity = NO_IDENTITY
+) -> Chunk:
+    """Check the bytes of a chunk's file or object (rule 1). `last_index` is for bundles, which begin with a marker.
+
+    `owner` is whose it should be; without it, whose it is is not looked at.
+    """
+    header, copy = settle(data, chunk_index=chunk_index, path=path, owner=owner)
     offsets = walk(data, CHUNK_BYTES, header.committed_len, chunk=chunk_index, path=path)
     places = _places(offsets)
     check_payloads(data, offsets, places, chunk=chunk_index, path=path)
@@ -159,7 +175,8 @@ def load_chunk(data: bytes, *, chunk_index: int, last_index: int | None = None, 
         last = last_index
         del offsets[0]
         places = places[1:] if places is not None else None
-    return Chunk(data=data, header=header, offsets=offsets, snapshot_id=snapshot_id, last_index=last, places=places)
+    identity = copy.identity if copy is not None else NO_IDENTITY
+    return Chunk(data, header, offsets, snapshot_id, last, places, identity)
 
 
 def walk(data: bytes, start: int, end: int, *, chunk: int, path: str = "") -> list[int]:
@@ -216,7 +233,7 @@ class ManifestLogReader:
                     "a chunk of the manifest log is missing", chunk=index, offset=0, path=path, hint=hint
                 ) from None
             return fetched
-        return load_chunk(data, chunk_index=index, path=path)
+        return load_chunk(data, chunk_index=index, path=path, owner=self._files.identity)
 
     def chunks(self, start: int | None = None) -> Iterator[Chunk]:
         """The chunks from index `start` on (or the first that is here), each checked against the one before (rule 2)."""

@@ -28,7 +28,16 @@ from quire.durable.files import Disk, write_atomic
 from quire.durable.names import ManifestLogFile
 from quire.durable.quarantine import move
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, UPLOADED, ChunkFacts, damaged, decode_copy, log_fields
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    COPY_BYTES,
+    UPLOADED,
+    ChunkFacts,
+    check_owner,
+    damaged,
+    decode_copy,
+    log_fields,
+)
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
 from quire.stream.mlog_metrics import count_crc_error
 from quire.stream.mlog_reader import START, Chunk, Fetch, ManifestLogReader, Position, load_chunk
@@ -114,8 +123,9 @@ def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
         tail = file.read_at(CHUNK_BYTES + COPY_BYTES, max(size - CHUNK_BYTES - COPY_BYTES, 0))
         copy = decode_copy(tail)
         if copy is not None and file.read_at(CHUNK_BYTES, 0) == copy.header.encode():
+            check_owner(copy.identity, files.identity, chunk=index, path=path)
             return copy
-        return load_chunk(file.read_at(size, 0), chunk_index=index, path=path).facts
+        return load_chunk(file.read_at(size, 0), chunk_index=index, path=path, owner=files.identity).facts
     finally:
         file.close()
 
@@ -125,7 +135,7 @@ def mark_uploaded(files: LogFiles, index: int) -> None:
     file = files.disk.open(files.chunk(index))
     try:
         size = file.size()
-        chunk = load_chunk(file.read_at(size, 0), chunk_index=index, path=file.path)
+        chunk = load_chunk(file.read_at(size, 0), chunk_index=index, path=file.path, owner=files.identity)
         if not chunk.header.uploaded:
             header = chunk.header._replace(flags=chunk.header.flags | UPLOADED)
             facts = chunk.facts._replace(header=header)

@@ -27,7 +27,17 @@ from quire.core.errors import ObjectNotFound
 from quire.core.ids import U64_MAX
 from quire.durable import mlog_names
 from quire.durable.names import manifest_log_key, parse_manifest_log_key
-from quire.stream.mlog_format import CHUNK_BYTES, CHUNK_FILE_BYTES_MAX, COPY_BYTES, ChunkFacts, damaged, decode_copy
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    CHUNK_FILE_BYTES_MAX,
+    COPY_BYTES,
+    ChunkFacts,
+    Identity,
+    check_owner,
+    damaged,
+    decode_copy,
+    identity_of,
+)
 from quire.stream.mlog_reader import Chunk, load_chunk
 from quire.stream.mlog_snapshot import Snapshot, decode_snapshot
 
@@ -62,6 +72,12 @@ class LogObjects(msgspec.Struct, frozen=True):
     stream_id: int
     prefixes: tuple[str, ...] = ("",)
     """One for each owner epoch, the current one first (rule 4)."""
+    store_id: str = ""
+    """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(self.store_id, self.stream_id)
 
     def chunk_key(self, index: int) -> str:
         return self._key(manifest_log_key(self.stream_id, index))
@@ -144,7 +160,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             key, data = self._get(self.chunk_key(index), lambda there: there.chunks.get(index), CHUNK_FILE_BYTES_MAX)
         except ObjectNotFound:
             return None
-        return load_chunk(data, chunk_index=index, path=key)
+        return load_chunk(data, chunk_index=index, path=key, owner=self.identity)
 
     def facts(self, index: int) -> ChunkFacts:
         """What the object of a chunk says about itself, by one small read."""
@@ -154,6 +170,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         facts = decode_copy(self.store.get_range(key, size - length, length))
         if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:
             raise damaged("the object's commit copy is not sound", chunk=index, offset=size - COPY_BYTES, key=key)
+        check_owner(facts.identity, self.identity, chunk=index, path=key)
         return facts
 
     def get_bundle(self, first: int, last: int) -> Chunk | None:
@@ -166,7 +183,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             )
         except ObjectNotFound:
             return None
-        return load_chunk(data, chunk_index=first, last_index=last, path=key)
+        return load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
 
     def check(self, first: int, last: int | None = None) -> None:
         """Read the object of a chunk, or with `last` of a bundle, and check every byte of it, its header too: a reader makes do
@@ -180,7 +197,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             )
         except ObjectNotFound:
             return
-        load_chunk(data, chunk_index=first, last_index=last, path=key)
+        load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
         copy = decode_copy(data)
         if copy is None or copy.header.committed_len + COPY_BYTES != len(data):
             raise damaged("the object's commit copy is not sound", chunk=first, offset=len(data) - COPY_BYTES, key=key)
@@ -224,9 +241,9 @@ def object_bytes(chunk: Chunk) -> bytes:
 
 def is_same(one: ChunkFacts, other: ChunkFacts) -> bool:
     """Whether two facts are of one chunk, whatever its flags."""
-    return _identity(one) == _identity(other)
+    return _contents(one) == _contents(other) and one.identity.fits(other.identity)
 
 
-def _identity(facts: ChunkFacts) -> tuple[int, ...]:
+def _contents(facts: ChunkFacts) -> tuple[int, ...]:
     header = facts.header
     return header.chunk_index, header.base_record, header.committed_len, header.chunk_crc64, facts.record_count

@@ -80,6 +80,7 @@ class ManifestLogWriter:
         self._file_lock = lock
         self._clock = clock
         self._now_ms = clock.now_ms
+        self._identity = files.identity
         self._settings = settings
         # The active chunk, and how the last one ended.
         self._trouble: StoreUnusable | StoreClosed | None = None
@@ -306,14 +307,15 @@ class ManifestLogWriter:
             chunk_crc64=crc,
             flags=flags,
         )
-        return ChunkFacts(header, self._count, self._snapshot_id)
+        return ChunkFacts(header, self._count, self._snapshot_id, self._identity)
 
     def _resume(self, index: int) -> None:
         """Go on behind the last chunk, or in it if it is not sealed (rule 4)."""
         file = self._files.disk.open(self._files.chunk(index))
         try:
             file.sync()  # nothing is concluded from bytes that could still be lost
-            chunk = load_chunk(file.read_at(file.size(), 0), chunk_index=index, path=file.path)
+            data = file.read_at(file.size(), 0)
+            chunk = load_chunk(data, chunk_index=index, path=file.path, owner=self._identity)
         except BaseException:
             file.close()
             raise
@@ -340,7 +342,7 @@ class ManifestLogWriter:
         self._resized(size)
         if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
             # One of the two was torn, or an interrupted commit is to be forgotten: from here on they agree again.
-            write_header(self._file, size, chunk.facts)
+            write_header(self._file, size, chunk.facts._replace(identity=self._identity))
 
     def _release(self) -> None:
         self._pending = bytearray()

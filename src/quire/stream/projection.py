@@ -56,6 +56,11 @@ class Projection:
         with self._manifest.read() as txn:
             return txn.object_prefixes()
 
+    def store_id(self) -> str:
+        """The store's, which the chunks of the manifest log carry."""
+        with self._manifest.read() as txn:
+            return txn.store_id()
+
     def fold(self, view: View, segment_ids: Iterable[int] | None = None) -> int:
         """Bring rows up to the view, of these segments or of all; how many operations that took."""
         with self._manifest.read() as txn:

@@ -94,7 +94,7 @@ class Repair:
         store_locked: bool = False,
     ) -> None:
         self._files = files
-        self._log = LogFiles(files.disk, files.root, files.stream_id, store_locked)
+        self._log = LogFiles(files.disk, files.root, files.stream_id, store_locked, objects.store_id)
         self._projection = projection
         self._objects = objects
         self._store: ObjectStore = objects.store
@@ -190,7 +190,9 @@ class Repair:
         path, local = self._log.chunk(number), None
         if path not in found.to_quarantine:
             try:
-                local = load_chunk(read_all(self._files.disk, path), chunk_index=number, path=path)
+                local = load_chunk(
+                    read_all(self._files.disk, path), chunk_index=number, path=path, owner=self._log.identity
+                )
             except FileNotFoundError:
                 pass
             except (ManifestIntegrityError, FormatTooNew) as error:

@@ -163,9 +163,9 @@ class Stream:
         `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
         """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
-        projection = Projection(manifest, files)
-        at, state = LogFiles(disk, root, stream_id, store_locked), StreamState(files, ticking)
-        objects = LogObjects(_Later(store), stream_id, projection.prefixes())
+        projection, state = Projection(manifest, files), StreamState(files, ticking)
+        at = LogFiles(disk, root, stream_id, store_locked, projection.store_id())
+        objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id)
         log = open_log(files, at, objects, projection, state, ticking, log_settings, collect)
         try:
             files.make()

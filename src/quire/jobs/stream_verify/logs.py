@@ -44,11 +44,12 @@ def verify_logs(
             first = first or again.error
             continue
         yield from ((again.result().stream_id, each) for each in again.result().problems)
-    url, prefixes = (tasks[0].url, tasks[0].prefixes) if tasks else ("", ())
+    url, prefixes, store_id = (tasks[0].url, tasks[0].prefixes, tasks[0].store_id) if tasks else ("", (), "")
     wanted = list(_bodies(found)) if deep else []
     starts = range(0, len(wanted), GROUP_OBJECTS)
     groups = [
-        BodiesTask(url=url, prefixes=prefixes, bodies=tuple(wanted[start : start + GROUP_OBJECTS])) for start in starts
+        BodiesTask(url=url, prefixes=prefixes, bodies=tuple(wanted[start : start + GROUP_OBJECTS]), store_id=store_id)
+        for start in starts
     ]
     for bodies in runner.map(check_bodies, groups, tick=tick):
         if bodies.error is not None:

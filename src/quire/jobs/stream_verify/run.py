@@ -119,6 +119,7 @@ class LogTask:
     """What LMDB has of the stream, which its log must know."""
     prefixes: tuple[str, ...] = ("",)
     """Of the store's objects, the current owner epoch's first."""
+    store_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,14 @@ class BodiesTask:
     url: str
     prefixes: tuple[str, ...]
     bodies: tuple[tuple[int, str, int, int], ...]
+    store_id: str = ""
 
 
 def check_log(task: LogTask, tools: Tools) -> LogFound:
     """Every rule of a log that needs no body of an object (rule 3)."""
     store = tools.open_store(task.url)
-    files, objects = LogFiles(tools.disk, task.root, task.stream_id), LogObjects(store, task.stream_id, task.prefixes)
+    files = LogFiles(tools.disk, task.root, task.stream_id, store_id=task.store_id)
+    objects = LogObjects(store, task.stream_id, task.prefixes, task.store_id)
     exists = partial(_exists, store)
     found = tuple(
         verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
@@ -157,7 +160,7 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
     """(stream, what is wrong) of these objects."""
     store, found = tools.open_store(task.url), []
     for stream_id, what, first, last in task.bodies:
-        objects = LogObjects(store, stream_id, task.prefixes)
+        objects = LogObjects(store, stream_id, task.prefixes, task.store_id)
         try:
             if what == "chunk":
                 objects.check(first)

@@ -103,6 +103,7 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
                 url=ctx.objects_url,
                 witness=witness_in(txn, db_id),
                 prefixes=txn.object_prefixes(),
+                store_id=txn.store_id(),
             )
             for db_id, record in txn.databases()
             if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
