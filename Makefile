@@ -6,6 +6,7 @@ JOBS   ?= 3
 NAME   ?=
 ARGS   ?=
 BUILD  ?= build
+SECONDS ?= 300
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -51,8 +52,8 @@ bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
 	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 # hypothesis marks its tests itself, so the properties are searched again with the larger budget.
-torture: $(STAMP) ## the slow tests, and many more examples for the properties
-	@QUIRE_HYPOTHESIS_PROFILE=torture \
+torture: $(STAMP) ## the slow tests, more examples for the properties, the simulation for SECONDS (300)
+	@QUIRE_HYPOTHESIS_PROFILE=torture QUIRE_SIMULATION_SECONDS=$(SECONDS) \
 	  $(BIN)/python -m pytest -q -n $(JOBS) -m "slow or hypothesis" --timeout 3600 $(ARGS)
 
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as

@@ -17,6 +17,7 @@ import os
 import re
 from urllib.parse import unquote, urlsplit
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidConfig
 from quire.durable.files import Disk, OsDisk
 from quire.objects.api import DeletableStore, check_prefix
@@ -35,11 +36,12 @@ def open_store(
     *,
     options: StoreOptions | None = None,
     disk: Disk | None = None,
+    clock: Clock | None = None,
     retrier: Retrier | None = None,
 ) -> DeletableStore:
     """The object store at `url`: a path, `file://`, `s3://`, `gs://`, `az://` or `memory://`.
 
-    `disk` serves paths only; `retrier` (for tests: clock, sleep, dice) replaces the one made from `options.retry`.
+    `disk` and `clock` serve paths only; `retrier` (for tests: clock, sleep, dice) replaces the one made from `options.retry`.
 
     >>> store = open_store("memory://")
     >>> store.put("a/b", b"hello").size_bytes
@@ -57,7 +59,7 @@ file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or m
         raise InvalidConfig("the URL of an object store may not be empty", hint=f"use {ALLOWED}")
     scheme_match = _SCHEME.match(url)
     if scheme_match is None:
-        return LocalStore(url, disk=disk or OsDisk())
+        return LocalStore(url, disk=disk or OsDisk(), clock=clock)
     scheme = scheme_match[1].lower()
     parts = urlsplit(url)
     if "@" in parts.netloc:
@@ -69,7 +71,7 @@ file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or m
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise InvalidConfig("a file URL has three slashes and an absolute path", hint="use file:///path", url=url)
-        return LocalStore(unquote(parts.path), disk=disk or OsDisk())
+        return LocalStore(unquote(parts.path), disk=disk or OsDisk(), clock=clock)
     if scheme not in REMOTE_SCHEMES:
         raise InvalidConfig(f"no object store has the scheme {scheme!r}", hint=f"use {ALLOWED}", url=url)
     if parts.query or parts.fragment:

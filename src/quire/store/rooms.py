@@ -89,7 +89,7 @@ class Rooms:
     def _open(self, url: str) -> ObjectStore:
         from quire.objects.open import open_store
 
-        store = open_store(url, disk=self._disk)
+        store = open_store(url, disk=self._disk, clock=self._manifest.clock)
         return store if self._manifest.read_only else self.rights.guarded(store)
 
     @property

@@ -12,6 +12,9 @@ Rules
      the whole thing and then fails, as a sync may.
   3. `POWER_CUT` raises a `PowerCut`, which no `except Exception` stops, at that call and at every later one: handlers
      that would clean up do not get to. Crash the `CrashDisk` below next.
+  4. Silent faults raise nothing: a write that is acknowledged and lost or lands elsewhere in its file, a read that is
+     answered with what was there before or with the bytes of another place. They happen to calls of their kind only
+     (`operation` "write" or "read"), and not to bytes that are read through a mapping.
 
 Threads: any; the counter is under a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`.
 """
@@ -43,6 +46,15 @@ class Fault(Enum):
     SHORT_WRITE = "half of a write, then no space left; other calls: no space left"
     LOST_ANSWER = "done, but reported as an input/output error"
     POWER_CUT = "the power goes off just before the call"
+    LOST_WRITE = "a write that is acknowledged and never done"
+    MISDIRECTED_WRITE = "a write that lands one sector behind its place"
+    STALE_READ = "a read that is answered with what was there before the last write"
+    MISDIRECTED_READ = "a read that is answered with the bytes one sector behind its place"
+
+
+SILENT_WRITES = (Fault.LOST_WRITE, Fault.MISDIRECTED_WRITE)
+SILENT_READS = (Fault.STALE_READ, Fault.MISDIRECTED_READ)
+SECTOR_BYTES = 512
 
 
 class FaultyDisk:
@@ -53,7 +65,7 @@ class FaultyDisk:
     ) -> None:
         """Fail the `fail_at`-th (from 1; 0: none) of the calls whose operation and path match the patterns."""
         self.inner = inner
-        self._fault = fault
+        self.fault = fault
         self._fail_at = fail_at
         self._operation = operation
         self._path = path
@@ -62,6 +74,8 @@ class FaultyDisk:
         """The matching calls so far: (operation, path)."""
         self.fired = False
         """Whether the fault has happened."""
+        self.overwritten: dict[str, list[tuple[int, bytes]]] = {}
+        """For stale reads: what writes have replaced, by path, the newest last."""
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> FaultyFile:
         def step() -> File:
@@ -96,26 +110,45 @@ class FaultyDisk:
     def sync_dir(self, path: str) -> None:
         self.run("sync_dir", path, lambda: self.inner.sync_dir(path))
 
+    def fail_in(self, calls: int) -> None:
+        """Fail the `calls`-th matching call from now on."""
+        with self._lock:
+            self._fail_at = len(self.calls) + calls
+
+    def cut(self) -> None:
+        """The power goes off now: every later call raises `PowerCut`."""
+        with self._lock:
+            self.fault, self.fired = Fault.POWER_CUT, True
+
+    @property
+    def has_power_cut(self) -> bool:
+        """Whether the power is off."""
+        return self.fired and self.fault is Fault.POWER_CUT
+
+    def fails(self, operation: str, path: str) -> Fault | None:
+        """Count a call; the fault, if this is the one that it happens to."""
+        with self._lock:
+            if self.has_power_cut:
+                raise PowerCut(operation, path)
+            if not (fnmatch(operation, self._operation) and fnmatch(path, self._path)):
+                return None
+            self.calls.append((operation, path))
+            if len(self.calls) != self._fail_at:
+                return None
+            self.fired = True
+            return self.fault
+
     def run(self, operation: str, path: str, step: Callable[[], T], half: Callable[[], object] | None = None) -> T:
         """Count a call and do `step`, or fail; `half` is what a short write still does."""
-        with self._lock:
-            if self.fired and self._fault is Fault.POWER_CUT:
-                raise PowerCut(operation, path)
-            if fnmatch(operation, self._operation) and fnmatch(path, self._path):
-                self.calls.append((operation, path))
-                failing = len(self.calls) == self._fail_at
-            else:
-                failing = False
-            self.fired = self.fired or failing
-        if not failing:
+        if self.fails(operation, path) is None:
             return step()
-        if self._fault is Fault.POWER_CUT:
+        if self.fault is Fault.POWER_CUT:
             raise PowerCut(operation, path)
-        if self._fault is Fault.LOST_ANSWER:
+        if self.fault is Fault.LOST_ANSWER:
             step()
-        if self._fault is Fault.SHORT_WRITE and half is not None:
+        if self.fault is Fault.SHORT_WRITE and half is not None:
             half()
-        full = self._fault in (Fault.ENOSPC, Fault.SHORT_WRITE)
+        full = self.fault in (Fault.ENOSPC, Fault.SHORT_WRITE)
         number = errno.ENOSPC if full else errno.EIO
         raise translate(OSError(number, os.strerror(number)), path, f"{operation} (injected)")
 
@@ -134,9 +167,28 @@ class FaultyFile:
         return self._inner.path
 
     def read_at(self, size: int, offset: int) -> bytes:
-        return self._disk.run("read", self.path, lambda: self._inner.read_at(size, offset))
+        if self._disk.fault not in SILENT_READS:
+            return self._disk.run("read", self.path, lambda: self._inner.read_at(size, offset))
+        fault = self._disk.fails("read", self.path)
+        if fault is Fault.MISDIRECTED_READ:
+            elsewhere = self._inner.read_at(size, offset + SECTOR_BYTES)
+            return elsewhere if len(elsewhere) == size else self._inner.read_at(size, max(0, offset - SECTOR_BYTES))
+        current = bytearray(self._inner.read_at(size, offset))
+        if fault is Fault.STALE_READ:
+            for start, old in self._disk.overwritten.get(self.path, [])[-1:]:
+                low, high = max(start, offset), min(start + len(old), offset + len(current))
+                if low < high:
+                    current[low - offset : high - offset] = old[low - start : high - start]
+        return bytes(current)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        if self._disk.fault in SILENT_WRITES:
+            fault = self._disk.fails("write", self.path)
+            if fault is not Fault.LOST_WRITE:
+                self._inner.write_at(data, offset + (SECTOR_BYTES if fault is Fault.MISDIRECTED_WRITE else 0))
+            return
+        if self._disk.fault is Fault.STALE_READ:
+            self._disk.overwritten.setdefault(self.path, []).append((offset, self._inner.read_at(len(data), offset)))
         head = memoryview(data)[: len(data) // 2]
         self._disk.run(
             "write",

@@ -1,0 +1,318 @@
+"""A whole store, simulated from a seed: every engine, every fault, against a model.
+
+    python -m quire.testing.simulation --seed 7
+    python -m quire.testing.simulation --seconds 600
+
+Terms
+  life     from opening a store to its end: closed, killed, without power, on a full or failing disk
+  step     one thing that a user, a job or the clock does (`Steps`); a life is a few dozen of them
+  branch   a life on a copy whose bytes were damaged; afterwards the run goes on with the original
+  doubt    a step that a fault interrupted: what it meant to do is done, or not, and nothing else
+
+Rules
+  1. A seed decides everything: steps, their arguments, faults and what power loss keeps. Time stands still unless a
+     step moves it, and nothing runs in the background.
+  2. After a fault the store holds the model before the interrupted step or after it. `DiskFull` means before.
+  3. Whatever damage a branch does, everything that is read is as the model says or is refused with a typed error.
+  4. When everything was dropped and maintenance has run, no byte of any database is left (`leftovers`).
+
+Every life is a process of its own, forked from one that never opens a store: what it leaves in memory ends with it. LMDB
+does not write through the `Disk`; its commits are durable when they return, so a crash keeps its newest commit.
+
+Raises `SimulationFailed` with the seed, the steps and the findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+import quire
+from quire.core.settings import (
+    FeedSettings,
+    LsmSettings,
+    MaintenanceSettings,
+    ManifestLogSettings,
+    PagesSettings,
+    StoreSettings,
+    StreamSettings,
+)
+from quire.durable.files import Disk, OsDisk
+from quire.durable.names import MANIFEST
+from quire.testing.clock import ManualClock
+from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, keep_all
+from quire.testing.faults import Fault, FaultyDisk, PowerCut
+from quire.testing.simulation_damage import KINDS, ROW, Damage, choose_damage, inflict
+from quire.testing.simulation_model import Model, is_refusal, observe
+from quire.testing.simulation_steps import Doubt, Reader, Steps
+
+NEVER = 1e9
+"""Seconds: longer than any run, so that timers of the engines do nothing by themselves."""
+
+SETTINGS = StoreSettings(
+    object_store="../bucket",
+    feed=FeedSettings(retain_seconds=3_600.0),
+    maintenance=MaintenanceSettings(enabled=False, delete_grace_seconds=60.0, runner="threads", merge_chain=3),
+    pages=PagesSettings(page_size=1024, publish_seconds=NEVER, seal_seconds=NEVER),
+    manifest_log=ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2),
+    stream=StreamSettings(segment_bytes=8 << 10, sync_seconds=0, tick_seconds=NEVER, seal_seconds=600.0),
+    lsm=LsmSettings(
+        memtable_bytes=8 << 10, table_bytes=8 << 10, block_bytes=512, level0_tables=2, level_bytes=32 << 10
+    ),
+)
+
+NO_CALL = 10**9
+START_MS = 4_102_444_800_000
+"""In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
+LIVES = 12
+STEPS = 30
+FAULTS: tuple[tuple[int, Fault | None, str], ...] = (
+    (6, None, "*"),
+    (4, Fault.POWER_CUT, "*"),
+    (1, Fault.ENOSPC, "[aw]*"),  # allocate, write
+    (1, Fault.SHORT_WRITE, "write"),
+    (1, Fault.EIO, "*"),
+    (1, Fault.LOST_ANSWER, "*"),
+)
+"""(weight, what happens once in a life, to which calls of the disk)."""
+
+
+class SimulationFailed(AssertionError):
+    """Something was not as promised; the message has the seed, the life, its steps and what was found."""
+
+
+@dataclass
+class Ending:
+    """How a life ended, as its process tells the next one."""
+
+    models: list[Model]
+    """The model, or both sides of a doubt."""
+    now_ms: int
+    directory: str
+    findings: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+
+
+def simulate(
+    seed: int,
+    *,
+    lives: int = LIVES,
+    steps: int = STEPS,
+    branches: float = 0.5,
+    kinds: Collection[str] = (),
+    plant: Callable[[], None] | None = None,
+) -> int:
+    """One run; the number of steps done.
+
+    `branches` is how likely damage is tried before a life, `kinds` are the kinds of files that it is done to (all, if empty).
+    `plant` is called in every process, to put a bug into the engines.
+    """
+    draw = random.Random(f"quire {seed}")
+    with tempfile.TemporaryDirectory(prefix="quire-simulation-") as base:
+        first = os.path.join(base, "0")
+        os.mkdir(first)
+        last = Ending([{}], START_MS, first)
+        done = 0
+        for number in range(lives + 1):
+            if number and draw.random() < branches:
+                _judge(seed, number, _in_process(partial(_branch, f"{seed}/{number}", last, kinds, plant)))
+            last = _in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, plant))
+            _judge(seed, number, last)
+            done += len(last.steps)
+        return done
+
+
+def _judge(seed: int, number: int, ending: Ending) -> None:
+    if ending.findings:
+        told = "\n".join(f"  {step}" for step in ending.steps[-40:])
+        found = "\n".join(f"  {finding}" for finding in ending.findings)
+        raise SimulationFailed(
+            f"seed {seed}, life {number}\nsteps:\n{told}\nfindings:\n{found}\n"
+            f"again: python -m quire.testing.simulation --seed {seed}"
+        )
+
+
+# ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _live(seed: str, before: Ending, number: int, steps: int, final: bool, plant: Callable[[], None] | None) -> Ending:
+    """Open the store as the last life left it, check it, work, and end in one way or another."""
+    draw = random.Random(seed)
+    clock = ManualClock(before.now_ms)
+    here = before.directory
+    if not os.path.exists(
+        os.path.join(here, "store", MANIFEST)
+    ):  # made without the crash disk: LMDB's file is not on it
+        quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock).close()
+    if plant is not None:
+        plant()
+    weights, faults = [weight for weight, _, _ in FAULTS], [(fault, calls) for _, fault, calls in FAULTS]
+    fault, calls = (None, "*") if final else draw.choices(faults, weights)[0]
+    inner = CrashDisk(here)
+    disk, fails_in = FaultyDisk(inner, fault or Fault.EIO, operation=calls), draw.randint(1, 1_500)
+    if fault is Fault.POWER_CUT:  # recovery too may be cut off; an error in it is a refusal, and nothing to go on with
+        disk.fail_in(fails_in)
+    ending = Ending(before.models, before.now_ms, here, [], [f"life {number}: {fault.name if fault else 'no fault'}"])
+    reader = Reader(os.path.join(here, "store"))
+    life: Steps | None = None
+    cut = False
+    try:
+        store = quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock, disk=disk)
+        found = {str(index): observe(store, model) for index, model in enumerate(before.models)}
+        matching = [model for model, findings in zip(before.models, found.values()) if not findings]
+        if not matching:
+            ending.findings = [
+                f"if the interrupted step was {'done' if index else 'not done'}: {finding}"
+                for index, findings in enumerate(found.values())
+                for finding in findings
+            ]
+            return ending
+        life = Steps(store, matching[0], clock, draw, ending.steps, reader)
+        if fault is not None and fault is not Fault.POWER_CUT:
+            disk.fail_in(fails_in)
+        life.run(steps)
+        disk.fail_in(NO_CALL)  # what did not happen during the steps does not happen while they are checked
+        ending.findings += life.findings or observe(store, life.model)
+        if final and not ending.findings:
+            ending.findings += life.drop_everything(here)
+        if draw.random() < 0.3 and fault is None and not final:  # killed without a word, between two steps
+            raise PowerCut
+        store.close()
+    except BaseException as error:
+        ending.steps.append(f"ends with {type(error).__name__}: {error}"[:300])
+        is_expected = isinstance(error, PowerCut) or (disk.fired and (isinstance(error, Doubt) or is_refusal(error)))
+        if not is_expected and not disk.has_power_cut:
+            ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
+        cut = isinstance(error, PowerCut)
+    if life is not None:
+        ending.models = life.possible
+    if (cut or disk.has_power_cut) and not ending.findings:
+        disk.cut()
+        ending.directory = _crash(inner, here, number, _chooser(draw))
+    ending.now_ms = clock.now_ms()
+    return ending
+
+
+def _chooser(draw: random.Random) -> Chooser:
+    """What power loss does: nothing (a kill), anything, or mostly one thing."""
+    kind = draw.choice(("kill", "any", Outcome.KEEP, Outcome.DROP))
+    if kind == "kill":
+        return keep_all
+    if kind == "any":
+        return draw.choice
+    return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind  # type: ignore[return-value]
+
+
+def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
+    """The directory as the crash left it, under a new name; LMDB's file as it is."""
+    after = f"{here.partition('.')[0]}.{number}"
+    disk.crash(after, choose)
+    shutil.copyfile(os.path.join(here, "store", MANIFEST), os.path.join(after, "store", MANIFEST))
+    return after
+
+
+# ── a branch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _branch(seed: str, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> Ending:
+    """Damage a copy, and see that nothing wrong is read from it (rule 3)."""
+    draw, copy = random.Random(f"branch {seed}"), f"{before.directory}.branch"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(before.directory, copy)
+    clock = ManualClock(before.now_ms)
+    root = os.path.join(copy, "store")
+    if plant is not None:
+        plant()
+    with quire.open(root, settings=SETTINGS, clock=clock) as store:  # recovered and closed: what is on disk is whole
+        models = [model for model in before.models if not observe(store, model)]
+        store.maintain()  # what retention takes now, it does not take after the damage
+        models = [{name: database.retained() for name, database in model.items()} for model in models]
+    ending = Ending(models, before.now_ms, before.directory)
+    damage: Damage = choose_damage(copy, draw, kinds)
+    ending.steps.append(f"branch: {damage}")
+    disk: Disk = inflict(damage, copy, draw, OsDisk())
+    try:
+        for _ in range(2):  # what recovery decides the first time holds the second time
+            with quire.open(root, settings=SETTINGS, clock=clock, disk=disk) as store:
+                ending.findings += observe(store, models[0], damaged=True)
+                clock.advance(120.0)
+                store.maintain()
+                ending.findings += [
+                    f"after maintenance, {finding}" for finding in observe(store, models[0], damaged=True)
+                ]
+    except Exception as error:
+        ending.steps.append(f"refused: {type(error).__name__}: {error}"[:300])
+        if not is_refusal(error):
+            ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
+    shutil.rmtree(copy, ignore_errors=True)
+    return ending
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _in_process(run: Callable[[], Ending]) -> Ending:
+    """The result of `run` in a forked process, which ends without a goodbye."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what the engines log about faults is no news
+        try:
+            try:
+                answer: object = run()
+            except BaseException:
+                answer = traceback.format_exc()
+            with os.fdopen(writing, "wb") as pipe:
+                pickle.dump(answer, pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        raw = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    ending = pickle.loads(raw) if raw else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+    if not isinstance(ending, Ending):
+        raise SimulationFailed(ending)
+    return ending
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: one seed, or as many as fit into a time."""
+    parser = argparse.ArgumentParser(prog="python -m quire.testing.simulation", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=None, help="the (first) seed; by default a new one")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on with the seeds that follow for so long")
+    parser.add_argument("--lives", type=int, default=LIVES)
+    parser.add_argument("--steps", type=int, default=STEPS, help="in each life")
+    parser.add_argument(
+        "--damage",
+        action="append",
+        default=[],
+        metavar="KIND",
+        choices=[*KINDS, ROW],
+        help="damage only files of this kind, before every life; may be repeated",
+    )
+    options = parser.parse_args(arguments)
+    branches = 1.0 if options.damage else 0.5
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**9)
+    end = time.monotonic() + options.seconds
+    while True:
+        begun = time.monotonic()
+        try:
+            done = simulate(seed, lives=options.lives, steps=options.steps, branches=branches, kinds=options.damage)
+        except SimulationFailed as failure:
+            sys.stderr.write(f"{failure}\n")
+            return 1
+        sys.stdout.write(f"seed {seed}: {done} steps in {time.monotonic() - begun:.1f} s\n")
+        sys.stdout.flush()
+        if time.monotonic() >= end:
+            return 0
+        seed += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

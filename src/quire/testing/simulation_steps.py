@@ -1,0 +1,401 @@
+"""The steps of a simulated life: what users, jobs, upkeep, a second process and the clock do to a store.
+
+Rules
+  1. A step that changes something says first what the model is if it is done (`_change`); an error leaves both in doubt.
+  2. `DiskFull` means that nothing was done, in every engine; the life goes on and holds the store to it.
+  3. Arguments are drawn before anything is done: the same seed does the same.
+
+Thread: one, the life's. Used by `quire.testing.simulation`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import quire
+from quire.core.errors import DiskFull, QuireError
+from quire.manifest.check import check
+from quire.manifest.records import RetentionRecord
+from quire.store.store import Store
+from quire.testing.clock import ManualClock
+from quire.testing.simulation_model import TABLE, Database, Model, State, difference, is_refusal, read_rows, read_state
+
+DATABASES_MAX = 8
+KEYS = 40
+_LENGTH = struct.Struct("<I")
+
+
+class Doubt(Exception):
+    """A step was interrupted by a fault: the store is as before it or as after it."""
+
+
+class Steps:
+    """A store, what it must hold, and what can be done with it."""
+
+    def __init__(
+        self, store: Store, model: Model, clock: ManualClock, draw: random.Random, log: list[str], reader: Reader
+    ) -> None:
+        self.store = store
+        self.model = model
+        self.possible: list[Model] = [model]
+        """What the store may hold: the model, or both sides of the step that is being done."""
+        self.findings: list[str] = []
+        self._clock = clock
+        self._draw = draw
+        self._log = log
+        self._reader = reader
+        self._committed: dict[str, list[State]] = {name: [db.state] for name, db in model.items()}
+        """States of page databases in this life, the oldest first: what a second process may see."""
+        self._held: tuple[str, Any, State] | None = None
+        """A connection with an open read transaction, and what it must go on to see."""
+        self._next = 1_000 * draw.randrange(1_000)
+
+    def run(self, steps: int) -> None:
+        """Do so many steps, until something is found."""
+        for _ in range(steps):
+            step = self._draw.choices([step for _, step in STEPS], [weight for weight, _ in STEPS])[0]
+            self._log.append(step.__name__)
+            step(self)
+            if self.findings:
+                return
+        self.release_reader()
+
+    # ── how a step changes the model ──────────────────────────────────────────────────────────────────────────────────
+    def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
+        """Do `act`, after which the model is `after`; False if the disk was full, and nothing was done (rule 2)."""
+        self._log[-1] += f" {what}"
+        self.possible = [self.model, after]
+        try:
+            act()
+        except Exception as error:
+            self._log[-1] += f": {type(error).__name__}: {error}"[:160]
+            if not is_refusal(error):
+                raise
+            if not _is_full(error):
+                raise Doubt from error
+            self.possible = [self.model]
+            return False
+        self.model = after
+        self.possible = [after]
+        return True
+
+    def _work(self, act: Callable[[], object], what: str = "") -> None:
+        """Do something that changes no contents; an error ends the life, a full disk does not."""
+        self._change(self.model, act, what)
+
+    def _with(self, name: str, database: Database) -> Model:
+        return {**self.model, name: database}
+
+    def _any(self, *kinds: str) -> str | None:
+        names = [name for name in sorted(self.model) if self.model[name].kind in kinds]
+        return self._draw.choice(names) if names else None
+
+    def _new_name(self, stem: str) -> str:
+        self._next += 1
+        return f"{stem}{self._next}"
+
+    def _bytes(self, most: int) -> bytes:
+        return self._draw.randbytes(self._draw.randint(0, most) if self._draw.random() < 0.8 else most * 10)
+
+    # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def create(self) -> None:
+        kind = self._draw.choice(("pages", "stream", "lsm"))
+        if len(self.model) >= DATABASES_MAX:
+            return
+        name = self._new_name(kind)
+        self._change(
+            self._with(name, Database(kind, () if kind == "stream" else {})),
+            lambda: self.store.create(name, kind),
+            name,
+        )
+
+    def drop(self) -> None:
+        name = self._any("pages", "stream", "lsm")
+        if name is None or len(self.model) < 4 or self._draw.random() < 0.5:
+            return
+        self.release_reader()
+        after = {other: database for other, database in self.model.items() if other != name}
+        self._change(after, lambda: self.store.drop(name, snapshots=True), name)
+
+    def rename(self) -> None:
+        name = self._any("pages", "stream", "lsm")
+        if name is None:
+            return
+        new = self._new_name("renamed")
+        self.release_reader()
+        after = {new if other == name else other: database for other, database in self.model.items()}
+        if self._change(after, lambda: self.store.rename(name, new), f"{name} to {new}") and name in self._committed:
+            self._committed[new] = self._committed.pop(name)
+
+    def write_rows(self) -> None:
+        """A transaction of several rows, now and then rolled back, sometimes larger than a segment's first size."""
+        name = self._any("pages")
+        if name is None:
+            return
+        database = self.model[name]
+        rows = database.rows()
+        changes: list[tuple[int, bytes | None]] = []
+        for _ in range(self._draw.randint(1, 12)):
+            key = self._draw.randrange(KEYS)
+            value = None if self._draw.random() < 0.2 else self._bytes(900)
+            changes.append((key, value))
+            if value is None:
+                rows.pop(key, None)
+            else:
+                rows[key] = value
+        rolls_back = self._draw.random() < 0.1
+        epoch: list[int] = []
+
+        def act() -> None:
+            with closing(self.store.sqlite(name)) as connection:
+                connection.execute("begin immediate")
+                connection.execute(TABLE)
+                for key, value in changes:
+                    if value is None:
+                        connection.execute("delete from t where k = ?", (key,))
+                    else:
+                        connection.execute("insert or replace into t values (?, ?)", (key, value))
+                connection.execute("rollback" if rolls_back else "commit")
+                epoch.append(int(connection.pragma("quire_epoch")))
+
+        if rolls_back:
+            self._work(act, f"{name}, rolled back")
+        elif self._change(self._with(name, replace(database, state=rows)), act, name):
+            epochs = {**dict(list(database.epochs.items())[-20:]), epoch[0]: rows}
+            self.model = self._with(name, replace(database, state=rows, epochs=epochs))
+            self.possible = [self.model]
+            self._committed.setdefault(name, [{}]).append(rows)
+
+    def append_records(self) -> None:
+        name = self._any("stream")
+        if name is None:
+            return
+        database = self.model[name]
+        records = [self._bytes(400) for _ in range(self._draw.randint(1, 8))]
+        after = self._with(name, replace(database, state=(*database.state, *records)))
+        self._change(after, lambda: self.store.stream(name).append(records).result(), f"{name}, {len(records)}")
+
+    def write_pairs(self) -> None:
+        name = self._any("lsm")
+        if name is None:
+            return
+        database = self.model[name]
+        batch = {
+            b"%03d" % self._draw.randrange(KEYS * 3): None if self._draw.random() < 0.2 else self._bytes(300)
+            for _ in range(self._draw.randint(1, 10))
+        }
+        pairs = {key: value for key, value in {**database.rows(), **batch}.items() if value is not None}
+        self._change(self._with(name, replace(database, state=pairs)), lambda: self.store.kv(name).write(batch), name)
+
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def snapshot(self) -> None:
+        name = self._any("pages", "lsm")
+        if name is None or len(self.model[name].snapshots) >= 6:
+            return
+        snapshot, database = self._new_name("s"), self.model[name]
+        self._clock.advance(0.001)  # which of two snapshots is newer is by their time
+        after = replace(database, snapshots={**database.snapshots, snapshot: database.state})
+        self._change(self._with(name, after), lambda: self.store.snapshot(name, snapshot), f"{name}@{snapshot}")
+
+    def drop_snapshot(self) -> None:
+        name = self._any("pages", "lsm")
+        if name is None or not self.model[name].snapshots:
+            return
+        database = self.model[name]
+        snapshot = self._draw.choice(sorted(database.snapshots))
+        left = {other: state for other, state in database.snapshots.items() if other != snapshot}
+        after = self._with(name, replace(database, snapshots=left))
+        self._change(after, lambda: self.store.manifest.snapshots.drop(name, snapshot), f"{name}@{snapshot}")
+
+    def fork(self) -> None:
+        name = self._any("pages", "lsm")
+        if name is None or len(self.model) >= DATABASES_MAX:
+            return
+        database, new = self.model[name], self._new_name("fork")
+        at = self._draw.choice([None, *sorted(database.snapshots)])
+        state = database.state if at is None else database.snapshots[at]
+        after = self._with(new, Database(database.kind, state))
+        self._change(after, lambda: self.store.fork(name, new, at=at), f"{name}@{at} to {new}")
+        self._committed[new] = [state]
+
+    def travel(self) -> None:
+        """A version that was committed is read as it was, or is said to be gone."""
+        name = self._any("pages")
+        if name is None or not self.model[name].epochs:
+            return
+        epoch, state = self._draw.choice(list(self.model[name].epochs.items()))
+        try:
+            actual = read_state(self.store, name, "pages", epoch)
+        except QuireError:
+            return
+        if actual != state:
+            self.findings.append(f"{name} at epoch {epoch} reads wrong: {difference(actual, state)}")
+
+    def retain(self) -> None:
+        """A retention policy; it is carried out by `maintain`."""
+        name = self._any("pages")
+        if name is None:
+            return
+        keep = self._draw.randint(1, 3)
+        policy = RetentionRecord(keep_last=keep, keep_named=False)
+        after = self._with(name, replace(self.model[name], keep_last=keep))
+        self._change(after, lambda: self.store.manifest.retention.set(name, policy), f"{name} keeps {keep}")
+
+    def hold_reader(self) -> None:
+        """A read transaction that stays open over later steps."""
+        self.release_reader()
+        name = self._any("pages")
+        if name is None:
+            return
+        connection = self.store.sqlite(name)
+        connection.execute("begin")
+        connection.execute("select count(*) from sqlite_master").fetchall()
+        self._held = name, connection, self.model[name].state
+
+    def release_reader(self) -> None:
+        if self._held is None:
+            return
+        (name, connection, state), self._held = self._held, None
+        with closing(connection):
+            actual = read_rows(connection)
+        if actual != state:
+            self.findings.append(f"an open reader of {name} sees other data: {difference(actual, state)}")
+
+    # ── jobs and upkeep ───────────────────────────────────────────────────────────────────────────────────────────────
+    def checkpoint(self) -> None:
+        if name := self._any("pages"):
+            self._work(lambda: self.store.checkpoint(name, runner="threads"), name)
+
+    def merge(self) -> None:
+        if name := self._any("pages"):
+            self._work(lambda: self.store.merge(name, runner="threads"), name)
+
+    def flush_or_compact(self) -> None:
+        if name := self._any("lsm"):
+            kv = self.store.kv(name)
+            self._work(kv.flush if self._draw.random() < 0.6 else kv.compact, name)
+
+    def move_segments(self) -> None:
+        """A stream's segments are sealed, compressed, uploaded, evicted or brought back."""
+        if name := self._any("stream"):
+            stream = self.store.stream(name)
+            move = self._draw.choice(
+                (stream.seal, stream.compress, stream.upload, stream.evict, stream.hydrate, stream.tick)
+            )
+            self._work(move, f"{name} {move.__name__}")
+
+    def maintain(self) -> None:
+        """Upkeep: retention, leases, jobs, deletions."""
+        after = {name: database.retained() for name, database in self.model.items()}
+        self._change(after, self.store.maintain)
+
+    def sweep(self) -> None:
+        self._work(lambda: self.store.heavy.sweep(delete=True, runner="threads", grace_seconds=0.0))
+
+    def verify(self) -> None:
+        """Verification reads every byte and finds nothing."""
+        self._work(lambda: self.store.heavy.verify(runner="threads"))
+        if damaged := self.store.heavy.damaged():
+            self.findings.append(f"verification found damage: {damaged[:3]}")
+        with self.store.manifest.read() as txn:
+            self.findings += [f"the manifest breaks a rule: {problem}" for problem in check(txn) if not problem.leak]
+
+    def advance(self) -> None:
+        self.release_reader()  # leases are renewed by real time, which does not pass here
+        self._clock.advance(self._draw.choice((1.0, 30.0, 90.0, 4_000.0)))
+
+    def jump(self) -> None:
+        self._clock.jump(self._draw.choice((-3_600.0, -5.0, 5.0, 3_600.0)))
+
+    def read_beside(self) -> None:
+        """Another process reads: each database as it was at some moment of this life."""
+        for name, state in self._reader.read().items():
+            if name in self._committed and name in self.model and state not in self._committed[name]:
+                self.findings.append(f"a second process reads {name} as it never was ({len(state)} rows)")
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def drop_everything(self, root: str) -> list[str]:
+        """Drop all databases and let maintenance run; what is left of their bytes."""
+        self.release_reader()
+        for name in sorted(self.model):
+            self.store.drop(name, snapshots=True)
+        self.model = {}
+        self.possible = [{}]
+        for _ in range(6):
+            self._clock.advance(7_200.0)
+            self.store.maintain()
+        self.store.heavy.sweep(delete=True, runner="threads", grace_seconds=0.0)
+        return [f"left behind: {path}" for path in leftovers(root)]
+
+
+def leftovers(root: str) -> list[str]:
+    """Files of databases and objects below a simulated machine's root."""
+    found = []
+    for part in ("store/pages", "store/streams", "store/lsm", "store/objects", "store/scratch", "bucket"):
+        for folder, _, files in os.walk(os.path.join(root, part)):
+            found += [os.path.relpath(os.path.join(folder, file), root) for file in files]
+    return [path for path in sorted(found) if "/owner/" not in path]
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether the disk was full, as an engine says it or as SQLite does (`SQLITE_FULL`)."""
+    return isinstance(error, DiskFull) or type(error).__name__ == "FullError"
+
+
+STEPS: tuple[tuple[int, Callable[[Steps], None]], ...] = (
+    (6, Steps.create), (1, Steps.drop), (1, Steps.rename), (24, Steps.write_rows), (14, Steps.append_records),
+    (14, Steps.write_pairs), (5, Steps.snapshot), (2, Steps.drop_snapshot), (3, Steps.fork), (3, Steps.travel),
+    (1, Steps.retain), (3, Steps.hold_reader), (5, Steps.checkpoint), (2, Steps.merge), (4, Steps.flush_or_compact),
+    (8, Steps.move_segments), (5, Steps.maintain), (1, Steps.sweep), (1, Steps.verify), (3, Steps.advance),
+    (1, Steps.jump), (1, Steps.read_beside),
+)  # fmt: skip
+"""(weight, step)."""
+
+
+class Reader:
+    """A second process that opens the store for reading when it is asked to."""
+
+    def __init__(self, path: str) -> None:
+        """Must be made before this process has threads."""
+        asked, self._asking = os.pipe()
+        answered, answering = os.pipe()
+        if os.fork() == 0:
+            os.close(self._asking)
+            os.close(answered)
+            try:
+                while os.read(asked, 1):
+                    raw = pickle.dumps(_read_all(path))
+                    os.write(answering, _LENGTH.pack(len(raw)) + raw)
+            finally:
+                os._exit(0)
+        os.close(asked)
+        os.close(answering)
+        self._answered = os.fdopen(answered, "rb")
+
+    def read(self) -> dict[str, State]:
+        """The page databases as that process sees them now."""
+        os.write(self._asking, b"?")
+        (size,) = _LENGTH.unpack(self._answered.read(_LENGTH.size))
+        answer = pickle.loads(self._answered.read(size))
+        assert isinstance(answer, dict), answer
+        return answer
+
+
+def _read_all(path: str) -> dict[str, State] | str:
+    states: dict[str, State] = {}
+    try:
+        with quire.open(path, "r") as store:
+            for info in store.databases():
+                if info.kind.name == "PAGES":
+                    with suppress(QuireError):  # a database that was dropped meanwhile
+                        states[info.name] = read_state(store, info.name, "pages")
+    except Exception as error:
+        return repr(error)
+    return states

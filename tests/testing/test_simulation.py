@@ -1,0 +1,64 @@
+"""The whole-store simulation: it passes on the engines as they are, repeats itself from a seed, and finds planted bugs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from quire.testing import simulation
+from quire.testing.simulation import SimulationFailed, simulate
+from quire.testing.simulation_damage import KINDS, files_by_kind
+from tests.testing import plants
+
+SECONDS = float(os.environ.get("QUIRE_SIMULATION_SECONDS", "300"))
+
+
+def test_a_short_run_finds_nothing() -> None:
+    assert simulate(4, lives=2, steps=20, branches=1.0) > 30
+
+
+def test_a_seed_does_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of every life, their arguments included, follow from the seed."""
+    runs: list[list[str]] = []
+    for _ in range(2):
+        steps: list[str] = []
+        monkeypatch.setattr(simulation, "_judge", lambda *told, steps=steps: steps.extend(told[-1].steps))
+        simulate(3, lives=1, steps=15, branches=0)
+        runs.append(steps)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 900)
+def test_runs_for_a_given_time_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """`make torture SECONDS=3600` runs it for an hour; the seeds are printed and can be run again."""
+    seed = int(time.time())
+    with capsys.disabled():
+        print(f"\nsimulation from seed {seed}")
+    assert simulation.main(["--seed", str(seed), "--seconds", str(SECONDS)]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("plant", plants.ALL, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: plants.Plant) -> None:
+    """Each class of defect, put back into the engines, is found within a few seeds."""
+    kinds = plants.ALL[plant]
+    for seed in range(plants.SEEDS):
+        try:
+            simulate(seed, plant=plant, kinds=kinds, branches=1.0 if kinds else 0.0)
+        except SimulationFailed:
+            return
+    pytest.fail(f"{plants.SEEDS} seeds did not find it")
+
+
+@pytest.mark.slow
+def test_every_kind_of_file_of_a_store_can_be_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind whose files no run ever had would never be tried: names have changed, or steps are missing."""
+    kinds: set[str] = set()
+    monkeypatch.setattr(simulation, "_judge", lambda *told: kinds.update(files_by_kind(told[-1].directory)))
+    for seed in range(3):
+        simulate(seed, branches=0)
+    assert kinds == KINDS.keys()
