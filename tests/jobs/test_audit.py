@@ -226,7 +226,12 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypa
             monkeypatch.setattr(plan, setting, small)
         for setting in ("PIECE_BITS", "ID_BITS"):
             monkeypatch.setattr(run, setting, 1)
-        assert [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))] == found, "however waves are cut"
+        again = [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))]
+    assert sorted(map(str, again)) == sorted(map(str, found)), "however waves are cut"
+    if rule == "S2":  # the row was a holder, too: of the namespace that its object is in, which has no object itself
+        (space,) = (each for each in found if "NAMESPACE" in each.get("artifact", ""))
+        assert space["state"] == "R1"
+        found.remove(space)
     assert [each["state"] for each in found] == [rule]
     assert words in found[0]["what"]
     assert rule in ("P1", "L1") or found[0]["artifact"]

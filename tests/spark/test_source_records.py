@@ -339,7 +339,8 @@ def test_every_log_record_comes_once_from_whatever_tier(tmp_path: Path) -> None:
         assert rows(logs(tmp_path / "store", tier="disk")) == [row | {"tier": "disk"} for row in whole]
         # A bundle of the first three chunks stands for them, whether or not they are still there.
         assert log.objects is not None
-        done = mlog_bundle.run(mlog_bundle.BundleTask(stream_id=clicks.stream_id, first=0, last=2), log.objects.store)
+        task = mlog_bundle.BundleTask(stream_id=clicks.stream_id, first=0, last=2, prefix=log.objects.prefixes[0])
+        done = mlog_bundle.run(task, log.objects.store)
         bundled = rows(logs(tmp_path / "store"))
         assert [(row["ordinal"], row["type"], row["fields"]) for row in bundled] == [
             (row["ordinal"], row["type"], row["fields"]) for row in whole

@@ -21,9 +21,8 @@ from quire.jobs.sweep.handler import sweep_job
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState
-from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.test_sweep import BURNED, orphan
+from tests.jobs.test_sweep import BURNED, orphan, put
 from tests.pages.world import Model, write
 from tests.spark.world import SparkOwner
 
@@ -58,10 +57,7 @@ def test_orphans_and_missing_objects_are_what_an_outer_join_leaves(
     owner: SparkOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "RANGE_NAMES", 2)  # several tasks, several partitions
-    store = open_store(owner.objects_url)
-    strays = {orphan(slot) for slot in (0, 7, 900)} | {orphan(3, db_id=700)}
-    for name in strays:
-        store.put(name, b"stray")
+    strays = {put(owner, orphan(slot)) for slot in (0, 7, 900)} | {put(owner, orphan(3, db_id=700))}
     victim = sorted(owner.objects().keys() - strays)[1]
     os.rename(os.path.join(owner.objects_url, victim), owner.base / "kept")
     old = -10 * 365 * 86_400.0  # the test's clock stands still in the past
@@ -90,7 +86,9 @@ def test_an_audit_on_executors_finds_what_was_damaged(owner: SparkOwner, monkeyp
             taken[table.name, raw] = txn.pop(raw, db=env.handles[table.name])
     monkeypatch.setattr(audit_plan, "REFERENCE_ROWS", 4)  # several waves
     theirs, ours = (run(owner, JobKind.AUDIT, audit_job, runners) for runners in (owner.runners, Runners()))
-    assert sorted(each["state"] for each in theirs["found"]) == ["P1", "R1", "S2"]
+    assert sorted(each["state"] for each in theirs["found"]) == ["P1", "R1", "R1", "S2"]
+    counted = {each["artifact"] for each in theirs["found"] if each["state"] == "R1"}
+    assert ["NAMESPACE" in name for name in sorted(counted)] == [False, True], "the row held its namespace, too"
     assert sorted(map(str, theirs["found"])) == sorted(map(str, ours["found"]))
     assert theirs["rows"] == ours["rows"]
     with closing_with_commit(env.begin_write()) as txn:

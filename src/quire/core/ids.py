@@ -78,6 +78,9 @@ class ArtifactKind(IntEnum):
     NAMESPACE = 4
 
 
+KINDS_WITH_OBJECTS = frozenset({ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.WAL})
+
+
 class ArtifactKey(msgspec.Struct, frozen=True, order=True):
     """Names one immutable artifact for ever (M6): who made it, what it is, which slot or segment, which generation.
 

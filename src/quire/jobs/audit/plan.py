@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import Corruption
+from quire.core.ids import KINDS_WITH_OBJECTS
 from quire.durable.names import object_key
 from quire.jobs.audit.run import PIECE_BITS, Block, Difference, piece_of
 from quire.jobs.waves import cut
@@ -187,10 +188,8 @@ def told(each: Difference) -> dict[str, Any]:
     if each.rule == "L1":
         return {"state": each.rule, "what": f"database {each.subject[0]}: {what}"}
     key = decode(each.subject)
-    try:
-        return {"state": each.rule, "artifact": object_key(key), "what": what}
-    except ValueError:  # leaves and namespaces have no objects
-        return {"state": each.rule, "artifact": str(key), "what": what}
+    named = object_key(key) if key.kind in KINDS_WITH_OBJECTS else str(key)
+    return {"state": each.rule, "artifact": named, "what": what}
 
 
 def _plain(numbers: tuple[int, ...]) -> str:
