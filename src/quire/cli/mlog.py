@@ -163,13 +163,16 @@ def _store(cli: Cli) -> Iterator[ObjectStore]:
 
 def _log(cli: Cli, store: ObjectStore, stream_id: int) -> tuple[LogFiles, LogObjects]:
     from quire.durable.files import OsDisk
+    from quire.stream.files import StreamFiles
     from quire.stream.mlog_files import LogFiles
     from quire.stream.mlog_tier2 import LogObjects
+    from quire.stream.state import begins_of
 
     with cli.reader() as manifest, manifest.read() as txn:
         prefixes, store_id = txn.object_prefixes(), txn.store_id()
     files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
-    return files, LogObjects(store, stream_id, prefixes, store_id)
+    begins = begins_of(StreamFiles(files.disk, files.root, stream_id))
+    return files, LogObjects(store, stream_id, prefixes, store_id, begins)
 
 
 def _threads(root: str, store: ObjectStore) -> ThreadRunner:

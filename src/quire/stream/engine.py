@@ -54,6 +54,7 @@ from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
 from quire.stream.repair import Repair, Survey
+from quire.stream.state import begins_of
 from quire.stream.stream import Stream
 from quire.stream.upkeep import Moved
 
@@ -158,7 +159,9 @@ class StreamEngine:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
             projection = Projection(self._manifest, files)
-            objects = LogObjects(self._store(), stream_id, projection.prefixes(), projection.store_id())
+            objects = LogObjects(
+                self._store(), stream_id, projection.prefixes(), projection.store_id(), begins_of(files)
+            )
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:

@@ -166,8 +166,9 @@ def restore_log(files: LogFiles, objects: LogObjects, *, at_ms: int) -> list[int
     start = here[-1] if here else 0
     if not here and not files.snapshots() and listing.snapshots:
         newest = max(listing.snapshots)
-        start = objects.get_snapshot(newest).position.chunk_index  # checked by that
-        write_atomic(files.disk, files.snapshot(newest), objects.store.get(objects.snapshot_key(newest)))
+        snapshot, data = objects.fetch_snapshot(newest)
+        start = snapshot.position.chunk_index
+        write_atomic(files.disk, files.snapshot(newest), data)
     restored = []
     for index in sorted(each for each in listing.chunks if each >= start):
         if index in here:

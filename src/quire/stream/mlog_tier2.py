@@ -10,7 +10,8 @@ Rules
   2. What is read is checked as a file would be; an object that is not sound is `ManifestIntegrityError`.
   3. A chunk is looked for under its own name first, then in a bundle.
   4. Each owner epoch writes below a prefix of its own (A1). A log goes on in the next epoch where it ended for the one that
-     took over: what an earlier epoch has from the first chunk of a later one on is another line's, and is not listed.
+     took over: what an earlier epoch has from the first chunk of a later one on is another line's, and is not listed. Where
+     an epoch begins is known before it has an object: the stream remembers it (`begins`, of `stream.json`).
 
 Threads: any. Importable on executors. Format page: `docs/formats/manifest-log.md`.
 Raises `ManifestIntegrityError`, and what the object store raises.
@@ -27,6 +28,7 @@ from quire.core.errors import ObjectNotFound
 from quire.core.ids import U64_MAX
 from quire.durable import mlog_names
 from quire.durable.names import manifest_log_key, parse_manifest_log_key
+from quire.durable.remote_names import parse_epoch_key
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     CHUNK_FILE_BYTES_MAX,
@@ -47,6 +49,16 @@ if TYPE_CHECKING:
 
 SNAPSHOT_BYTES_MAX = 1 << 30
 """Of some hundred bytes for each segment: more than a stream has in a lifetime."""
+
+
+class EpochBegin(msgspec.Struct, frozen=True):
+    """Where a log goes on for an owner epoch: what earlier epochs have behind it was written by somebody else (rule 4)."""
+
+    owner_epoch: int
+    chunk: int
+    """The first chunk that this epoch writes to."""
+    snapshot: int
+    """The newest snapshot before it; 0 for none."""
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -74,6 +86,13 @@ class LogObjects(msgspec.Struct, frozen=True):
     """One for each owner epoch, the current one first (rule 4)."""
     store_id: str = ""
     """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+    begins: tuple[EpochBegin, ...] = ()
+    """Of those epochs whose beginning is remembered."""
+
+    @property
+    def owner_epoch(self) -> int:
+        """The current one; 0 if there is none."""
+        return _epoch_of(self.prefixes[0])
 
     @property
     def identity(self) -> Identity:
@@ -91,8 +110,12 @@ class LogObjects(msgspec.Struct, frozen=True):
     def listing(self) -> Listing:
         """What is there (rule 4)."""
         found = self.own_listing()
-        for prefix in self.prefixes[1:]:
-            first = min([*found.chunks, *(span[0] for span in found.bundles)], default=U64_MAX)
+        begins = {begin.owner_epoch: begin for begin in self.begins}
+        first = newest = U64_MAX
+        for later, prefix in zip(self.prefixes, self.prefixes[1:]):
+            if (begin := begins.get(_epoch_of(later))) is not None:
+                first, newest = min(first, begin.chunk), min(newest, begin.snapshot)
+            first = min([first, *found.chunks, *(span[0] for span in found.bundles)])
             earlier = self._listed(prefix)
             for index, info in earlier.chunks.items():
                 if index < first:
@@ -101,7 +124,8 @@ class LogObjects(msgspec.Struct, frozen=True):
                 if span[1] < first:
                     found.bundles.setdefault(span, info)
             for snapshot_id, info in earlier.snapshots.items():
-                found.snapshots.setdefault(snapshot_id, info)
+                if snapshot_id <= newest:
+                    found.snapshots.setdefault(snapshot_id, info)
         return found
 
     def own_listing(self) -> Listing:
@@ -220,12 +244,21 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_snapshot(self, snapshot_id: int) -> Snapshot:
         """A snapshot, checked."""
+        return self.fetch_snapshot(snapshot_id)[0]
+
+    def fetch_snapshot(self, snapshot_id: int) -> tuple[Snapshot, bytes]:
+        """A snapshot, checked, and its bytes."""
         own = self.snapshot_key(snapshot_id)
         key, data = self._get(own, lambda there: there.snapshots.get(snapshot_id), SNAPSHOT_BYTES_MAX)
-        return decode_snapshot(data, snapshot_id=snapshot_id, path=key)
+        return decode_snapshot(data, snapshot_id=snapshot_id, path=key), data
 
     def _key(self, suffix: str) -> str:
         return _under(self.prefixes[0], suffix)
+
+
+def _epoch_of(prefix: str) -> int:
+    name = parse_epoch_key(_under(prefix, "0"))
+    return name[1] if name is not None else 0
 
 
 def _under(prefix: str, suffix: str) -> str:

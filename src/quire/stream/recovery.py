@@ -119,6 +119,8 @@ def open_log(
             why = log_behind(files, log, projection, state)
         if why:
             raise refused(projection.name(), files.stream_id, why)
+        newest = max([log.index.snapshot_id, *at.snapshots()])
+        log.objects = state.remember_begin(objects, log.committed.chunk_index, newest)
     except BaseException:
         log.abandon()
         raise

@@ -351,7 +351,7 @@ class Repair:
         files.make()
         files.disk.make_dirs(self._log.directory)
         if found.snapshot:
-            data = self._store.get(self._objects.snapshot_key(found.snapshot))
+            _, data = self._objects.fetch_snapshot(found.snapshot)
             write_atomic(files.disk, self._log.snapshot(found.snapshot), data)
         for number in found.to_fetch:
             restore_chunk(self._log, self._objects, number)

@@ -1,4 +1,5 @@
-"""What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open.
+"""What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open, and where its log
+went on when the store was taken over.
 
 Terms
   consumer   a name with a position: the id of the first record that it has not read
@@ -30,6 +31,7 @@ from quire.durable.files import read_all, write_atomic
 from quire.durable.names import check_name
 from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
+from quire.stream.mlog_tier2 import EpochBegin, LogObjects
 
 
 class Consumer(msgspec.Struct, frozen=True):
@@ -64,6 +66,8 @@ class _Stored(msgspec.Struct, frozen=True):
     going: tuple[int, ...] = ()
     log_records: int = 0
     """How many records the manifest log had at the last clean close; it never has fewer."""
+    begins: tuple[EpochBegin, ...] = ()
+    """Where the manifest log went on for owner epochs that took over."""
     crc64: str = ""
     """Of the file with nothing in its place, in hex (rule 5). Empty in memory, and in files from before."""
 
@@ -90,6 +94,11 @@ def believed_end(files: StreamFiles) -> int | None:
     """How many records the manifest log had at the last clean close; `None` if it is not what is believed."""
     stored = _load(files)
     return stored.log_records if stored.mode == "on" else None
+
+
+def begins_of(files: StreamFiles) -> tuple[EpochBegin, ...]:
+    """Where the manifest log went on for owner epochs that took over, for whoever only reads."""
+    return _load(files).begins
 
 
 class StreamState:
@@ -138,6 +147,24 @@ class StreamState:
         with self._lock:
             if log_records != self._stored.log_records:
                 self._save(msgspec.structs.replace(self._stored, log_records=log_records))
+
+    @property
+    def begins(self) -> tuple[EpochBegin, ...]:
+        """Where the manifest log went on for owner epochs that took over."""
+        return self._stored.begins
+
+    def remember_begin(self, objects: LogObjects, chunk: int, snapshot: int) -> LogObjects:
+        """The log goes on here for the current owner epoch, unless that is known; objects by what is remembered then.
+
+        Before the first record of the epoch: what earlier ones have there in tier 2 is the line of an owner that was deposed.
+        An only epoch has nothing before it, and is not remembered.
+        """
+        epoch = objects.owner_epoch
+        with self._lock:
+            if len(objects.prefixes) > 1 and epoch not in {begin.owner_epoch for begin in self.begins}:
+                begins = (*self.begins, EpochBegin(epoch, chunk, snapshot))
+                self._save(msgspec.structs.replace(self._stored, begins=begins))
+        return msgspec.structs.replace(objects, begins=self.begins)
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

@@ -165,7 +165,7 @@ class Stream:
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         projection, state = Projection(manifest, files), StreamState(files, ticking)
         at = LogFiles(disk, root, stream_id, store_locked, projection.store_id())
-        objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id)
+        objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id, state.begins)
         log = open_log(files, at, objects, projection, state, ticking, log_settings, collect)
         try:
             files.make()

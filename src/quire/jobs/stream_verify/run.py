@@ -30,10 +30,12 @@ from quire.durable.names import StreamSegmentFile, Tier
 from quire.jobs.places import OpenStore, Place
 from quire.jobs.runner import Tools
 from quire.objects.api import ObjectStore
+from quire.stream.files import StreamFiles
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import Problem, verify
 from quire.stream.segment_scan import sealed_blocks
+from quire.stream.state import begins_of
 from quire.stream.warm import bounded, reader_of
 from quire.stream.witnesses import Witness
 
@@ -147,7 +149,8 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     """Every rule of a log that needs no body of an object (rule 3)."""
     store = tools.open_store(task.url)
     files = LogFiles(tools.disk, task.root, task.stream_id, store_id=task.store_id)
-    objects = LogObjects(store, task.stream_id, task.prefixes, task.store_id)
+    begins = begins_of(StreamFiles(tools.disk, task.root, task.stream_id))
+    objects = LogObjects(store, task.stream_id, task.prefixes, task.store_id, begins)
     exists = partial(_exists, store)
     found = tuple(
         verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)
