@@ -219,3 +219,44 @@ def test_writers_are_told_when_the_background_has_no_space(tmp_path: Path) -> No
         kv.flush()  # there is space again
         kv.put(b"more", b"")
         assert len(list(kv.scan())) == written + 1
+
+
+@pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.SHORT_WRITE])
+def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path, fault: Fault) -> None:
+    """Issue 18: `DiskFull` means not done, after the next write and after opening again; a retry doubles nothing."""
+    refused, number = 0, 0
+    disk = FaultyDisk(OsDisk(), fault, operation="none")
+    while disk.fired or not number:
+        number += 1
+        base = tmp_path / str(number)
+        disk = FaultyDisk(OsDisk(), fault)
+        kv = open_kv(base, disk)
+        kv.put(b"before", bytes(2_500))  # the next write begins another log and another memtable
+        disk._fail_at = len(disk.calls) + number
+        outcome = _write_once(kv)
+        disk._fail_at = 0
+        if outcome is DiskFull:
+            refused += 1
+            assert kv.get(b"x") is None
+            kv.put(b"after", bytes(2_500))
+            kv.put(b"later", b"")  # and once more with a new log
+            assert kv.get(b"x") is None
+        kv.abandon()
+        with open_kv(base) as again:
+            if outcome is DiskFull:
+                assert [key for key, _ in again.scan()] == [b"after", b"before", b"later"]
+            elif outcome is None:
+                assert again.get(b"x") == b"1"
+            assert_sound(again)
+    assert refused > 1, "no write was refused, and this shows nothing"
+
+
+def _write_once(kv: Kv) -> type[QuireError] | None:
+    """Write one key; what was said."""
+    try:
+        kv.put(b"x", b"1")
+    except DiskFull:
+        return DiskFull
+    except StoreUnusable:
+        return StoreUnusable
+    return None

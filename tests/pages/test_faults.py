@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import DiskFull, QuireError, StorageFault, StoreUnusable
+from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.pages.pagestore import PageStore
 from quire.testing.faults import Fault, FaultyDisk, each_fault
@@ -161,4 +162,26 @@ def test_closing_after_a_failure_closes_every_file(tmp_path: Path) -> None:
     pages.manifest.close()
     pages.start()
     assert pages.database("two").durable_version()[1] == 1
+    pages.stop()
+
+
+def test_a_publication_of_before_does_not_meddle_with_recovery(tmp_path: Path) -> None:
+    """Issue 18: the ticker sealed what the recovery of a database that had failed was about to seal, and it did not open."""
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    former = pages.database("first")
+    write(former, model, {0: image(), 1: image()})
+    former.wal.seal()
+    write(former, model, {1: image()})
+    txn = former.begin()
+    txn.write_page(0, image())
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StoreUnusable):
+        txn.commit().result()
+    disk._fail_at = 0
+    published: list[int] = []
+    with armed("pages.recovery.sealing", lambda _: published.append(former.wal.publish())):
+        again = pages.engine.open("first")
+    assert set(published) == {0}, "recovery does it"
+    write(again, model, {1: image("after")})
     pages.stop()

@@ -157,6 +157,48 @@ def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -
     other.close()
 
 
+@pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.SHORT_WRITE])
+def test_a_transaction_that_was_refused_for_space_is_not_written_later(
+    faulty: tuple[Store, FaultyDisk], root: Path, fault: Fault
+) -> None:
+    """Issue 18: SQLITE_FULL means not done, after the next commit and after opening again; a retry doubles nothing."""
+    store, disk = faulty
+    connection = store.sqlite("shop", create=True)
+    connection.execute("create table t(id integer primary key, b blob)")
+    said: dict[int, str] = {}
+    while not said or disk.fired:
+        number = len(said) + 1
+        store.pages.open("shop").wal.seal()
+        arm(disk, fault, "*", number)
+        said[number] = _insert_once(connection, number)
+        fired = disk.fired
+        arm(disk, fault, "none", 0)
+        while _insert_once(connection, 1000 + number, "null") == "unknown":  # or the ticker has met the fault
+            connection.close()
+            connection = store.sqlite("shop")
+        there = connection.execute("select count(*) from t where id = ?", (number,)).get
+        assert there in {"refused": [0], "done": [1], "unknown": [0, 1]}[said[number]]
+        said[number] = ["refused", "done"][there]
+        disk.fired = fired
+    connection.close()
+    assert list(said.values()).count("refused") > 1, "nothing was refused, and this shows nothing"
+    store.close()
+    with quire.open(root, settings=SETTINGS) as again, again.sqlite("shop") as connection:
+        rows = {number for (number,) in connection.execute("select id from t where id < 1000")}
+    assert rows == {number for number, outcome in said.items() if outcome == "done"}
+
+
+def _insert_once(connection: apsw.Connection, number: int, value: str = "randomblob(400000)") -> str:
+    """Insert a row, by default one that takes a segment or two; what was said of it."""
+    try:
+        connection.execute(f"insert or replace into t values (?, {value})", (number,))
+    except apsw.FullError:
+        return "refused"
+    except apsw.IOError:
+        return "unknown"
+    return "done"
+
+
 def large_transaction(connection: apsw.Connection, disk: FaultyDisk, fail_at: int) -> apsw.FullError | None:
     """Write more than the open segment has room for while the n-th opening of a segment fails; the error, if it was met."""
     arm(disk, Fault.ENOSPC, "open", fail_at)

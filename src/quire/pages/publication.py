@@ -18,7 +18,8 @@ Rules
   5. Before its row says Sealed a segment's file is cut to what is used, unless it was filled: from then on nobody writes to it,
      and as long as it is open nobody recycles it. A crash in between leaves an open segment whose file ends behind its last
      frame, which recovery reads like any other.
-  6. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
+  6. Who opens the database anew stops the publication of before first: what recovery reads is not sealed under its hands.
+  7. If entries cannot be written or synced nobody knows what is on disk: the database takes nothing more (M12).
 
 Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by
 any, one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
@@ -129,6 +130,7 @@ class Publication:
         self._taken: list[Piece] = []
         """The batch that is under way, or has failed and will be tried again."""
         self.published_bytes = 0
+        self._stopped = False
 
     def end(self, segment: Segment) -> None:
         """A segment takes no more frames."""
@@ -138,6 +140,8 @@ class Publication:
         """Enter what is durable into the manifest; rows entered. What becomes durable meanwhile waits for the next time: busy
         writers would keep it going for ever, a commit's few rows in each batch."""
         with self._publishing:
+            if self._stopped:
+                return 0
             rows, upto = 0, durable().lsn
             while self._take(upto):
                 rows += self._publish(self._taken)
@@ -179,7 +183,7 @@ class Publication:
         """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([each.heads for each in pieces])))
-        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 6)
+        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 7)
             try:
                 index.write(pieces[0].first_frame, entries.tobytes())
             except BaseException as error:
@@ -212,6 +216,11 @@ class Publication:
             emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
             self.ended.popleft()
             file.retire()
+
+    def stop(self) -> None:
+        """Publish nothing more; a batch that is under way is finished first (rule 6)."""
+        with self._publishing:
+            self._stopped = True
 
     def forked(self) -> None:
         """In the child of a fork() nobody holds the lock."""

@@ -395,6 +395,7 @@ class Wal:
         """Take nothing more and close the files; what is not durable is left to recovery."""
         if self.failure is None:
             self.failure = why
+        self._publication.stop()
         with self._append:
             self._lanes.drain()
             files = [*(each.file for each in self._publication.ended), *self._ahead]
