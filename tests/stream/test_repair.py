@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from quire.core.errors import Corruption
 from quire.durable import quarantine
 from quire.durable.names import Tier
+from quire.manifest.store import ManifestStore
+from quire.objects.api import list_objects
+from quire.stream.files import StreamClock
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
@@ -28,8 +32,6 @@ def world(tmp_path: Path) -> Iterator[StreamWorld]:
 
 
 def repair(world: StreamWorld, *, apply: bool = True) -> Survey:
-    from quire.stream.files import StreamClock
-
     projection = Projection(world.manifest, world.files)
     objects = LogObjects(world.objects, world.stream_id, projection.prefixes(), projection.store_id())
     mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
@@ -175,3 +177,94 @@ def test_a_sound_stream_needs_no_repair(world: StreamWorld) -> None:
     found = repair(world, apply=False)
     assert (found.steps, found.lost, found.notes) == ([], [], [])
     assert found.records == (1, 61)
+
+
+# ── objects that nothing knows ────────────────────────────────────────────────────────────────────────────────────────
+def manifest_copy(world: StreamWorld, name: str) -> Path:
+    """A copy of LMDB as it is now; the stream is opened again."""
+    world.stream.close()
+    world.manifest.close()
+    copied = Path(shutil.copy(world.root / "manifest.lmdb", world.root / name))
+    world.manifest = ManifestStore.open(str(world.root / "manifest.lmdb"), clock=world.clock)
+    world.stream = world.open()
+    return copied
+
+
+def lose_all_but_objects(world: StreamWorld, older: Path) -> None:
+    """The log is lost, here and in tier 2, LMDB is restored from an older copy; the objects of segments are what is left."""
+    world.stream.close()
+    world.manifest.close()
+    lose_all(world)
+    for info in list(list_objects(world.objects)):
+        if "/manifest/" in info.key:
+            world.objects.delete(info.key)
+    shutil.copy(older, world.root / "manifest.lmdb")
+    world.manifest = ManifestStore.open(str(world.root / "manifest.lmdb"), clock=world.clock)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_segments_of_which_only_objects_are_left_are_found_in_the_bucket(world: StreamWorld, before: int) -> None:
+    """Issue 18: neither log nor LMDB knows them, and no file is here."""
+    payloads = world.fill(before)
+    remote(world)
+    older = manifest_copy(world, "older")
+    payloads += world.fill(3 - before)
+    remote(world)
+    lose_all_but_objects(world, older)
+    shown = repair(world, apply=False)
+    found = [each for each in shown.steps if each.startswith("take up object ")]
+    assert [each.rsplit(": ", 1)[1] for each in found] == [
+        f"records {20 * each + 1} to {20 * each + 20}" for each in range(before, 3)
+    ]
+    assert not log_of(world).chunks(), "a survey changes nothing"
+    assert repair(world).steps == shown.steps
+    assert world.payloads() == payloads
+    world.check()
+    assert world.stream.append(b"on").result() == len(payloads) + 1
+    world.reopen()
+    assert world.payloads() == [*payloads, b"on"]
+    world.check()
+    world.stream.close()
+
+
+def test_an_object_that_is_not_sound_or_has_no_store_in_its_name_is_told_and_left(world: StreamWorld) -> None:
+    older = manifest_copy(world, "older")
+    payloads = world.fill(3)
+    remote(world)
+    keys = [segment.key for segment in world.segments()]
+    lose_all_but_objects(world, older)
+    data = world.objects.get(keys[2])
+    world.objects.delete(keys[2])
+    world.objects.put(keys[2], data[:80] + bytes([data[80] ^ 1]) + data[81:])
+    nameless = keys[1].split("/", 3)[3]
+    world.objects.put(nameless, world.objects.get(keys[1]))
+    projection = Projection(world.manifest, world.files)
+    objects = LogObjects(world.objects, world.stream_id, (*projection.prefixes(), ""), projection.store_id())
+    mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
+    notes = mending.survey().notes
+    assert any(nameless in each and "no store" in each for each in notes)
+    assert any(keys[2] in each and "not sound" in each for each in notes)
+    repair(world)
+    assert world.payloads() == payloads[:40]
+    world.stream.close()
+
+
+def test_what_retention_has_let_go_is_not_taken_up_again(world: StreamWorld) -> None:
+    payloads = world.fill(3)
+    remote(world)
+    first = world.segments()[0]
+    data = world.objects.get(first.key)
+    world.stream.close()
+    world.stream = world.open()
+    world.stream.tiers.retire(first.segment_id)
+    world.objects.put(first.key, data)
+    assert repair_of_sound(world) == []
+    assert world.payloads() == payloads[20:]
+    world.stream.close()
+
+
+def repair_of_sound(world: StreamWorld) -> list[str]:
+    world.stream.close()
+    found = repair(world, apply=False)
+    world.stream = world.open()
+    return found.steps

@@ -156,6 +156,11 @@ class Projection:
         with self._manifest.read() as txn:
             return _rows(txn, self._stream_id)
 
+    def ever(self) -> set[int]:
+        """The segments that have a row, also those that are gone."""
+        with self._manifest.read() as txn:
+            return {key[1] for key, _ in txn.scan(t.WAL_CATALOG, self._stream_id)}
+
     def name(self) -> str:
         """What people call the stream."""
         with self._manifest.read() as txn:

@@ -9,6 +9,8 @@ Rules
   1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
   2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
      LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
+     Objects that neither log nor LMDB has ever known are looked for in the bucket (`strays.py`), and taken up if they are sound
+     and hold records that no other segment has. What was let go stays out: retention has decided.
   3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
      but a lost segment had are told as lost.
   4. The log is brought up by records, in one commit, as after a time in which it was off (`mlog_modes.catch_up`). A crash
@@ -52,6 +54,7 @@ from quire.stream.projection import Projection
 from quire.stream.reader import is_going
 from quire.stream.segment_scan import Scan, scan
 from quire.stream.state import StreamState, believed_end
+from quire.stream.strays import list_strays, read_stray
 from quire.stream.warm import WarmReader, dictionary_of
 
 
@@ -223,8 +226,9 @@ class Repair:
         known, rows = found.known, self._projection.rows()
         listed = self._projection.facts({info.segment_id: facts_of(info).etag for info in known.segments()})
         here = {each for tier in Tier for each in self._files.segments(tier)}
+        strays = self._strays(found, {each: facts.base_offset for each, facts in listed.items()})
         view, first, end = view_of(known), 0, 0
-        for segment_id in sorted({*known.entries, *rows, *here}):
+        for segment_id in sorted({*known.entries, *rows, *here, *strays}):
             info, segment = known.get(segment_id), view.get(segment_id)
             if info is None and segment_id <= known.opened_max:
                 continue  # retired: opening decides about its files
@@ -232,7 +236,8 @@ class Repair:
                 found.facts[segment_id] = facts_of(info)
                 continue
             sealed = facts_of(info) if info is not None and segment is not None and segment.is_sealed else None
-            sealed = sealed or listed.get(segment_id)
+            remote = strays.get(segment_id)
+            sealed = sealed or listed.get(segment_id) or (remote[0] if remote is not None else None)
             hot, warm = self._hot(segment_id, sealed, found), self._warm(segment_id, sealed, found)
             facts = self._sealed(sealed, hot, warm) if sealed is not None else self._unsealed(segment_id, hot, warm)
             if facts is None:
@@ -246,7 +251,7 @@ class Repair:
                 for tier in Tier:
                     self._put_aside(found, self._files.segment(tier, segment_id), "its records are in another segment")
                 continue
-            last = self._end_of(rows.get(segment_id), segment, hot, warm)
+            last = self._end_of(rows.get(segment_id), segment, hot, remote or warm)
             if end and facts.base_offset > end:
                 found.lost.append(f"records {end} to {facts.base_offset - 1}: no copy of their segment is known")
             if sealed is not None and hot is None and facts.hot:
@@ -257,6 +262,33 @@ class Repair:
         found.segments, found.records = len(found.facts), (first, end)
         if told := {segment_id for _, segment_id in catch_up(known, found.facts)}:
             found.steps.append(f"tell the log what it does not know of segments {_numbers(sorted(told))}")
+
+    def _strays(self, found: Survey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
+        """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records of LMDB's segments."""
+        known = found.known
+        bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
+        there = list_strays(self._objects, {*bases, *self._projection.ever()})
+        for key in there.nameless:
+            found.notes.append(
+                f"object {key} may be a segment of this stream; its name says no store, so it is left alone"
+            )
+        taken: dict[int, tuple[SegmentFacts, int]] = {}
+        end = 0
+        for segment_id in sorted(each for each in there.objects if each > known.opened_max):
+            info = there.objects[segment_id]
+            try:
+                facts, last = read_stray(self._objects, segment_id, info)
+            except (Corruption, FormatTooNew) as error:
+                found.notes.append(f"object {info.key} is not known and not sound: {error.what}")
+                continue
+            before = max((base for each, base in bases.items() if each < segment_id), default=0)
+            behind = min((base for each, base in bases.items() if each > segment_id), default=last)
+            if facts.base_offset < end or facts.base_offset <= before or last > behind:
+                found.notes.append(f"object {info.key} is not known, and its records are in other segments")
+                continue
+            end, taken[segment_id] = last, (facts, last)
+            found.steps.append(f"take up object {info.key}: records {facts.base_offset} to {last - 1}")
+        return taken
 
     def _sealed(self, sealed: SegmentFacts, hot: Scan | None, warm: tuple[SegmentFacts, int] | None) -> SegmentFacts:
         """A segment that log or LMDB has sealed, with the copies that are there."""
