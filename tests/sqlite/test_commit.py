@@ -132,7 +132,7 @@ def arm(disk: FaultyDisk, fault: Fault, operation: str, fail_at: int) -> None:
     """The n-th such call on a WAL segment from now on fails."""
     disk.calls.clear()
     disk.fired = False
-    disk._fault, disk._operation, disk._path, disk._fail_at = fault, operation, "*.seg*", fail_at
+    disk.fault, disk._operation, disk._path, disk._fail_at = fault, operation, "*.seg*", fail_at
 
 
 def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -> None:

@@ -264,7 +264,7 @@ class Repair:
             found.steps.append(f"tell the log what it does not know of segments {_numbers(sorted(told))}")
 
     def _strays(self, found: Survey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
-        """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records of LMDB's segments."""
+        """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records by LMDB."""
         known = found.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
         there = list_strays(self._objects, {*bases, *self._projection.ever()})
