@@ -128,6 +128,19 @@ def takes_filters(source: Source) -> Iterator[int]:
                 yield node.lineno
 
 
+def deletes_objects(source: Source) -> Iterator[int]:
+    """Calls of `.delete` and `.delete_many` of anything but a collector."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=receiver, attr="delete" | "delete_many")):
+                match receiver:
+                    case ast.Name(id="collector") | ast.Attribute(attr="collector"):
+                        continue
+                    case ast.Call(func=ast.Name(id="Collector")):
+                        continue
+                yield node.lineno
+
+
 RULES = [
     Rule(
         name="module length",
@@ -205,6 +218,15 @@ RULES = [
         find=takes_filters,
         caught="class Reader:\n    def pushFilters(self, filters):\n        return filters\n",
         where=("src/quire", "bench", "examples"),
+    ),
+    Rule(
+        name="deleted objects",
+        reason="two stores deleted each other's objects: one gate looks whose a name is, and who owns the store now (A3)",
+        instead="`delete` of the collector (quire.objects.collector), which rooms, jobs and engines are given",
+        find=deletes_objects,
+        caught="store.delete_many(['00000001/x'])\n",
+        where=("src/quire",),
+        but=("src/quire/objects/", "src/quire/manifest/"),
     ),
     Rule(
         name="star import",
