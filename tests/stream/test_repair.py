@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.core.errors import Corruption
@@ -243,6 +244,10 @@ def test_an_object_that_is_not_sound_or_has_no_store_in_its_name_is_told_and_lef
     mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
     notes = mending.survey().notes
     assert any(nameless in each and "no store" in each for each in notes)
+    later = msgspec.structs.replace(objects, prefixes=("later", *projection.prefixes()))
+    after_takeover = Repair(world.files, projection, later, StreamClock(world.clock), world.log_settings).survey()
+    assert not any(each.startswith("take up") for each in after_takeover.steps), "a deposed owner may have sent them"
+    assert all(any(key in each and "earlier owner" in each for each in after_takeover.notes) for key in keys)
     assert any(keys[2] in each and "not sound" in each for each in notes)
     repair(world)
     assert world.payloads() == payloads[:40]

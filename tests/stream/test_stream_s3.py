@@ -10,7 +10,6 @@ from quire.objects.open import open_store
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_follower import Follower
 from quire.stream.mlog_snapshot import same_state
-from quire.stream.mlog_tier2 import LogObjects
 from tests.objects.conftest import fresh_url, s3_options, s3_server
 from tests.stream.streams import SMALL, StreamWorld
 from tests.stream.tiers import Flaky
@@ -32,7 +31,8 @@ def test_a_stream_lives_in_s3_and_a_follower_sees_it(tmp_path: Path, s3_server: 
     assert world.payloads() == payloads
     world.stream.tiers.retire(1)
     world.stream.upload()
-    objects = LogObjects(world.objects, world.stream_id)
+    objects = world.stream.ledger.log.objects
+    assert objects is not None
     follower = Follower(objects, LogFiles(world.disk, str(tmp_path / "mirror"), world.stream_id))
     assert [each.segment_id for each in follower.poll().hydrations] == [2, 3]
     assert same_state(follower.index, world.stream.ledger.log.index)

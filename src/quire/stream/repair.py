@@ -268,10 +268,8 @@ class Repair:
         known = found.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
         there = list_strays(self._objects, {*bases, *self._projection.ever()})
-        for key in there.nameless:
-            found.notes.append(
-                f"object {key} may be a segment of this stream; its name says no store, so it is left alone"
-            )
+        for key in there.doubtful:
+            found.notes.append(f"object {key} is left alone: it is an earlier owner's, or its name says no store")
         taken: dict[int, tuple[SegmentFacts, int]] = {}
         end = 0
         for segment_id in sorted(each for each in there.objects if each > known.opened_max):

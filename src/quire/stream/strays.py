@@ -1,8 +1,8 @@
 """Objects of a stream's segments that neither its manifest log nor LMDB knows: found by listing the bucket, for a repair.
 
 Rules
-  1. Only what is below the prefixes of the store's own epochs is taken: names without a store may be another store's; those
-     are told and left. Of a segment that several epochs have sent the newest epoch's object counts.
+  1. Only what the current owner epoch has sent is taken. What is below the prefix of an earlier one may be the line of an owner
+     that was deposed, and names without a store may be another store's: those are told and left.
   2. An object is believed when all of it was read: it is whole, and says that it is this segment of this stream.
 
 Threads: functions without state. Memory: one frame and the table of a segment.
@@ -28,8 +28,8 @@ class Strays(NamedTuple):
 
     objects: dict[int, ObjectInfo]
     """By segment."""
-    nameless: list[str]
-    """Keys of the space that belongs to no store (rule 1)."""
+    doubtful: list[str]
+    """Keys of earlier epochs, and of the space that belongs to no store (rule 1)."""
 
 
 def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
@@ -41,10 +41,10 @@ def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
             key = parse_object_key(info.key.removeprefix(below))
             if key is None or key.kind is not ArtifactKind.WAL or key.id in known:
                 continue
-            if prefix:
-                found.objects.setdefault(key.id, info)
+            if prefix and prefix == objects.prefixes[0]:
+                found.objects[key.id] = info
             else:
-                found.nameless.append(info.key)
+                found.doubtful.append(info.key)
     return found
 
 
