@@ -19,6 +19,7 @@ from quire.jobs.verify.run import run_task
 from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState, VerifyState
+from quire.manifest.verified import artifacts
 from quire.objects.api import ObjectStore, list_objects
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
@@ -181,7 +182,7 @@ def test_a_bitmap_that_its_row_does_not_describe_is_found(tmp_path: Any) -> None
     write(store, model, images(*range(20)))
     owner.checkpoint(store)
     with owner.manifest.read() as txn:
-        key, row = next((key, row) for key, row in whole.artifacts(txn) if key.kind.name == "BASE")
+        key, row = next((key, row) for key, row in artifacts(txn) if key.kind.name == "BASE")
         assert txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation) == row
     owner.manifest.submit([update(key, bitmap_hash=row.bitmap_hash ^ 1)]).result()
     job_id = owner.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store"})

@@ -30,7 +30,7 @@ def as_exported(value: Any) -> Any:
     """A record's field as Arrow shows it: enumerations as numbers, nested values as JSON."""
     if isinstance(value, enum.IntEnum):
         return int(value)
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, tuple, dict, msgspec.Struct)):
         return json.loads(msgspec.json.encode(value))
     return value
 

@@ -23,6 +23,7 @@ from quire.core.errors import (
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.checkpoints import WalChunkUpdate
+from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
@@ -32,14 +33,17 @@ from quire.manifest.ops.cursors import (
     RetainChanges,
     TrimChanges,
 )
-from quire.manifest.ops.databases import DropDb
+from quire.manifest.ops.databases import DropDb, RegisterDb
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
+from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.lsm import RecordLsmEnds
 from quire.manifest.ops.registry import OPS, AnyOp
 from quire.manifest.ops.wal import NEXT_STATES, AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
     TERMINAL_JOB_STATES,
+    DbKind,
+    DbRecord,
     JobKind,
     JobRecord,
     JobState,
@@ -278,11 +282,13 @@ LOCAL: list[Op] = [
     SetFloor(1, 1, 2),
     PruneIdempotency(10),
     RenewJobLease(1, "w", 99),
+    SetObjectPlace("objects"),
+    RecordLsmEnds(2, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3))),
 ]
 
 
 def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest: ManifestStore) -> None:
-    does(manifest, register(1), enqueue(1), StartJob(1, "w", 9))
+    does(manifest, register(1), RegisterDb(2, DbRecord("cart", DbKind.LSM, 0)), enqueue(1), StartJob(1, "w", 9))
     logged, head = dump(manifest, t.Policy.LOGGED), manifest.writer.head
     for op in LOCAL:
         receipt = manifest.submit([op]).result()

@@ -49,7 +49,7 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor
+from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor, SetObjectPlace
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
@@ -295,7 +295,7 @@ def test_operations_change_what_they_declare_and_nothing_else(
     job = EnqueueJob(11, JobRecord(JobKind.VERIFY, 3, 1))
     for op in (job, StartJob(11, "w", 9), RenewJobLease(11, "w", 100, 1, 2), RecordMetric(1, 1, [1.0])):
         witness.sees(op)
-    for op in (PutReader(3, 1, 5, 99), SetFloor(3, 1, 9), DropReader(3, 1)):
+    for op in (PutReader(3, 1, 5, 99), SetFloor(3, 1, 9), DropReader(3, 1), SetObjectPlace("objects")):
         witness.sees(op)
     for table in (each for each in t.TABLES.values() if each.policy is t.Policy.DERIVED):
         key = bytes(table.key.width) if table.key.width else b"\0\0\0\0name"

@@ -120,7 +120,8 @@ def files(root: Path) -> Iterator[str]:
 def names_of(relative: str) -> list[str]:
     """How a verification may call a file: by its path, or as the artifact that it is a copy of."""
     names = [relative]
-    if found := re.fullmatch(r"objects/(?:[0-9a-f-]{36}/e/[0-9a-f]{8}/)?(.*)", relative):
+    relative = re.sub(r"^objects/[0-9a-f-]{36}/e/[0-9a-f]{8}/", "objects/", relative)
+    if found := re.fullmatch(r"objects/(.*)", relative):
         names.append(found[1])
     if found := re.fullmatch(r"pages/([0-9a-f]{8})/wal/([0-9a-f]{8})\.seg", relative):
         names.append(f"{found[1]}/{found[2]}/wal:00000000")

@@ -295,7 +295,7 @@ def _rules(manifest: ManifestStore) -> Finding:
 
 def _verification(manifest: ManifestStore) -> Finding:
     """What verifications have recorded: in rows of artifacts, and in the result of the last one of the whole store."""
-    from quire.jobs.verify.told import damaged_artifacts, last_verification
+    from quire.manifest.verified import damaged_artifacts, last_verification
 
     with manifest.read() as txn:
         artifacts = damaged_artifacts(txn)

@@ -287,7 +287,7 @@ def restore(
         str, Option("--store-id", metavar="ID", help="Another store's backups.", show_default="this one's")
     ] = "",
 ) -> Note:
-    """Make a database of a backup: the newest of this store, or of another one in the same object store."""
+    """Make a database of a backup, of this store or another."""
     from quire.durable.files import OsDisk
     from quire.durable.remote_names import kv_backups_prefix
     from quire.lsm.backup import FORMER_HOME, backups, read_backup

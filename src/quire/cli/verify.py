@@ -97,7 +97,7 @@ def _verdict(
     logs: list[str] = result.get("logs", [])
     if logs:
         facts["manifest logs"] = "; ".join(logs[:LISTED])
-    from quire.jobs.verify.told import told
+    from quire.manifest.verified import told
 
     files = told(result)
     if not result["complete"]:

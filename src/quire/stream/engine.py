@@ -53,7 +53,6 @@ from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
-from quire.stream.repair import Repair, Survey
 from quire.stream.state import begins_of
 from quire.stream.stream import Stream
 from quire.stream.upkeep import Moved
@@ -61,6 +60,7 @@ from quire.stream.upkeep import Moved
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.objects.api import ObjectStore
+    from quire.stream.repair import Survey
 
 
 class StreamEngine:
@@ -150,6 +150,8 @@ class StreamEngine:
 
         The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
         """
+        from quire.stream.repair import Repair  # objects and NumPy with it: most openings repair nothing
+
         with self._lock:
             self._require()
             with self._manifest.read() as txn:

@@ -26,10 +26,11 @@ Raises `Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInpu
 from __future__ import annotations
 
 import struct
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
@@ -156,6 +157,8 @@ class Place(NamedTuple):
 
 FEW_OFFSETS = 64
 """Up to so many records of a block are looked at without numpy: calling it costs as much as this."""
+EARLY_OFFSETS = 4096
+"""Up to so many while nobody has loaded numpy: that takes longer than many such blocks."""
 
 
 def aligned(number: int, step: int) -> int:
@@ -285,9 +288,9 @@ def is_body_good(block: Block, body: Bytes) -> bool:
 
 def _are_rising(body: Bytes, count: int) -> bool:
     """Whether offsets begin at 0 and never fall: Arrow reads wherever they point, and a checksum proves no sense."""
-    if count <= FEW_OFFSETS:
-        offsets = struct.unpack_from(f"<{count + 1}i", body)
-        return offsets[0] == 0 and all(one <= other for one, other in pairwise(offsets))
+    if count <= FEW_OFFSETS or (count <= EARLY_OFFSETS and "numpy" not in sys.modules):
+        offsets = list(struct.unpack_from(f"<{count + 1}i", body))
+        return offsets[0] == 0 and offsets == sorted(offsets)
     import numpy as np  # who reads as many loads it in any case
 
     table = np.frombuffer(body, "<i4", count + 1)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.ids import ArtifactKind
 from quire.durable.names import object_key
-from quire.jobs.verify.whole import artifacts
 from quire.manifest.check import Problem
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import VerifyState
+from quire.manifest.verified import artifacts
 
 if TYPE_CHECKING:
     import pyarrow as pa

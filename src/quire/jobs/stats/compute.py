@@ -31,13 +31,13 @@ from quire.core.ids import ArtifactKind
 from quire.durable.space import Space
 from quire.jobs.runner import Key
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
-from quire.jobs.verify.whole import artifacts
 from quire.jobs.waves import Waves, cut
 from quire.manifest import tables as t
 from quire.manifest.holders import encode, named_by
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
+from quire.manifest.verified import artifacts
 
 DAY_MS = 86_400_000
 STEP_ROWS = 8_192

@@ -16,10 +16,8 @@ Pure; safe to import on an executor.
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.durable.names import object_key, parse_object_key
+from quire.durable.names import object_key
 from quire.manifest.records import ChunkRecord, Compression, Residency
 
 
@@ -34,11 +32,3 @@ def row_of(stream_id: int, segment_id: int, *, first_lsn: int, last_lsn: int, at
         compression=Compression.NONE,
         suffix=object_key(ArtifactKey(stream_id, ArtifactKind.WAL, segment_id, 0)),
     )
-
-
-def borrows(key: ArtifactKey, row: Any) -> bool:
-    """Whether an artifact's bytes are another's."""
-    if key.kind is not ArtifactKind.BASE or not row.suffix:
-        return False
-    named = parse_object_key(row.suffix)
-    return named is not None and named.kind is ArtifactKind.WAL

@@ -23,11 +23,11 @@ from quire.core.errors import Corruption, InvalidInput, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
-from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.tiers.run import MoveTask
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
+from quire.manifest.verified import borrows
 
 DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 

@@ -33,13 +33,12 @@ from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
 from quire.jobs.places import Place
 from quire.jobs.runner import Answer, Runner, balanced
-from quire.jobs.stream_checkpoint.chunks import borrows
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify.plan import LISTED_MAX, PLANNED_MAX, bitmap_of, is_meant, place_to_verify
 from quire.jobs.verify.run import Finding, VerifyTask, run_task
-from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
+from quire.manifest.verified import artifacts
 
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096
@@ -81,19 +80,6 @@ class Aged:
     size_bytes: int
     oldest_ms: int
     """When the oldest was verified; 0: never."""
-
-
-def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
-    """(key, row) of every artifact that has bytes, each once: at its origin."""
-    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
-        key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
-        if not borrows(key, chunk):
-            yield key, chunk
-    for (origin, slot, generation, number), delta in txn.scan(t.CHUNK_DELTA_INDEX):
-        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), delta
-    for (db_id, segment_id), segment in txn.scan(t.WAL_CATALOG):
-        if segment.origin_db_id == db_id:
-            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), segment
 
 
 def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:

@@ -5,13 +5,14 @@ Reads the manifest and nothing else. Pure functions of a read transaction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.durable.names import object_key
-from quire.jobs.verify.whole import artifacts
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import object_key, parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, JobState, VerifyState
@@ -29,6 +30,27 @@ class LastVerification:
 def told(result: dict[str, Any]) -> list[str]:
     """What is wrong with files that are no artifacts, by a job's result; a line each."""
     return [f"{each['kind']} {each['path']}: {each['what']}" for each in result.get("problems", [])]
+
+
+def borrows(key: ArtifactKey, row: Any) -> bool:
+    """Whether an artifact's bytes are another's."""
+    if key.kind is not ArtifactKind.BASE or not row.suffix:
+        return False
+    named = parse_object_key(row.suffix)
+    return named is not None and named.kind is ArtifactKind.WAL
+
+
+def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
+    """(key, row) of every artifact that has bytes, each once: at its origin."""
+    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
+        key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
+        if not borrows(key, chunk):
+            yield key, chunk
+    for (origin, slot, generation, number), delta in txn.scan(t.CHUNK_DELTA_INDEX):
+        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), delta
+    for (db_id, segment_id), segment in txn.scan(t.WAL_CATALOG):
+        if segment.origin_db_id == db_id:
+            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), segment
 
 
 def damaged_artifacts(txn: ReadTxn) -> list[tuple[str, str]]:
