@@ -1,7 +1,8 @@
 """Runs in a process of its own, to be killed: does to a stream what it is told, one thing at a time, and says how far it is.
 
-It is told JSON: first `{"base": PATH}`, then `{"do": WHAT, …}`. It answers each with `{"first", "end", "next"}`; what is not
-allowed in the state of things changes nothing. It is killed from outside, or by a failpoint that it was told to arm.
+It is told JSON: first `{"base": PATH}`, then `{"do": WHAT, …}`. It answers each with `{"first", "end", "next", "prefixes"}`;
+what is not allowed in the state of things changes nothing. It is killed from outside, or by a failpoint that it was told to
+arm.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ def run(line: Line) -> None:
 
 
 def _answer(line: Line, stream: Stream) -> None:
-    answer = {"first": stream.first_record, "end": stream.end_record, "next": stream.hot.next_record}
+    objects = stream.ledger.log.objects
+    assert objects is not None
+    answer = {
+        "first": stream.first_record,
+        "end": stream.end_record,
+        "next": stream.hot.next_record,
+        "prefixes": objects.prefixes,
+    }
     line.send(json.dumps(answer).encode())
 
 

@@ -64,6 +64,8 @@ class Model:
         self.deaths = 0
         self.done: Counter[str] = Counter()
         self.follower: Follower | None = None
+        self.prefixes: tuple[str, ...] = ()
+        """Where the log's objects are in the bucket, as every life says."""
         self.scheduled: set[int] = set()
         self.objects = open_store(str(base / "store" / "objects"))
 
@@ -109,6 +111,8 @@ class Model:
         assert self.may_retire or told["first"] == self.low, "something went that nobody retired"
         self.acknowledged, self.low, self.may_retire = told["end"], told["first"], False
         self.ends.add(told["next"])
+        assert self.prefixes in ((), tuple(told["prefixes"])), "another life looks for its objects elsewhere"
+        self.prefixes = tuple(told["prefixes"])
         return told
 
     def _choose(self) -> dict[str, Any]:
@@ -176,7 +180,7 @@ class Model:
         """Have the follower look, now and then as a new process on its old mirror."""
         if self.follower is None or self.draw.random() < 0.2:
             mirror = LogFiles(OsDisk(), str(self.base / "mirror"), 1)
-            self.follower = Follower(LogObjects(self.objects, 1), mirror, scheduled=self.scheduled)
+            self.follower = Follower(LogObjects(self.objects, 1, self.prefixes), mirror, scheduled=self.scheduled)
         new = [each.segment_id for each in self.follower.poll().hydrations]
         assert not self.scheduled & set(new), "a hydration is scheduled twice"
         assert len(set(new)) == len(new)

@@ -29,6 +29,7 @@ POINTS = (
     "stream.mlog.header",
     "stream.mlog.renamed",
     "stream.mlog.committed",
+    "stream.mlog.shrinking",
     "stream.mlog.sealed",
     "stream.mlog.uploaded",
     "stream.mlog.evicted",

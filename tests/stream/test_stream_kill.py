@@ -18,7 +18,6 @@ import pytest
 from quire.core.clock import SystemClock
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
-from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import verify
 from quire.stream.verify import problems
 from quire.testing.crash import Nursery
@@ -110,7 +109,8 @@ class Lives:
             assert [each for each in problems(stream) if not each.leak] == []
             assert store.manifest.check() == []
             log = stream.ledger.log
-            objects = LogObjects(store.objects, stream.stream_id)
+            objects = log.objects
+            assert objects is not None
             assert same_state(recover(log.files, SystemClock(), objects.fetch).index, log.index)
             assert [each for each in verify(log.files, objects, settings=SETTINGS.manifest_log) if not each.leak] == []
             assert stream.compare() == []

@@ -25,7 +25,6 @@ from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_follower import Follower
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
-from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.state import Retention
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from tests.stream.streams import StreamWorld, ids, record
@@ -200,7 +199,8 @@ class Streams(RuleBasedStateMachine):
         if not hasattr(self, "world") or self.stream.mode.value != "on":
             return
         log = self.stream.ledger.log
-        fetch = None if self.world.objects.down else LogObjects(self.world.objects, self.world.stream_id).fetch
+        assert log.objects is not None
+        fetch = None if self.world.objects.down else log.objects.fetch
         again = recover(log.files, SystemClock(), fetch)
         assert same_state(again.index, log.index)
         assert log.index.rejected == 0
@@ -212,13 +212,13 @@ class Streams(RuleBasedStateMachine):
     def follow(self, again: bool) -> None:
         if self.stream.mode.value != "on":
             return
-        objects = LogObjects(self.world.objects, self.world.stream_id)
         log = self.stream.ledger.log
+        assert log.objects is not None
         log.rotate()
         log.upload()
         if self.follower is None or again:  # now and then as a new process on its old mirror
             mirror = LogFiles(OsDisk(), str(self.base / "mirror"), self.world.stream_id)
-            self.follower = Follower(objects, mirror, scheduled=self.scheduled)
+            self.follower = Follower(log.objects, mirror, scheduled=self.scheduled)
         polled = self.follower.poll()
         assert polled.waiting_for is None
         assert same_state(self.follower.index, log.index), "it has seen everything, and says something else"
