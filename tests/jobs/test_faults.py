@@ -138,9 +138,12 @@ def test_a_disk_that_fails_at_every_call(tmp_path: Path, move: str, fault: Fault
     """The disk below the files and below the object store."""
     switch = Switch()
     disk = cast(Disk, switch)
-    world = World(str(tmp_path), str(tmp_path / "objects"), disk=disk, opener=lambda url: open_store(url, disk=disk))
     for fail_at in itertools.count(1):
+        # A store for each call: upkeep walks through all its directories, and would make more calls each time.
+        root = tmp_path / str(fail_at)
+        root.mkdir()
         switch.inner = OsDisk()
+        world = World(str(root), str(root / "objects"), disk=disk, opener=lambda url: open_store(url, disk=disk))
         key = world.artifact(MOVES[move][0])
         ask(world, move, key)
         faulty = switch.inner = FaultyDisk(OsDisk(), fault, fail_at=fail_at)
@@ -148,10 +151,10 @@ def test_a_disk_that_fails_at_every_call(tmp_path: Path, move: str, fault: Fault
         world.assert_sound()
         world.settle()
         assert_reached(world, key, move)
+        world.close()
         if not faulty.fired:
             break
     assert fail_at > 1, "no call failed: the test tested nothing"
-    world.close()
 
 
 # ── power ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
