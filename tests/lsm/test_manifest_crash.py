@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,8 @@ from quire.core.errors import (
 )
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.lsm.facts import StoreFacts, end_row
+from quire.lsm.ledger import Follower
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import (
     AddFrozenWal,
@@ -29,6 +32,7 @@ from quire.lsm.manifest_data import (
     UpdateLsn,
     kind_of,
 )
+from quire.manifest.lsm_records import LsmEndsRecord
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault
 from tests.lsm.manifests import entry, fill, home_in, read_back
@@ -111,6 +115,26 @@ def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeyp
     assert manifest.state().last_lsn == 1
     manifest.close()
     assert read_back(home).last_lsn in (1, 2)
+
+
+def test_a_log_that_nobody_has_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
+    """Issue 18: an open knows the log that was recorded and the one behind it; a third was taken for another database's."""
+    home = home_in(tmp_path)
+    manifest = Manifest.open(OsDisk(), home, StoreFacts(follower=cast(Follower, object())))
+    manifest.update_lsn(1)
+    for lsn in (1, 2):
+        manifest.recorded(manifest.life)
+        end, snapshot = manifest.durable_end()
+        with armed("lsm.manifest.appended", "raise:EIO"), pytest.raises(StorageFault):
+            manifest.update_lsn(lsn + 10)
+        assert not manifest.is_recorded
+    with armed("lsm.manifest.appended", "raise:EIO"), pytest.raises(StoreUnusable) as caught:
+        manifest.update_lsn(20)
+    assert kind_of(caught.value) is ErrorKind.WAL
+    manifest.abandon()
+    ends = LsmEndsRecord(end_row(0, end), snapshot, 1, ())
+    with Manifest.open(OsDisk(), home, StoreFacts(ends=ends)) as manifest:
+        assert manifest.state().last_lsn in (1, 20)
 
 
 def refuse_writes(operation: str, path: str, step: Callable[[], object], half: object = None) -> object:

@@ -327,7 +327,10 @@ class Kv(Reader):
     def fold(self) -> None:
         """Tell who follows the tables that they, or the logs, have changed."""
         if self.follower is not None:
+            life = self.manifest.life
             self.is_recorded = self.follower.fold(lambda: self.view.levels, self.ends)
+            if self.is_recorded:
+                self.manifest.recorded(life)
 
     def ends(self) -> LsmEndsRecord:
         """How far the logs are durable, now: to be recorded outside of them (facts.py)."""

@@ -24,6 +24,7 @@ Rules
   6. Where an end of the log is recorded elsewhere (facts.py), the log is in that life and reaches at least there, behind the
      snapshot that was recorded; or one checkpoint has come since, whose snapshot covers that life. Anything else is an error:
      the files are older than what was acknowledged, or not these.
+  7. So a life that is not recorded yet is not covered: no checkpoint, and where rule 4 asks for one, the manifest is unusable.
 
 Threads: any; one lock for all changes. Reading `state()` gives a copy.
 Format page: `docs/formats/lsm-manifest.md`. Errors carry the seed's `kind` (see manifest_data.py).
@@ -86,11 +87,14 @@ class Manifest:
         self._disk = disk
         self._home = home
         self._owner = owner
+        self.is_followed = False
+        """Whether ends of the log are recorded elsewhere: then rule 7 holds. Set when it is opened."""
         # guarded by _lock
         self._lock = threading.RLock()
         self._log = log
         self._snapshot_crc32 = snapshot_crc32
         self._data = data
+        self._is_recorded = True
         self._failure: QuireError | None = None
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +124,10 @@ class Manifest:
             if disk.exists(home.manifest_snapshot):
                 snapshot = decode_snapshot(read_all(disk, home.manifest_snapshot), home.manifest_snapshot)
         with of_kind(ErrorKind.WAL):
-            return cls._open_log(disk, home, snapshot, facts, number, examine or (lambda _: None))
+            manifest = cls._open_log(disk, home, snapshot, facts, number, examine or (lambda _: None))
+        manifest.is_followed = facts.follower is not None
+        manifest._is_recorded = facts.ends is None or facts.ends.manifest.salt == manifest.life
+        return manifest
 
     @classmethod
     def _open_log(
@@ -198,6 +205,21 @@ class Manifest:
         """How far the log is durable, and the CRC32 of the snapshot that it goes on from (0: none), to be recorded."""
         with self._lock:
             return self._log.durable_end(), self._snapshot_crc32
+
+    @property
+    def life(self) -> int:
+        """The salt of the log: another one after each checkpoint."""
+        return self._log.header.salt
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the log may be covered by a checkpoint (rule 7)."""
+        return self._is_recorded or not self.is_followed
+
+    def recorded(self, life: int) -> None:
+        """An end of the log in this life is recorded."""
+        with self._lock:
+            self._is_recorded = self._is_recorded or life == self.life
 
     @property
     def failure(self) -> QuireError | None:
@@ -332,6 +354,7 @@ class Manifest:
                 self._log.abandon()
                 self._log = _new_log(disk, self._home.manifest_log, LOG_NEXT, self._owner)  # 8
                 self._snapshot_crc32 = snapshot_crc32(final)
+                self._is_recorded = False
                 hit("lsm.checkpoint.truncated")
             except BaseException as error:
                 self._fail("a checkpoint of the manifest failed half-way", error)  # rule 3
@@ -344,6 +367,8 @@ class Manifest:
         """Rule 4; always raises."""
         cause = error.__cause__ if isinstance(error, StoreUnusable) else error
         try:
+            if not self.is_recorded:
+                raise StoreUnusable("the log's life is not recorded", hint="open the database again")  # rule 7
             self._checkpoint()
         except Exception as second:
             if self._failure is None:

@@ -193,6 +193,7 @@ class Upkeep:
                 table.close()
                 with suppress(StorageFault, FileNotFoundError):
                     kv.disk.remove(table.path)
+            kv.fold()  # the log was abandoned, and the one behind it is not known yet
             raise
         except StoreUnusable as error:
             kv.fail(error)
@@ -200,9 +201,12 @@ class Upkeep:
 
     def _checkpoint_manifest(self) -> None:
         # Not twice without a record in between: an open knows the log that was recorded, and the one behind its checkpoint.
-        if self._kv.is_recorded and self._kv.manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
+        manifest = self._kv.manifest
+        is_recorded = self._kv.is_recorded and manifest.is_recorded
+        if is_recorded and manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
             with self._recording(()):
-                self._kv.manifest.checkpoint()
+                manifest.checkpoint()
+            self._kv.fold()  # an event that fails next makes another checkpoint
 
     def add_tables(self, loaded: Sequence[Table], lsn: int, note: LoadNote | None) -> None:
         """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
