@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quire.jobs import upkeep
-from quire.lsm import facts
 from quire.lsm import recovery as kv_recovery
+from quire.lsm.projection import Projection
 from quire.manifest import rows
 from quire.stream import recovery as stream_recovery
 from quire.stream.hot import HotLog
@@ -66,24 +66,12 @@ def streams_remove_what_their_log_does_not_name() -> None:
 
 def key_value_logs_that_are_not_named_are_swept() -> None:
     _patch.setattr(kv_recovery, "refuse_behind", _nothing)
-    _patch.setattr(facts.StoreFacts, "wal_end", _nothing)
     _patch.setattr(kv_recovery, "_is_foreign", lambda *_: False)
-    _believe_no_ends()
+    _patch.setattr(Projection, "ends", _nothing)
 
 
 def a_damaged_end_passes_for_a_torn_one() -> None:
-    _patch.setattr(facts.StoreFacts, "wal_end", _nothing)
-    _believe_no_ends()
-
-
-def _believe_no_ends() -> None:
-    made = facts.StoreFacts.__init__
-
-    def without_ends(self: Any, *given: Any, **named: Any) -> None:
-        named.pop("ends", None)
-        made(self, *given, **named)
-
-    _patch.setattr(facts.StoreFacts, "__init__", without_ends)
+    _patch.setattr(Projection, "ends", _nothing)
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
