@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption, FormatTooNew
 from quire.durable.checksums import crc64
 from quire.durable.names import Tier
+from quire.stream import segment as segment_format
 from quire.stream import warm
 from quire.stream.mlog_format import RECORD, ChunkFacts, new_header
 from quire.stream.mlog_index import ManifestIndex
@@ -195,6 +196,24 @@ def test_offsets_that_point_elsewhere_are_damage_and_never_read(offsets: list[in
     assert (found.bad_at is None) == is_sound
     for span in found.spans:
         span.column.to_pylist()
+
+
+@pytest.mark.parametrize("few", [0, 4096], ids=["with numpy", "without"])
+@pytest.mark.parametrize("count", [1, 64, 65, 200])
+def test_offsets_are_looked_at_alike_with_numpy_and_without(
+    monkeypatch: pytest.MonkeyPatch, count: int, few: int
+) -> None:
+    """A short command that reads a block of some hundred records does not load numpy for that."""
+    monkeypatch.setattr(segment_format, "FEW_OFFSETS", few)
+
+    def is_good(offsets: list[int]) -> bool:
+        raw, block = block_with(offsets, bytes(2 * count))
+        return is_body_good(block, raw[BLOCK_HEAD_BYTES : BLOCK_HEAD_BYTES + block.body_bytes])
+
+    rising = [2 * number for number in range(count + 1)]
+    assert is_good(rising)
+    assert not is_good([1, *rising[1:]])
+    assert not any(is_good([*rising[:at], 2 * count + 1, *rising[at + 1 :]]) for at in range(1, count))
 
 
 @pytest.mark.parametrize("bad", range(12))
