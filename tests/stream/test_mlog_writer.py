@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from quire.core.errors import DiskFull, InvalidConfig, OutOfRange, StoreClosed, StoreLocked, StoreUnusable
 from quire.core.settings import ManifestLogSettings
 from quire.durable import checksums
+from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.stream import mlog_records as r
 from quire.stream import mlog_writer
 from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, GROWTH_BYTES
 from quire.stream.mlog_reader import ManifestLogReader, Position
+from quire.stream.mlog_verify import verify
 from quire.testing.clock import ManualClock
 from quire.testing.faults import Fault, FaultyDisk
 from tests.stream.logs import ONE_OF_EACH, SMALL, VALUES, all_chunks, all_values, files_at, open_writer, opened
@@ -51,6 +53,24 @@ def test_a_chunk_is_temporary_until_its_first_commit_and_never_sparse(tmp_path: 
         assert status.st_size == SMALL.chunk_bytes
         assert status.st_blocks * 512 >= status.st_size
         assert stat.S_ISREG(status.st_mode)
+
+
+@pytest.mark.parametrize("point", ["stream.mlog.copied", "stream.mlog.synced", "stream.mlog.header"])
+def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tmp_path: Path, point: str) -> None:
+    """Issue 18: the copy said sealed, the header did not, and as soon as another chunk followed that was told as damage."""
+    files = files_at(tmp_path)
+    writer = open_writer(files)
+    writer.append(opened(1), 1)
+    writer.commit()
+    with armed(point, "raise:EIO"), pytest.raises((OSError, StoreUnusable)):
+        writer.rotate()
+    writer.abandon()
+    with open_writer(files) as writer:
+        assert writer.position == Position(1, CHUNK_BYTES)
+        writer.append(opened(2), 2)
+    assert files.chunks() == [0, 1]
+    assert list(verify(files)) == []
+    assert all_values(files) == [opened(1), opened(2)]
 
 
 def test_rotation_boundaries_leave_no_gap(tmp_path: Path) -> None:

@@ -324,7 +324,10 @@ class ManifestLogWriter:
         views = [RecordView(chunk, offset) for offset in chunk.offsets]
         self._last_ms = max(view.timestamp_ms for view in views)
         if facts.header.sealed:
-            file.close()
+            try:
+                self._settle(file, chunk)
+            finally:
+                file.close()
             self._index, self._base_record = index + 1, facts.next_record
             self._begin_chunk()
             return
@@ -338,11 +341,13 @@ class ManifestLogWriter:
     def _resize(self, chunk: Chunk) -> None:
         """Go on in a chunk as it is. One that came back from tier 2 has no more room than it needs, and grows as any other."""
         assert self._file is not None
-        size = self._file.size()
-        self._resized(size)
+        self._resized(self._file.size())
+        self._settle(self._file, chunk)
+
+    def _settle(self, file: File, chunk: Chunk) -> None:
+        """Have header and commit copy of the last chunk agree again: one was torn, or a commit or a sealing was interrupted."""
         if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
-            # One of the two was torn, or an interrupted commit is to be forgotten: from here on they agree again.
-            write_header(self._file, size, chunk.facts._replace(identity=self._identity))
+            write_header(file, file.size(), chunk.facts._replace(identity=self._identity))
 
     def _release(self) -> None:
         self._pending = bytearray()
