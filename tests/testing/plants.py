@@ -20,7 +20,9 @@ from quire.lsm.projection import Projection
 from quire.manifest import rows
 from quire.stream import recovery as stream_recovery
 from quire.stream.hot import HotLog
+from quire.testing import simulation
 from quire.testing.crashdisk import CrashFile
+from quire.testing.faults import Fault
 from quire.testing.simulation_damage import ROW
 from tests.machine import plants as of_references
 
@@ -76,6 +78,7 @@ def a_damaged_end_passes_for_a_torn_one() -> None:
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def refused_appends_are_written_later() -> None:
+    _patch.setattr(simulation, "FAULTS", ((1, Fault.ENOSPC, "[aw]*"),))  # in every life, or it takes many seeds
     _patch.setattr(HotLog, "_refuse", lambda _, turn, *__: setattr(turn, "refused_from", 0))
 
 

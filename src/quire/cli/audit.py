@@ -11,7 +11,6 @@ from quire.cli.output import Listing, Row
 from quire.cli.plain import moment, plain, size
 from quire.cli.times import moment_of
 from quire.core.errors import InvalidInput
-from quire.durable.remote_names import parse_epoch_key
 
 if TYPE_CHECKING:
     from quire.manifest.audit import AuditEntry
@@ -66,12 +65,13 @@ def audit(
 
 
 def _cells(each: AuditEntry, names: dict[int, str]) -> list[str]:
+    from quire.durable.remote_names import parse_epoch_key  # a command loads nothing heavy before it begins
+
     action = each.action.name.lower()
     subject = each.subject or (f"#{each.number}" if each.number else "-")
     if in_epoch := parse_epoch_key(subject):
-        subject = in_epoch[
-            2
-        ]  # all objects are below the store's identity, which fills half a line; --json has the whole name
+        # The store's identity, which all objects are below, fills half a line; --json has the whole name.
+        subject = in_epoch[2]
     bytes_ = f", {size(each.size_bytes)}" if each.size_bytes else ""
     return [
         moment(each.at_ms),

@@ -54,6 +54,8 @@ class Fault(Enum):
 
 SILENT_WRITES = (Fault.LOST_WRITE, Fault.MISDIRECTED_WRITE)
 SILENT_READS = (Fault.STALE_READ, Fault.MISDIRECTED_READ)
+LOUD = tuple(fault for fault in Fault if fault not in (*SILENT_WRITES, *SILENT_READS))
+"""Those that the caller is told of: after the others, only checksums and witnesses can tell."""
 SECTOR_BYTES = 512
 
 

@@ -157,7 +157,8 @@ def _live(seed: str, before: Ending, number: int, steps: int, final: bool, plant
     weights, faults = [weight for weight, _, _ in FAULTS], [(fault, calls) for _, fault, calls in FAULTS]
     fault, calls = (None, "*") if final else draw.choices(faults, weights)[0]
     inner = CrashDisk(here)
-    disk, fails_in = FaultyDisk(inner, fault or Fault.EIO, operation=calls), draw.randint(1, 1_500)
+    disk = FaultyDisk(inner, fault or Fault.EIO, operation=calls)
+    fails_in = draw.randint(1, 1_500 if calls == "*" else 300)
     if fault is Fault.POWER_CUT:  # recovery too may be cut off; an error in it is a refusal, and nothing to go on with
         disk.fail_in(fails_in)
     ending = Ending(before.models, before.now_ms, here, [], [f"life {number}: {fault.name if fault else 'no fault'}"])
