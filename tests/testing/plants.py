@@ -10,6 +10,7 @@ Each is called in a process that ends with its life, so nothing is put back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from quire.lsm.projection import Projection
 from quire.manifest import rows
 from quire.stream import recovery as stream_recovery
 from quire.stream.hot import HotLog
-from quire.testing import simulation
 from quire.testing.crashdisk import CrashFile
 from quire.testing.faults import Fault
+from quire.testing.simulation import FAULTS, Trouble
 from quire.testing.simulation_damage import ROW
 from tests.machine import plants as of_references
 
@@ -78,8 +79,9 @@ def a_damaged_end_passes_for_a_torn_one() -> None:
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def refused_appends_are_written_later() -> None:
-    _patch.setattr(simulation, "FAULTS", ((1, Fault.ENOSPC, "[aw]*"),))  # in every life, or it takes many seeds
-    _patch.setattr(HotLog, "_refuse", lambda _, turn, *__: setattr(turn, "refused_from", 0))
+    _patch.setattr(
+        HotLog, "until", lambda log, upto, turn: log._group.until(upto, turn)
+    )  # what was refused stays pending
 
 
 # ── rows that steer deletion ──────────────────────────────────────────────────────────────────────────────────────────
@@ -101,17 +103,25 @@ def nobody_removes_leftovers() -> None:
     _patch.setattr(upkeep, "sweep_leftovers", lambda _: 0)
 
 
-ALL: dict[Plant, tuple[str, ...]] = {
-    page_commits_are_not_synced: (),
-    records_of_streams_are_not_synced: (),
-    manifest_logs_are_not_synced: (),
-    streams_remove_what_their_log_does_not_name: ("manifest log",),
-    key_value_logs_that_are_not_named_are_swept: ("kv log", "kv manifest"),
-    a_damaged_end_passes_for_a_torn_one: ("kv log",),
-    refused_appends_are_written_later: (),
-    rows_are_believed_unchecked: (ROW,),
-    a_fork_takes_no_reference_on_segments: (),
-    a_shared_leaf_is_taken_over: (),
-    nobody_removes_leftovers: (),
+@dataclass(frozen=True)
+class Setting:
+    """What brings a bug out."""
+
+    kinds: tuple[str, ...] = ()
+    """Of files that are damaged before every life; none for bugs that need no damage."""
+    faults: tuple[Trouble, ...] = FAULTS
+
+
+ALL: dict[Plant, Setting] = {
+    page_commits_are_not_synced: Setting(),
+    records_of_streams_are_not_synced: Setting(),
+    manifest_logs_are_not_synced: Setting(),
+    streams_remove_what_their_log_does_not_name: Setting(("manifest log",)),
+    key_value_logs_that_are_not_named_are_swept: Setting(("kv log", "kv manifest")),
+    a_damaged_end_passes_for_a_torn_one: Setting(("kv log",)),
+    refused_appends_are_written_later: Setting(faults=(Trouble(1, Fault.ENOSPC, "[aw]*", 20, "*/hot/*"),)),
+    rows_are_believed_unchecked: Setting((ROW,)),
+    a_fork_takes_no_reference_on_segments: Setting(),
+    a_shared_leaf_is_taken_over: Setting(),
+    nobody_removes_leftovers: Setting(faults=(Trouble(1, Fault.POWER_CUT, "link", 6),)),  # an object gets its name
 }
-"""Bug → the kinds of files whose damage brings it out; none for those that need no damage."""

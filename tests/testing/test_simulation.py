@@ -45,11 +45,12 @@ def test_runs_for_a_given_time_find_nothing(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("plant", plants.ALL, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: plants.Plant) -> None:
     """Each class of defect, put back into the engines, is found within a few seeds."""
-    kinds = plants.ALL[plant]
+    setting = plants.ALL[plant]
 
     def run_seeds() -> None:
         for seed in range(plants.SEEDS):
-            simulate(seed, plant=plant, kinds=kinds, branches=1.0 if kinds else 0.0)
+            branches = 1.0 if setting.kinds else 0.0
+            simulate(seed, plant=plant, kinds=setting.kinds, faults=setting.faults, branches=branches)
 
     with pytest.raises(SimulationFailed, match="findings:"):  # anything else is the plant's own failure
         run_seeds()

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,15 +76,30 @@ START_MS = 4_102_444_800_000
 """In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
 LIVES = 12
 STEPS = 30
-FAULTS: tuple[tuple[int, Fault | None, str], ...] = (
-    (6, None, "*"),
-    (4, Fault.POWER_CUT, "*"),
-    (1, Fault.ENOSPC, "[aw]*"),  # allocate, write
-    (1, Fault.SHORT_WRITE, "write"),
-    (1, Fault.EIO, "*"),
-    (1, Fault.LOST_ANSWER, "*"),
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What may happen once in a life."""
+
+    weight: int
+    fault: Fault | None
+    operation: str = "*"
+    """To which calls of the disk: a pattern."""
+    calls: int = 1_500
+    """At one of the first so many of these calls."""
+    path: str = "*"
+    """Of files with such paths."""
+
+
+FAULTS: tuple[Trouble, ...] = (
+    Trouble(6, None),
+    Trouble(4, Fault.POWER_CUT),
+    Trouble(1, Fault.ENOSPC, "[aw]*", 300),  # allocate, write
+    Trouble(1, Fault.SHORT_WRITE, "write", 300),
+    Trouble(1, Fault.EIO),
+    Trouble(1, Fault.LOST_ANSWER),
 )
-"""(weight, what happens once in a life, to which calls of the disk)."""
 
 
 class SimulationFailed(AssertionError):
@@ -110,12 +125,13 @@ def simulate(
     steps: int = STEPS,
     branches: float = 0.5,
     kinds: Collection[str] = (),
+    faults: Sequence[Trouble] = FAULTS,
     plant: Callable[[], None] | None = None,
 ) -> int:
     """One run; the number of steps done.
 
-    `branches` is how likely damage is tried before a life, `kinds` are the kinds of files that it is done to (all, if empty).
-    `plant` is called in every process, to put a bug into the engines.
+    `branches` is how likely damage is tried before a life, `kinds` are the kinds of files that it is done to (all, if empty),
+    one of `faults` is drawn for each life. `plant` is called in every process, to put a bug into the engines.
     """
     draw = random.Random(f"quire {seed}")
     with tempfile.TemporaryDirectory(prefix="quire-simulation-") as base:
@@ -126,7 +142,8 @@ def simulate(
         for number in range(lives + 1):
             if number and draw.random() < branches:
                 _judge(seed, number, _in_process(partial(_branch, f"{seed}/{number}", last, kinds, plant)))
-            last = _in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, plant))
+            drawn: Sequence[Trouble] = faults if number < lives else (Trouble(1, None),)
+            last = _in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, drawn, plant))
             _judge(seed, number, last)
             done += len(last.steps)
         return done
@@ -143,7 +160,15 @@ def _judge(seed: int, number: int, ending: Ending) -> None:
 
 
 # ── a life ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _live(seed: str, before: Ending, number: int, steps: int, final: bool, plant: Callable[[], None] | None) -> Ending:
+def _live(
+    seed: str,
+    before: Ending,
+    number: int,
+    steps: int,
+    final: bool,
+    faults: Sequence[Trouble],
+    plant: Callable[[], None] | None,
+) -> Ending:
     """Open the store as the last life left it, check it, work, and end in one way or another."""
     draw = random.Random(seed)
     clock = ManualClock(before.now_ms)
@@ -154,11 +179,11 @@ def _live(seed: str, before: Ending, number: int, steps: int, final: bool, plant
         quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock).close()
     if plant is not None:
         plant()
-    weights, faults = [weight for weight, _, _ in FAULTS], [(fault, calls) for _, fault, calls in FAULTS]
-    fault, calls = (None, "*") if final else draw.choices(faults, weights)[0]
+    trouble = draw.choices(faults, [trouble.weight for trouble in faults])[0]
+    fault = trouble.fault
     inner = CrashDisk(here)
-    disk = FaultyDisk(inner, fault or Fault.EIO, operation=calls)
-    fails_in = draw.randint(1, 1_500 if calls == "*" else 300)
+    disk = FaultyDisk(inner, fault or Fault.EIO, operation=trouble.operation, path=trouble.path)
+    fails_in = draw.randint(1, trouble.calls)
     if fault is Fault.POWER_CUT:  # recovery too may be cut off; an error in it is a refusal, and nothing to go on with
         disk.fail_in(fails_in)
     ending = Ending(before.models, before.now_ms, here, [], [f"life {number}: {fault.name if fault else 'no fault'}"])
