@@ -6,6 +6,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ def test_every_operation_is_there_after_reopening(tmp_path: Path) -> None:
         manifest.update_lsn(50)
         known = manifest.state()
         assert known.dirty
-    assert known == ManifestData(1, 50, 2, [1], {3: entry(3)}, 4)
+    assert known == ManifestData(11, 50, 2, [1], {3: entry(3)}, 4)
     assert read_back(home) == known
 
 
@@ -56,7 +58,7 @@ def test_a_flush_adds_its_table_and_lets_its_wal_go(tmp_path: Path) -> None:
         manifest.add_frozen_wal(2)
         manifest.flushed(entry(manifest.allocate_sst_id()), 1)
         manifest.flushed(None, 2)
-    assert read_back(home) == ManifestData(tables={1: entry(1)}, next_sst_id=2)
+    assert read_back(home) == ManifestData(version=5, tables={1: entry(1)}, next_sst_id=2)
 
 
 def test_the_file_layout_is_the_seeds(tmp_path: Path) -> None:
@@ -221,17 +223,20 @@ def test_an_unknown_tag_in_the_log_is_an_encoding_error_with_its_offset(tmp_path
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_log_cut_at_every_byte_gives_a_prefix_of_history_or_an_error(tmp_path: Path, checkpoint: bool) -> None:
-    """Nothing but states that once were: a cut in the header is corruption, a cut behind it a torn tail."""
+    """Nothing but states that once were, or had only their version yet: a cut in the header is corruption, one behind it
+    a torn tail."""
     home = home_in(tmp_path)
     states = list[ManifestData]()
     with Manifest.open(OsDisk(), home) as manifest:
         if checkpoint:
             manifest.checkpoint()
         for lsn in range(4):
+            for change in (partial(manifest.update_lsn, lsn * 10), manifest.allocate_sst_id):
+                before = manifest.state()
+                states += [before, replace(before, version=before.version + 1)]
+                change()
+                assert manifest.version == before.version + 1
             states.append(manifest.state())
-            manifest.update_lsn(lsn * 10)
-            manifest.allocate_sst_id()
-            states += [ManifestData(last_lsn=lsn * 10, next_sst_id=lsn + 1), manifest.state()]
         manifest.abandon()
     log = read_all(OsDisk(), home.manifest_log)
     seen = list[int]()
@@ -256,6 +261,7 @@ def test_a_flipped_bit_in_the_log_never_gives_a_state_that_never_was(position: i
         with Manifest.open(OsDisk(), home) as manifest:
             states.append(manifest.state())
             for lsn in range(1, 6):
+                states.append(replace(states[-1], version=lsn))
                 manifest.update_lsn(lsn)
                 states.append(manifest.state())
         log = bytearray(read_all(OsDisk(), home.manifest_log))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +31,7 @@ from quire.lsm.manifest_data import (
     ManifestEvent,
     SetActiveWal,
     UpdateLsn,
+    Version,
     kind_of,
 )
 from quire.manifest.lsm_records import LsmEndsRecord
@@ -88,8 +90,7 @@ def test_whatever_call_fails_the_state_is_one_that_was_acknowledged(tmp_path: Pa
         try:
             manifest = Manifest.open(disk, home)
             for lsn in range(1, 4):
-                trying = acknowledged.copy()
-                trying.last_lsn = lsn
+                trying = replace(acknowledged, version=lsn, last_lsn=lsn)
                 manifest.update_lsn(lsn)
                 acknowledged = trying
                 if lsn == 2:
@@ -232,11 +233,12 @@ def test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_tried(
 def outcomes(model: ManifestData, number: int) -> list[ManifestData]:
     """The states that an operation may leave when it is cut off: after each of its events."""
     lsn, wal, next_id = model.last_lsn, model.active_wal, model.next_sst_id
+    first, second = Version(model.version + 1), Version(model.version + 2)
     choices: list[list[ManifestEvent]] = [
-        [UpdateLsn(lsn + 1)],
-        [AllocateSstId(next_id)],
-        [AddFrozenWal(wal), SetActiveWal(wal + 1), UpdateLsn(lsn + 1)],
-        [AllocateSstId(next_id), Compaction((entry(next_id),), tuple(list(model.tables)[:2]))],
+        [first, UpdateLsn(lsn + 1)],
+        [first, AllocateSstId(next_id)],
+        [first, AddFrozenWal(wal), SetActiveWal(wal + 1), UpdateLsn(lsn + 1)],
+        [first, AllocateSstId(next_id), second, Compaction((entry(next_id),), tuple(list(model.tables)[:2]))],
         [],
     ]
     states = list[ManifestData]()

@@ -102,13 +102,13 @@ def test_the_log_holds_events_the_snapshot_all_data_and_recovery_is_both(tmp_pat
         manifest.update_lsn(6)
     snapshot = decode_snapshot(read_all(OsDisk(), home.manifest_snapshot), home.manifest_snapshot)
     assert snapshot.manifest_data.last_lsn == 5
-    assert [decode_event(each) for each in read_log(OsDisk(), home.manifest_log).payloads] == [UpdateLsn(6)]
+    assert [decode_event(each) for each in read_log(OsDisk(), home.manifest_log).payloads] == [Version(2), UpdateLsn(6)]
     assert read_back(home).last_lsn == 6
 
 
 # ── Operations: Mutation Pattern ──────────────────────────────────────────────────────────────────────────────────────
 MUTATIONS: dict[str, tuple[Callable[[Manifest], object], tuple[ManifestEvent, ...]]] = {
-    "set_version": (lambda m: m.set_version(2), (Version(2),)),
+    "set_version": (lambda m: m.set_version(9), (Version(9),)),
     "set_active_wal": (lambda m: m.set_active_wal(5), (SetActiveWal(5),)),
     "add_frozen_wal": (lambda m: m.add_frozen_wal(5), (AddFrozenWal(5),)),
     "remove_frozen_wal": (lambda m: m.remove_frozen_wal(1), (RemoveFrozenWal(1),)),
@@ -122,10 +122,13 @@ MUTATIONS: dict[str, tuple[Callable[[Manifest], object], tuple[ManifestEvent, ..
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_appended_then_synced_then_applied(tmp_path: Path, name: str) -> None:
+    """The version comes with every change, and first."""
     act, expected = MUTATIONS[name]
     home, seen = home_in(tmp_path), list[tuple[str, int, bool]]()
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
+        if name != "set_version":
+            expected = (Version(manifest.version + 1), *expected)
         before, there = manifest.state(), len(read_log(OsDisk(), home.manifest_log).payloads)
 
         def look(point: str) -> None:

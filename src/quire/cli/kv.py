@@ -127,7 +127,7 @@ def stats(cli: Cli, database: Database) -> Facts:
         ("tables", f"{found.tables:,}, {size(found.table_bytes)}"),
         ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(found.levels) if count) or "none"),
         ("in memory", f"{count_of(found.memtable_keys, 'key')}, {size(found.memtable_bytes)}"),
-        ("manifest log", size(found.manifest_log_bytes)),
+        ("manifest", f"version {found.manifest_version:,}, {size(found.manifest_log_bytes)} of log"),
     ]
     return Facts(lines=lines, data=found)
 

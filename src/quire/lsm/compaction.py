@@ -75,10 +75,13 @@ def pick(levels: Levels, settings: LsmSettings, turn: int) -> Job | None:
 
 
 def pick_all(levels: Levels) -> Job | None:
-    """Everything into one level; `None` if it is so already."""
+    """Everything into one level; `None` if it is so already and nothing is there that could go.
+
+    Tables that have older versions of keys are merged once more: the snapshots that needed them may be closed by now.
+    """
     tables = tuple(levels)
     deepest = max(1, len(levels.deeper))
-    if not tables or (all(t.meta.level == deepest for t in tables) and not any(t.meta.tombstones for t in tables)):
+    if all(t.meta.level == deepest and not t.meta.tombstones and t.meta.keys == t.meta.rows for t in tables):
         return None
     return Job(tables, deepest, max(table.meta.lsn_max for table in tables) + 1)
 

@@ -21,7 +21,8 @@ Rules
      (M12). What it holds can still be read.
   4. A writer waits while too many memtables wait for their flush, or too many tables for a compaction; a flush that fails
      for want of space is told to the writers, and poisons nothing.
-  5. Reads take no lock, except to begin a scan or a snapshot.
+  5. Reads take no lock, except to begin a scan or a snapshot; that one (`_visibility`) is never held over a write to disk or
+     a wait, so no reader waits behind a writer that is stalled.
 
     >>> import tempfile
     >>> from quire.durable.files import OsDisk
@@ -38,7 +39,7 @@ Threads: any. Raises `StoreUnusable`, `StoreClosed`, `InvalidInput`, `OutOfRange
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -46,7 +47,6 @@ from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     InvalidInput,
     OutOfRange,
-    Overloaded,
     QuireError,
     StorageFault,
     StoreClosed,
@@ -54,7 +54,6 @@ from quire.core.errors import (
     poisoned_by,
 )
 from quire.core.events import emit
-from quire.core.limits import KIB, MIB
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -65,20 +64,18 @@ from quire.lsm.ledger import CompactionLedger, NoLedger
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
+from quire.lsm.stalls import Stalls
 from quire.lsm.stats import Stats, stats_of
 from quire.lsm.upkeep import Upkeep
 from quire.lsm.view import LSN_MAX, Frozen, View
-from quire.lsm.wal import Items, Wal, encode_batch
+from quire.lsm.wal import Wal, as_bytes, checked_batch, encode_batch
 from quire.manifest.lsm_records import LsmEndsRecord
+from quire.objects.api import Buffer
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.sst_reader import Block, Table
-
-KEY_BYTES_MAX = 64 * KIB - 1
-VALUE_BYTES_MAX = 32 * MIB
-"""A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
 
 
 class Kv(Reader):
@@ -108,10 +105,14 @@ class Kv(Reader):
         self.cache = cache
         self.manifest = opened.manifest
         self.snapshots = Snapshots()
+        self.stalls = Stalls(self)
         # guarded by _writing
         self._writing = threading.Lock()
         self._wal = opened.wal
-        self._lsn = self._durable_lsn = opened.last_lsn
+        self._durable_lsn = opened.last_lsn
+        # guarded by _visibility, which comes after _writing: a snapshot sees whole batches, and holds their versions at once
+        self._visibility = threading.Lock()
+        self._lsn = opened.last_lsn
         self._loading: set[int] = set()
         """Lsns of bulk loads that are under way."""
         # replaced under _viewing, read by all
@@ -188,6 +189,7 @@ class Kv(Reader):
         """This process is the child of a fork(): the database is the parent's (M12)."""
         self.failure = failure
         self._writing = threading.Lock()  # another thread of the parent may have held it, and is not here to let it go
+        self._visibility = threading.Lock()
         self._viewing = threading.Condition()
 
     def __enter__(self) -> Self:
@@ -197,18 +199,20 @@ class Kv(Reader):
         self.close()
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def put(self, key: bytes, value: bytes, *, sync: bool = True) -> None:
+    def put(self, key: Buffer, value: Buffer, *, sync: bool = True) -> None:
         """Set the value of a key."""
-        self.write({key: value}, sync=sync)
+        if value is None:
+            raise InvalidInput("a value is bytes, not None", hint="`delete` removes a key", key=key)
+        self.write({as_bytes(key): value}, sync=sync)
 
-    def delete(self, key: bytes, *, sync: bool = True) -> None:
+    def delete(self, key: Buffer, *, sync: bool = True) -> None:
         """Remove a key; one that is not there is fine."""
-        self.write({key: None}, sync=sync)
+        self.write({as_bytes(key): None}, sync=sync)
 
-    def write(self, batch: Items, *, sync: bool = True) -> int:
+    def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True) -> int:
         """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch)."""
-        _check(batch)
-        if not batch:
+        items = checked_batch(batch)
+        if not items:
             return 0
         with self._writing:
             if self.failure is not None:
@@ -216,14 +220,15 @@ class Kv(Reader):
             if self.view.memtable.bytes >= self.settings.memtable_bytes:
                 self._make_room()
             wal, lsn = self._wal, self._lsn + 1
-            record = encode_batch(lsn, batch)
+            record = encode_batch(lsn, items)
             try:
                 end = wal.append(record)
             except BaseException as error:
                 self._doubt(error)
                 raise
-            self._lsn = lsn
-            self.view.memtable.put_all(lsn, batch, len(record), self.snapshots.newest)
+            with self._visibility:
+                self._lsn = lsn
+                self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
         if sync:
             self._sync(wal, end)
         return lsn
@@ -245,27 +250,16 @@ class Kv(Reader):
 
     # ── memtables ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _make_room(self) -> None:
-        """Rule 4. REQUIRES the write lock."""
-        settings, deadline = self.settings, self.clock.monotonic() + self.settings.stall_seconds
-        if self.upkeep.is_running:
-            with self._viewing:
-                while (
-                    len(self.view.frozen) >= settings.frozen_max or len(self.view.levels.level0) >= settings.level0_stop
-                ):
-                    self.require()
-                    self.upkeep.raise_trouble()
-                    if not self.upkeep.is_running:
-                        raise StoreClosed("the database is being closed", hint="open it again")
-                    left = deadline - self.clock.monotonic()
-                    if left <= 0:
-                        raise Overloaded(
-                            "flushes and compactions do not keep up with the writers",
-                            hint="write less at a time, or look at the disk",
-                            frozen=len(self.view.frozen),
-                            level0=len(self.view.levels.level0),
-                        )
-                    self._viewing.wait(min(left, 1.0))
-        self._freeze()
+        """Rule 4. REQUIRES the write lock, and lets it go while it waits: nobody else waits behind a stalled writer."""
+        while self.stalls.is_due:
+            self._writing.release()
+            try:
+                self.stalls.wait(self._viewing)
+            finally:
+                self._writing.acquire()
+            self.require()
+        if self.view.memtable.bytes >= self.settings.memtable_bytes:  # else another writer has made room meanwhile
+            self._freeze()
 
     def _freeze(self) -> None:
         """Go on in a new memtable and a new WAL. REQUIRES the write lock."""
@@ -354,15 +348,16 @@ class Kv(Reader):
             self.require()
             if self.view.memtable.entries:
                 self._freeze()
-            self._lsn += 1
-            lsn = self._lsn
+            lsn = self._lsn + 1
             self.manifest.update_lsn(lsn)
-            self._loading.add(lsn)
+            with self._visibility:
+                self._lsn = lsn
+                self._loading.add(lsn)
             return lsn
 
     def end_load(self, lsn: int) -> None:
         """A load is over, one way or the other."""
-        with self._writing:
+        with self._visibility:
             self._loading.discard(lsn)
 
     @property
@@ -371,10 +366,12 @@ class Kv(Reader):
         return frozenset(self._loading)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: Buffer) -> bytes | None:
         """The value of a key, `None` if there is none."""
         if self.failure is not None:
             self.require_open()
+        if type(key) is not bytes:
+            key = as_bytes(key)
         view = self.view
         entry = view.memtable.entries.get(key)
         if entry is not None and entry[0] > view.levels.lsn_max:
@@ -388,16 +385,15 @@ class Kv(Reader):
 
     def snapshot(self) -> Snapshot:
         """The database as it is now, until the snapshot is closed."""
-        with self._writing:
+        with self._visibility:
             self.require_open()
             lsn, hidden = self._lsn, frozenset(self._loading)
             held = self.snapshots.hold((lsn, *(load - 1 for load in hidden)))
         return Snapshot(self, lsn, hidden, held)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """Rule 5: the snapshot keeps what the scan reads from being overwritten in the memtable."""
-        with self.snapshot() as snapshot:
-            yield from snapshot.batches(low, high, reverse)
+        """The range as of this call: the snapshot keeps what the scan reads from being overwritten in the memtable."""
+        return self.snapshot().batches_then_close(low, high, reverse)
 
     def iterator(self) -> KvIterator:
         """A cursor over the database as it is now."""
@@ -435,14 +431,3 @@ class Kv(Reader):
     def fail(self, error: BaseException) -> None:
         """The background met something after which nobody knows what is on disk."""
         self._doubt(error)
-
-
-def _check(batch: Items) -> None:
-    for key, value in batch.items():
-        if type(key) is not bytes or not (value is None or type(value) is bytes):
-            kinds = (type(key).__name__, type(value).__name__)
-            raise InvalidInput("keys and values are bytes", hint="encode them first", types=kinds)
-        if len(key) > KEY_BYTES_MAX:
-            raise OutOfRange("a key is too long", size=len(key), max=KEY_BYTES_MAX)
-        if value is not None and len(value) > VALUE_BYTES_MAX:
-            raise OutOfRange("a value is too long", size=len(value), max=VALUE_BYTES_MAX)

@@ -197,6 +197,11 @@ class Manifest:
             return self._data.copy()
 
     @property
+    def version(self) -> int:
+        """Of the state; another one after each change."""
+        return self._data.version
+
+    @property
     def log_bytes(self) -> int:
         """What a replay would have to read."""
         return self._log.end - self._log.header.size
@@ -303,10 +308,13 @@ class Manifest:
                 raise _internal("a table of this id is live already", id=entry.id)
 
     def _record(self, *events: ManifestEvent) -> None:
-        """Rule 1."""
-        records = [encode_event(event) for event in events]
+        """Rule 1. Each change has a version of its own, above the last one's."""
         with self._lock:
             self._require()
+            if not isinstance(events[0], Version):
+                # First: of a group that power loss has cut short, the version is never what is missing.
+                events = (Version(self._data.version + 1), *events)
+            records = [encode_event(event) for event in events]
             try:
                 self._log.append_many(records)
                 hit("lsm.manifest.appended")

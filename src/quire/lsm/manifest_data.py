@@ -10,7 +10,7 @@ Rules
      before it is logged.
   2. Applying is idempotent: replaying any prefix of a log twice gives the state that replaying it once gives. For that the
      frozen WALs and the tables are kept in the order of their numbers, not in the order of the events.
-  3. `last_lsn` and `next_sst_id` only rise.
+  3. `last_lsn` and `next_sst_id` only rise. `version` rises with every change: each group of events begins with a `Version`.
   4. `dirty` says whether the last snapshot lacks something; it is not part of what is stored or compared.
 
 Error kinds: the seed's five, as the field `kind` of the error (`error.where["kind"]`); the class of an error says what
@@ -69,7 +69,7 @@ class ManifestSstEntry(msgspec.Struct, frozen=True):
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Version(msgspec.Struct, frozen=True):
-    """Sets the manifest's version."""
+    """Sets the manifest's version; before every other change."""
 
     version: int
 

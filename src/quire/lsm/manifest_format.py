@@ -138,7 +138,7 @@ def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: s
     # Locals: this loop is half of what opening a manifest costs.
     unpack, unpack_add, live = ONE.unpack, ADD.unpack_from, data.tables
     waiting: dict[int, bytes] = {}
-    last_lsn, next_id = data.last_lsn, data.next_sst_id
+    version, last_lsn, next_id = data.version, data.last_lsn, data.next_sst_id
     for at, record in enumerate(records):
         size = len(record)
         if size == ONE_BYTES:
@@ -150,6 +150,9 @@ def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: s
             if tag == _ALLOCATE:
                 if number >= next_id:
                     next_id = number + 1
+                continue
+            if tag == _VERSION:
+                version = number
                 continue
             if tag == _REMOVE:
                 if waiting.pop(number, None) is None:
@@ -164,11 +167,13 @@ def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: s
         _settle(live, waiting)
         data.apply(decode_event(record, path, offsets[at]))
     _settle(live, waiting)
+    data.version = version
     data.last_lsn, data.next_sst_id = max(data.last_lsn, last_lsn), max(data.next_sst_id, next_id)
     data.dirty = data.dirty or bool(records)
 
 
 _ADD, _REMOVE, _UPDATE, _ALLOCATE = TAGS[AddSst], TAGS[RemoveSst], TAGS[UpdateLsn], TAGS[AllocateSstId]
+_VERSION = TAGS[Version]
 
 
 def _settle(live: dict[int, ManifestSstEntry], waiting: dict[int, bytes]) -> None:

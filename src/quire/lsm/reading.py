@@ -5,7 +5,7 @@ Terms
   batches   Arrow record batches of the columns `key` and `value`: the fast way to read much
 
 Rules
-  1. A scan reads the database as it was when the scan began, whatever is written meanwhile.
+  1. A scan reads the database as it was when `scan` was called, whatever is written meanwhile.
   2. What a scan holds (its snapshot, the files) is let go when it ends, is closed, or is forgotten.
 
 Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, `InvalidInput`, `Corruption`.
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.lsm.view import prefix_end
+from quire.lsm.wal import as_bytes
+from quire.objects.api import Buffer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -85,27 +87,25 @@ class Reader:
     def scan_batches(
         self,
         *,
-        prefix: bytes | None = None,
-        low: bytes = b"",
-        high: bytes | None = None,
+        prefix: Buffer | None = None,
+        low: Buffer = b"",
+        high: Buffer | None = None,
         reverse: bool = False,
     ) -> Iterator[pa.RecordBatch]:
         """The keys that begin with `prefix`, or those in [low, high), with their values: as Arrow batches."""
         if prefix is not None:
             if low or high is not None:
                 raise InvalidInput("a scan has a prefix or a range", hint="leave one of them out")
-            low, high = prefix, prefix_end(prefix)
-        for each in (low, high):
-            if each is not None and type(each) is not bytes:
-                raise InvalidInput("keys are bytes", hint="encode them first", type=type(each).__name__)
-        return self.batches(low, high, reverse)
+            low = as_bytes(prefix)
+            return self.batches(low, prefix_end(low), reverse)
+        return self.batches(as_bytes(low), None if high is None else as_bytes(high), reverse)
 
     def scan(
         self,
         *,
-        prefix: bytes | None = None,
-        low: bytes = b"",
-        high: bytes | None = None,
+        prefix: Buffer | None = None,
+        low: Buffer = b"",
+        high: Buffer | None = None,
         reverse: bool = False,
     ) -> Iterator[Pair]:
         """The same, a pair at a time."""
@@ -123,10 +123,10 @@ class Snapshot(Reader):
         self._held = held
         self._open = True
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: Buffer) -> bytes | None:
         """The value that a key had, `None` if it had none."""
         self._require()
-        return self._kv.view.get(key, self.lsn, self._hidden)
+        return self._kv.view.get(as_bytes(key), self.lsn, self._hidden)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         self._require()
@@ -134,6 +134,11 @@ class Snapshot(Reader):
         for batch in self._kv.view.scan(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
             yield batch
             self._require()
+
+    def batches_then_close(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        """`batches`, and the snapshot goes with their end. If they are never begun, it goes when they are forgotten."""
+        with self:
+            yield from self.batches(low, high, reverse)
 
     def close(self) -> None:
         """Let the versions go that only this snapshot needs. A second time: nothing."""
@@ -165,14 +170,14 @@ class KvIterator:
         self.snapshot = snapshot
         self._pairs: Iterator[Pair] = snapshot.scan()
 
-    def seek(self, key: bytes) -> Self:
+    def seek(self, key: Buffer) -> Self:
         """Go on with the first key at or above this one."""
         self._pairs = self.snapshot.scan(low=key)
         return self
 
-    def seek_for_prev(self, key: bytes) -> Self:
+    def seek_for_prev(self, key: Buffer) -> Self:
         """Go on with the last key at or below this one, and backwards from there."""
-        self._pairs = self.snapshot.scan(high=key + b"\0", reverse=True)
+        self._pairs = self.snapshot.scan(high=as_bytes(key) + b"\0", reverse=True)
         return self
 
     def seek_to_first(self) -> Self:

@@ -114,7 +114,6 @@ def _begin(disk: Disk, home: LsmHome, manifest: Manifest, facts: StoreFacts) -> 
     """The first WAL of a new database."""
     Wal.create(disk, home.wal(1), 1, facts.owner).close()
     hit("lsm.recovery.first_wal")
-    manifest.set_version(1)
     manifest.set_active_wal(1)
     return manifest.state()
 

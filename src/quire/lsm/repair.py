@@ -100,7 +100,7 @@ def _replace_manifest(found: Survey, live: dict[int, ManifestSstEntry]) -> None:
         if disk.exists(path):
             set_aside(disk, home, path, "the database was repaired", facts)
     state = ManifestData(
-        version=1,
+        version=found.version + 1,
         last_lsn=found.last_lsn,
         active_wal=found.next_wal,
         tables=live,

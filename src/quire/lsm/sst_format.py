@@ -96,6 +96,8 @@ class TableMeta(msgspec.Struct, frozen=True, array_like=True):
     bloom_bits: int
     blocks: list[BlockPlace]
     compression: str = "lz4"
+    keys: int = 0
+    """Different ones; 0: not known, the table is from before they were counted. Rows beyond them are older versions."""
 
 
 def encode_section(meta: TableMeta, bloom: Bloom, offset: int) -> bytes:
@@ -188,7 +190,9 @@ def _nonsense(meta: TableMeta, probes: int, bloom_bytes: int, blocks_end: int) -
         end, last = place.offset + place.size, place.first_key
     if last is None or meta.key_max < last or sum(place.rows for place in meta.blocks) != meta.rows:
         return "keys or rows that do not add up"
-    return "" if meta.tombstones <= meta.rows else "more tombstones than rows"
+    return (
+        "" if max(meta.tombstones, meta.keys) <= meta.rows and meta.keys >= 0 else "more tombstones or keys than rows"
+    )
 
 
 _DECODER = msgspec.msgpack.Decoder(TableMeta)

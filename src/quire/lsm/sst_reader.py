@@ -220,7 +220,7 @@ class Table:
     def verify(self) -> Iterator[str]:
         """Everything that is wrong with the table, each as a sentence; damage to a block raises as reading it would."""
         meta = self.meta
-        rows = tombstones = 0
+        rows = tombstones = different = 0
         last: tuple[bytes, int] | None = None
         for number, batch in enumerate(self.batches()):
             keys, values, lsns, dead = batch.columns
@@ -238,9 +238,12 @@ class Table:
             if not meta.lsn_min <= int(numbers.min()) <= int(numbers.max()) <= meta.lsn_max:
                 yield f"block {number} has an lsn outside the table's range"
             last = (keys[-1].as_py(), int(numbers[-1]))
+            different += 1 + int(np.count_nonzero(key_changes(keys)))  # no key is in two blocks
             rows, tombstones = rows + batch.num_rows, tombstones + dead.true_count
         if (rows, tombstones) != (meta.rows, meta.tombstones):
             yield f"{rows} rows and {tombstones} tombstones, where the index says {meta.rows} and {meta.tombstones}"
+        if meta.keys not in (0, different):
+            yield f"{different} keys, where the index says {meta.keys}"
         if last is None or (meta.key_min, meta.key_max) != (self._first_keys[0], last[0]):
             yield "the key range is not the one that the index says"
         yield from self._verify_footer()

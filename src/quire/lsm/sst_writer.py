@@ -65,6 +65,7 @@ class TableWriter:
         self._last_lsn = 0
         self._lsns: tuple[int, int] = (1 << 64, 0)
         self.rows = 0
+        self._keys = 0
         self.tombstones = 0
         self.raw_bytes = 0
         """Of keys and values so far, before compression."""
@@ -79,6 +80,7 @@ class TableWriter:
         self._hashes.append(hash_keys(keys))
         numbers = lsns.to_numpy()
         self._lsns = (min(self._lsns[0], int(numbers.min())), max(self._lsns[1], int(numbers.max())))
+        self._keys += int(np.count_nonzero(key_changes(keys)))
         self.rows += batch.num_rows
         self.tombstones += tombstones.true_count
         self.raw_bytes += int(_sizes(keys).sum() + _sizes(values).sum())
@@ -91,6 +93,8 @@ class TableWriter:
 
     def _check_seam(self, batch: pa.RecordBatch) -> None:
         first, lsn = batch.column(0)[0].as_py(), batch.column(2)[0].as_py()
+        if not self.rows or first != self._key_max:
+            self._keys += 1
         if not self.rows:
             self._key_min = first
         elif not (first > self._key_max or (first == self._key_max and lsn < self._last_lsn)):
@@ -131,6 +135,7 @@ class TableWriter:
             bloom_bits=bloom.bits,
             blocks=self._blocks,
             compression=self._options.compression,
+            keys=self._keys,
         )
         self._sink.write(encode_section(meta, bloom, self._sink.size))
         self._arrow.close()

@@ -28,9 +28,15 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     memtable_bytes: int
     frozen: int
     manifest_log_bytes: int
+    manifest_version: int
+    """Rises with every change of the manifest."""
     flushes: int
     """Since the database was opened."""
     compactions: int
+    stalled_writers: int
+    """Writers that wait for a flush or a compaction, now."""
+    stalls: int
+    stall_seconds: float
 
 
 def stats_of(kv: Kv) -> Stats:
@@ -49,6 +55,10 @@ def stats_of(kv: Kv) -> Stats:
         memtable_bytes=sum(each.bytes for each in memtables),
         frozen=len(view.frozen),
         manifest_log_bytes=kv.manifest.log_bytes,
+        manifest_version=kv.manifest.version,
         flushes=kv.upkeep.flushes,
         compactions=kv.upkeep.compactions,
+        stalled_writers=kv.stalls.waiting,
+        stalls=kv.stalls.count,
+        stall_seconds=kv.stalls.seconds,
     )

@@ -104,6 +104,8 @@ class Survey:
     moved: dict[str, str] = field(default_factory=dict)
     last_lsn: int = 0
     next_sst_id: int = 1
+    version: int = 0
+    """The newest that the manifest had, as far as it could be read."""
     next_wal: int = 1
 
     def report(self, *, applied: bool) -> RepairReport:
@@ -143,6 +145,7 @@ def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = N
     recorded = [end.number for end in facts.ends.wals] if facts.ends is not None else []
     state = history.state
     found.next_sst_id = max(state.next_sst_id, *(number + 1 for number in (0, *ids, *facts.rows)))
+    found.version = state.version
     found.next_wal = 1 + max(state.active_wal, 0, *wals, *recorded)
     lsns = [table.meta.lsn_max for table in found.sound.values()] + [row.lsn_max for row in facts.rows.values()]
     acknowledged = facts.ends.last_lsn if facts.ends is not None else 0

@@ -39,6 +39,8 @@ from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import Reader
 from quire.lsm.view import LSN_MAX, View
+from quire.lsm.wal import as_bytes
+from quire.objects.api import Buffer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,7 +89,7 @@ def write_manifest(
     """The manifest of a copy: the tables, and no WAL (rule 3)."""
     home = LsmHome(target)
     tables = {entry.id: ManifestSstEntry(entry.id, entry.path) for entry in state.sstables}
-    data = ManifestData(version=1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
+    data = ManifestData(version=state.version + 1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
     identity = (owner or Owner()).identity(number)
     LogWriter.create(disk, home.manifest_log, kind=LOG_NEXT, identity=identity, replace=True).close()
     hit("lsm.copy.logged")
@@ -140,11 +142,11 @@ class FrozenKv(Reader):
         """What it consists of."""
         return list(self._view.levels)
 
-    def get(self, key: bytes) -> bytes | None:
+    def get(self, key: Buffer) -> bytes | None:
         """The value that a key had."""
         if self.failure is not None:
             self._require()
-        return self._view.get(key, LSN_MAX)
+        return self._view.get(as_bytes(key), LSN_MAX)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         self._require()

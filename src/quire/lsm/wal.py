@@ -23,7 +23,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from quire.core.errors import Corruption, StoreClosed
+from quire.core.errors import Corruption, InvalidInput, OutOfRange, StoreClosed
+from quire.core.limits import KIB, MIB
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.log_format import NAMED_HEADER_BYTES, decode_header
@@ -31,6 +32,7 @@ from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
 from quire.lsm.ahead import AheadDisk
 from quire.lsm.facts import REPAIR, Owner
+from quire.objects.api import Buffer
 
 LOG_KIND = b"lsmw"
 
@@ -46,6 +48,37 @@ if HEAD.size != HEAD_BYTES or ONE.size != HEAD_BYTES + 8:
     raise AssertionError("the WAL's structs disagree with their literal sizes")
 
 Items = Mapping[bytes, bytes | None]
+KEY_BYTES_MAX = 64 * KIB - 1
+VALUE_BYTES_MAX = 32 * MIB
+"""A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
+
+
+def as_bytes(key: Buffer) -> bytes:
+    """A key or value that a caller gave, as bytes; anything with the buffer protocol is taken.
+
+    >>> as_bytes(bytearray(b"ab")), as_bytes(memoryview(b"abcd")[::2])
+    (b'ab', b'ac')
+    """
+    if type(key) is bytes:
+        return key
+    try:
+        return bytes(memoryview(key))
+    except TypeError:
+        text = "keys and values are bytes"
+        raise InvalidInput(text, hint="encode them first", type=type(key).__name__) from None
+
+
+def checked_batch(batch: Mapping[bytes, Buffer | None]) -> Items:
+    """What a caller wants to write, in bytes of our own: who passes a bytearray may change it afterwards."""
+    for key, value in batch.items():
+        if type(key) is not bytes or not (value is None or type(value) is bytes):
+            owned = {as_bytes(key): None if value is None else as_bytes(value) for key, value in batch.items()}
+            return checked_batch(owned)
+        if len(key) > KEY_BYTES_MAX:
+            raise OutOfRange("a key is too long", size=len(key), max=KEY_BYTES_MAX)
+        if value is not None and len(value) > VALUE_BYTES_MAX:
+            raise OutOfRange("a value is too long", size=len(value), max=VALUE_BYTES_MAX)
+    return batch  # type: ignore[return-value]  # the loop has seen that all are bytes
 
 
 def encode_batch(lsn: int, items: Items) -> bytes:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import quire
+from quire.durable.failpoints import armed
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.house.tree import ROOT
+from tests.manifest.helpers import eventually
 from tests.service.web.world import Asker
 
 BOARD = ROOT / "deploy" / "grafana" / "quire.json"
@@ -23,8 +29,8 @@ NAME = re.compile(r"\bquire_[a-z0-9_]+")
 
 
 @pytest.fixture
-def exported(anybody: Asker, furnished: Store) -> set[str]:
-    """The names of all samples of a store that has something of everything."""
+def samples(anybody: Asker, furnished: Store) -> list[Sample]:
+    """All samples of a store that has something of everything."""
     furnished.pages.open("shop")
     furnished.stream("clicks").register("billing")
     furnished.kv("cart", create=True).write({b"ann": b"1"})
@@ -32,7 +38,13 @@ def exported(anybody: Asker, furnished: Store) -> set[str]:
     told = anybody.get("/metrics")
     assert told.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(told.body.decode())
-    return {sample.name for family in families for sample in family.samples}
+    return [sample for family in families for sample in family.samples]
+
+
+@pytest.fixture
+def exported(samples: list[Sample]) -> set[str]:
+    """Their names."""
+    return {sample.name for sample in samples}
 
 
 def test_the_figures_are_those_of_the_store(anybody: Asker, furnished: Store, web: WebServer) -> None:
@@ -117,6 +129,70 @@ def test_the_alerts_are_rules() -> None:
         assert rule["expr"].count("(") == rule["expr"].count(")")
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"]["summary"]
+
+
+SCRAPED = {"instance", "job"}
+"""Labels that Prometheus gives to every sample."""
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text("utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("rule", alert_rules(), ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_labels_that_its_metrics_have(rule: dict[str, Any], samples: list[Sample]) -> None:
+    """Issue 19, A3: a rule that can never be true, or a message with empty places, is no alert."""
+    labels = {label for name in NAME.findall(rule["expr"]) for label in labels_of(samples, name)} | SCRAPED
+    kept = [set(re.split(r",\s*", names)) for names in re.findall(r"by \(([^)]*)\)", rule["expr"])]
+    for names in kept:
+        assert names - labels == set()
+    for name, matchers in re.findall(r"\b(quire_[a-z0-9_]+)\{([^}]*)\}", rule["expr"]):
+        for label, value in re.findall(r'(\w+)="([^"]*)"', matchers):
+            assert value in {sample.labels.get(label) for sample in samples if sample.name == name}
+    shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    assert shown - (set.intersection(*kept) if kept else labels) == set()
+
+
+def labels_of(samples: list[Sample], name: str) -> set[str]:
+    found = [set(sample.labels) for sample in samples if sample.name == name]
+    assert found, f"{name} has no sample"
+    return set.intersection(*found)
+
+
+def test_the_alert_of_stalls_sees_a_writer_that_waits(anybody: Asker, furnished: Store) -> None:
+    """Issue 19, A3: it asked for more frozen memtables than a writer ever waits for."""
+    (rule,) = [rule for rule in alert_rules() if rule["alert"] == "QuireKeyValueStalls"]
+    entered, go_on = threading.Event(), threading.Event()
+
+    def stall(_: str) -> None:
+        entered.set()
+        go_on.wait()
+
+    def stalled() -> float:
+        text = anybody.get("/metrics").body.decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        return sum(sample.value for sample in families["quire_kv_stalled_writers"].samples)
+
+    cart = furnished.kv("cart", create=True)
+    cart.settings = msgspec.structs.replace(cart.settings, memtable_bytes=1_024)
+
+    def write() -> None:
+        for n in range(12):
+            cart.put(b"%d" % n, bytes(600), sync=False)
+
+    with armed("lsm.flush.begun", stall):
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            entered.wait()
+            assert eventually(lambda: stalled() == 1)
+            assert "quire_kv_stalled_writers > 0" in rule["expr"]
+        finally:
+            go_on.set()
+            writer.join()
+    assert stalled() == 0
+    assert cart.stats().stall_seconds > 0
 
 
 def test_the_board_is_one_that_grafana_reads() -> None:

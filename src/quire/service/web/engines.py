@@ -84,6 +84,15 @@ class KvCollector:
             (Gauge, "quire_kv_last_lsn", "the newest write", "last_lsn"),
             (Counter, "quire_kv_flushes", "memtables that became tables", "flushes"),
             (Counter, "quire_kv_compactions", "merges of tables", "compactions"),
+            (
+                Gauge,
+                "quire_kv_stalled_writers",
+                "writers that wait for a flush or a compaction, now",
+                "stalled_writers",
+            ),
+            (Counter, "quire_kv_stalls", "writes that had to wait", "stalls"),
+            (Counter, "quire_kv_stall_seconds", "how long writers have waited", "stall_seconds"),
+            (Gauge, "quire_kv_manifest_version", "the manifest's version: rises with each change", "manifest_version"),
         ):
             family: Any = make(name, f"{text}, by database", labels=LABELS)
             for labels, stats in found:
