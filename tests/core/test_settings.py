@@ -23,6 +23,11 @@ def test_the_commented_lines_of_the_example_are_the_defaults() -> None:
     ("text", "named"),
     [
         ("[manifest]\nmap_bytes = 1000", "map_bytes"),
+        ("[objects]\nendpoint = '127.0.0.1:9000'", "objects.endpoint"),
+        ("[objects]\nendpoint = 'http://127.0.0.1:9000'", "allow_http = true"),
+        ("[objects]\nrequest_timeout_seconds = 0.0", "objects: timeouts"),
+        ("[namespaces.cold]\nendpoint = 'http://127.0.0.1:9000'", "namespaces.cold.endpoint"),
+        ("[namespaces.cold]\nurl = 's3://x'", "url"),
         ("[manifest]\nmap_bytes = 2097152\nmap_bytes_max = 1048576", "map_bytes_max"),
         ("[manifest]\nmap_watermark = 0.0", "map_watermark"),
         ("[manifest]\nmap_watermark = 1.5", "map_watermark"),

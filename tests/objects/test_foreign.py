@@ -83,3 +83,22 @@ def test_signatures_in_urls_do_not_reach_messages() -> None:
 
 def test_every_answer_is_used() -> None:
     assert set(ANSWERS.values()) == set(Answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "setting"),
+    [
+        ("Error performing GET http://127.0.0.1:9/b/k in 1ms - HTTP error: builder error", "plain HTTP", "allow_http"),
+        ("Error performing GET htp://x/b/k in 1ms - HTTP error: builder error", "htp://x", "endpoint"),
+        (HEAD + "301 Moved Permanently: ", "region", "region"),
+        (HEAD + "404 Not Found: <Code>NoSuchBucket</Code>", "bucket does not exist", "object_store"),
+    ],
+)
+def test_a_wrong_configuration_names_the_setting_to_change(text: str, what: str, setting: str) -> None:
+    """issue 19, A4: "builder error" told nobody anything."""
+    error = outcome(foreign.GenericError(text))
+    assert isinstance(error, InvalidConfig)
+    assert what in error.what
+    assert "builder error" not in str(error)
+    assert f"`{setting}" in (error.hint or "")
+    assert "quire.toml" in (error.hint or "")

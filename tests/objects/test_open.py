@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import InvalidConfig, InvalidName
+from quire.core.object_settings import ObjectSettings
 from quire.objects.api import list_objects
 from quire.objects.local import LocalStore
 from quire.objects.open import open_store
-from quire.objects.options import StoreOptions
+from quire.objects.options import StoreOptions, options_of
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}"])
@@ -123,3 +124,15 @@ def test_a_path_needs_no_obstore(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "fenced"), done.stderr
+
+
+def test_credentials_of_quire_toml_may_be_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ObjectSettings(region="x", credentials={"access_key_id": "AKIA", "secret_access_key": "env:COLD_SECRET"})
+    monkeypatch.delenv("COLD_SECRET", raising=False)
+    with pytest.raises(InvalidConfig, match=r"namespaces\.cold\.credentials\.secret_access_key .* COLD_SECRET"):
+        options_of(settings, "namespaces.cold")
+    monkeypatch.setenv("COLD_SECRET", "s3cret")
+    options = options_of(settings, "namespaces.cold")
+    assert options.settings == {"access_key_id": "AKIA", "secret_access_key": "s3cret"}
+    assert options.region == "x"
+    assert "s3cret" not in repr(options)

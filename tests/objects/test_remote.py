@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -215,15 +217,36 @@ def test_refused_credentials_are_access_denied_in_every_call(
 def test_a_missing_bucket_is_a_configuration_error_not_an_empty_store(proxy: FaultyProxy) -> None:
     store = open_store("s3://no-such-bucket", options=s3_options(proxy.endpoint))
     for call in (lambda: store.get(KEY), lambda: store.put(KEY, b"1"), lambda: list(store.list_pages())):
-        with pytest.raises(InvalidConfig, match="NoSuchBucket"):
+        with pytest.raises(InvalidConfig, match="bucket does not exist"):
             call()
 
 
 def test_plain_http_is_refused_unless_allowed(proxy: FaultyProxy) -> None:
     options = StoreOptions(endpoint=proxy.endpoint, settings={"access_key_id": "a", "secret_access_key": "b"})
-    with pytest.raises(InvalidConfig):
-        open_store(f"s3://{BUCKET}", options=options).get(KEY)
+    with pytest.raises(InvalidConfig, match=r"plain HTTP.*allow_http = true.*quire.toml"):
+        open_store(f"s3://{BUCKET}", options=options)
     assert proxy.seen() == []
+
+
+def test_plain_http_of_the_environment_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(InvalidConfig, match=r"plain HTTP.*AWS_ALLOW_HTTP=true"):
+        open_store(f"s3://{BUCKET}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    open_store(f"s3://{BUCKET}").close()
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "localhost:9000", "http://", "https://bad host/", "htp://x"])
+def test_an_endpoint_that_is_no_url_is_refused_when_the_store_is_opened(endpoint: str) -> None:
+    """obstore would panic at the first request, which no `except Exception` catches."""
+    with pytest.raises(InvalidConfig, match="not the URL of a service"):
+        open_store(f"s3://{BUCKET}", options=StoreOptions(endpoint=endpoint, allow_http=True))
+
+
+def test_an_endpoint_with_a_password_is_not_repeated() -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        open_store(f"s3://{BUCKET}", options=StoreOptions(endpoint="https://me:SECRET@host"))
+    assert "SECRET" not in str(refused.value)
 
 
 # ── create-only and lost answers (P11) ────────────────────────────────────────────────────────────────────────────────
@@ -366,3 +389,41 @@ def test_requests_per_call_are_as_documented(s3_store: DeletableStore, proxy: Fa
 def test_a_store_says_how_to_send_it_elsewhere_instead_of_pickling(s3_store: DeletableStore) -> None:
     with pytest.raises(TypeError, match="open_store"):
         pickle.dumps(s3_store)
+
+
+# ── a process without descriptors ─────────────────────────────────────────────────────────────────────────────────────
+NO_DESCRIPTOR_LEFT = """
+import os, resource, sys
+from quire.core.errors import ObjectNotFound, QuireError
+from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
+
+options = StoreOptions(endpoint=sys.argv[1], allow_http=True, settings={"access_key_id": "a", "secret_access_key": "b"})
+connected, other = open_store("s3://quire-tests/a", options=options), open_store("s3://quire-tests/b", options=options)
+try:
+    connected.head("x")  # obstore's own threads and descriptors are there from now on
+except ObjectNotFound:
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+try:
+    while True:
+        os.open("/dev/null", os.O_RDONLY)
+except OSError:
+    pass
+try:
+    other.head("x")
+except QuireError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_connection_without_a_descriptor_is_told_as_such_and_not_tried_for_a_minute(
+    s3_server: tuple[str, int],
+) -> None:
+    """issue 18, B12. The text is obstore's own: this notices when another version words it differently."""
+    endpoint = "http://{}:{}".format(*s3_server)
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_DESCRIPTOR_LEFT, endpoint], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.stdout.startswith("TooManyOpenFiles too many open files"), ended.stdout + ended.stderr[-2000:]
+    assert "ulimit -n" in ended.stdout

@@ -357,10 +357,9 @@ def _clock(manifest: ManifestStore) -> Finding:
 def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Finding:
     """Whether the bucket is this directory's to write: by what the directory remembers, and by what the bucket says."""
     from quire.durable.files import OsDisk
-    from quire.objects.open import open_store
     from quire.objects.ownership import newer_owner
-    from quire.store.layout import objects_url, read_config
-    from quire.store.object_place import NOT_NEEDED, state_beside
+    from quire.store.layout import read_config
+    from quire.store.object_place import NOT_NEEDED, open_place, state_beside
 
     settings = read_config(OsDisk(), root, None)
     with manifest.read() as txn:
@@ -372,7 +371,8 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
     if owner.state == "fenced":
         return Finding("session", "fail", detail, next_step)
     if with_objects:
-        objects = open_store(objects_url(root, settings))
+        with manifest.read() as txn:
+            objects = open_place(txn, root, settings)
         try:
             newer = newer_owner(objects, store_id, owner.epoch, OsDisk(), root)
         finally:
@@ -388,11 +388,12 @@ def _objects(root: str) -> Finding:
     from quire.objects.collector import Collector, Owned
     from quire.objects.local import LocalStore
     from quire.objects.open import open_store
+    from quire.objects.options import options_of
     from quire.store.layout import objects_url, read_config
 
     settings = read_config(OsDisk(), root, None)
     url = objects_url(root, settings)
-    objects = open_store(url)
+    objects = open_store(url, options=options_of(settings.objects, "objects"))
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
             if settings.object_store:

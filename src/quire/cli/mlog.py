@@ -90,7 +90,7 @@ def verify(
                 for each in names
             ]
         here = _threads(root, store)
-        chosen = _spark(root, store.url) if runner == "spark" and tasks else here
+        chosen = _spark(cli, root, store.url) if runner == "spark" and tasks else here
         found = list(verify_logs(tasks, chosen, here, deep=not shallow))
     rows = [_problem(each, stream_id, names[stream_id]) for stream_id, each in sorted(found, key=lambda it: it[0])]
     sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
@@ -151,10 +151,10 @@ def _one(cli: Cli, name: str) -> tuple[int, str]:
 
 @contextmanager
 def _store(cli: Cli) -> Iterator[ObjectStore]:
-    from quire.objects.open import open_store
-    from quire.store.layout import objects_url
+    from quire.store.object_place import open_place
 
-    store = open_store(objects_url(os.path.abspath(cli.path), cli.settings()))
+    with cli.reader() as manifest, manifest.read() as txn:
+        store = open_place(txn, os.path.abspath(cli.path), cli.settings())
     try:
         yield store
     finally:
@@ -185,11 +185,14 @@ def _threads(root: str, store: ObjectStore) -> ThreadRunner:
     return ThreadRunner(Tools(sources, lambda _: store, OsDisk(), root), THREADS, label="quire-verify")
 
 
-def _spark(root: str, objects_url: str) -> SparkRunner:
+def _spark(cli: Cli, root: str, objects_url: str) -> SparkRunner:
     from quire.spark.runner import SparkRunner
     from quire.spark.session import session
+    from quire.store.object_place import options_by_url
 
-    return SparkRunner(session(), root=root, objects_url=objects_url)
+    with cli.reader() as manifest, manifest.read() as txn:
+        options = options_by_url(txn, root, cli.settings())
+    return SparkRunner(session(), root=root, objects_url=objects_url, options=options)
 
 
 def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:

@@ -143,8 +143,7 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
 def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
     """A stream beside whoever owns the store (rule 3): the first record it keeps, and the one behind its last."""
     from quire.durable.files import OsDisk
-    from quire.objects.open import open_store
-    from quire.store.layout import objects_url
+    from quire.store.object_place import open_place
     from quire.stream.beside import Beside
     from quire.stream.files import StreamFiles
 
@@ -153,7 +152,8 @@ def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
 
         @cache
         def objects() -> ObjectStore:
-            store = open_store(objects_url(root, cli.settings()))
+            with manifest.read() as txn:
+                store = open_place(txn, root, cli.settings())
             closing.callback(store.close)
             return store
 

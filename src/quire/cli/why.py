@@ -64,10 +64,10 @@ def _size(cli: Cli, path: str) -> int | None:
         return os.stat(os.path.join(root, path)).st_size
     except OSError:
         pass  # then it is an object
-    from quire.objects.open import open_store
-    from quire.store.layout import objects_url
+    from quire.store.object_place import open_place
 
-    store = open_store(objects_url(root, cli.settings()))
+    with cli.reader() as manifest, manifest.read() as txn:
+        store = open_place(txn, root, cli.settings())
     try:
         return store.head(path).size_bytes
     except (ObjectNotFound, InvalidInput):

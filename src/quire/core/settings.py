@@ -20,6 +20,7 @@ import msgspec
 
 from quire.core.errors import InvalidConfig
 from quire.core.limits import BATCH_OPS_MAX, GIB, KIB, MIB
+from quire.core.object_settings import ObjectSettings
 
 
 def _require(holds: bool, message: str) -> None:
@@ -325,9 +326,16 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_log: ManifestLogSettings = ManifestLogSettings()
     stream: StreamSettings = StreamSettings()
     lsm: LsmSettings = LsmSettings()
+    objects: ObjectSettings = ObjectSettings()
+    """How the object store is reached."""
+    namespaces: dict[str, ObjectSettings] = {}
+    """How a namespace of this name is reached; one that is not here, as `objects` says if its URL has the same scheme."""
 
     def __post_init__(self) -> None:
         _require(4 <= self.open_files_max <= 65_536, "open_files_max lies in [4, 65536]")
+        self.objects.check("objects")
+        for name, reached in self.namespaces.items():
+            reached.check(f"namespaces.{name}")
 
 
 def load(text: bytes) -> StoreSettings:
@@ -346,6 +354,13 @@ object_store = "{object_store}"
 
 # Files that databases keep open; beyond it the one opened longest ago is closed until it is used again.
 # open_files_max = 256
+
+[objects]
+# endpoint = ""                # of an S3-compatible service: "https://s3.example.com"
+# allow_http = false           # let an endpoint be plain HTTP: "http://127.0.0.1:9000"
+# region = ""
+# credentials = {{}}             # {{ access_key_id = "env:MY_ID", secret_access_key = "env:MY_SECRET" }}; else AWS_* …
+# A section [namespaces.NAME] says the same of a namespace (`quire namespace create NAME URL`); without it, [objects] does.
 
 [manifest]
 # queue_ops_max = 2048         # operations that may wait before submit blocks

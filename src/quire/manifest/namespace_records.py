@@ -19,3 +19,5 @@ class NamespaceRecord(Record, frozen=True):
     """Of an epoch's namespace: the owner epochs that this one follows, oldest first. Others are of another line."""
     legacy: bool = False
     """Of an epoch's namespace: the store is older than epochs, and may have objects below no prefix of its own."""
+    name: str = ""
+    """Of a place: what people call it, and its section in quire.toml; empty for one registered before places had names."""

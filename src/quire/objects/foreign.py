@@ -85,6 +85,12 @@ _LOST_UPLOAD = "<Code>NoSuchUpload<"
 """The answer to completing a multipart upload got lost; obstore then tries to abort it and reports only that failure.
 Uploading again replaces the object with itself."""
 _BAD_RANGE = "Invalid range"
+_NOT_FORMED = "builder error"
+"""The request could not even be formed: plain HTTP without `allow_http`, or an endpoint that is no URL."""
+_ADDRESS = re.compile(r"[a-z]+://[^\s/]*")
+ALLOW_HTTP = (
+    "set `allow_http = true` in [objects] of quire.toml (or AWS_ALLOW_HTTP=true) if data may travel in the clear"
+)
 _NO_DESCRIPTOR = os.strerror(errno.EMFILE)
 """A connection needs a descriptor: trying again would only take longer to say so."""
 
@@ -113,7 +119,7 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
         case Answer.BAD_NAME:
             return InvalidName(f"the object store refuses the name: {text}", **where)
         case Answer.BAD_CONFIG:
-            return InvalidConfig(f"the object store is not configured rightly: {text}", **where)
+            return _misconfigured(text, where)
         case Answer.UNSUPPORTED:
             return StorageFault(f"the object store cannot do this ({doing}): {text}", **where)
         case Answer.TRANSIENT:
@@ -133,6 +139,35 @@ def readable(text: str) -> str:
     return " ".join(_QUERY.sub(r"\1?…", text).split())[:TEXT_CHARACTERS_MAX]
 
 
+def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
+    """What is wrong with the configuration, and which setting says so; obstore's own words are no help to anybody."""
+    if _NOT_FORMED in text:
+        address = found[0] if (found := _ADDRESS.search(text)) else ""
+        if address.startswith("http:"):
+            return InvalidConfig(
+                f"the endpoint {address} is plain HTTP, which is not allowed",
+                hint=f"{ALLOW_HTTP}, or use an https:// endpoint",
+                **where,
+            )
+        return InvalidConfig(
+            f"no request can be made to the endpoint {address}".rstrip(),
+            hint="set `endpoint` in [objects] of quire.toml to a URL such as https://s3.example.com",
+            **where,
+        )
+    if any(sign in text for sign in _NO_BUCKET):
+        return InvalidConfig(
+            f"the bucket does not exist: {text}", hint="make it, or correct `object_store` in quire.toml", **where
+        )
+    if found := _STATUS.search(text):
+        return InvalidConfig(
+            f"the object store answered with a redirection ({found[1]}): the bucket is in another region or elsewhere",
+            hint="set `region` or `endpoint` in [objects] of quire.toml",
+            **where,
+        )
+    hint = "compare `credentials` in [objects] of quire.toml with obstore's names"
+    return InvalidConfig(f"a setting of the object store is not known: {text}", hint=hint, **where)
+
+
 def _look_closer(text: str, otherwise: Answer) -> Answer:
     """Judge by the HTTP status and the code in the body; no status at all means that no answer came: transient."""
     if any(sign in text for sign in _NO_BUCKET):
@@ -145,8 +180,7 @@ def _look_closer(text: str, otherwise: Answer) -> Answer:
     if any(sign in text for sign in _NO_CREDENTIALS):
         return Answer.DENIED
     if found is None:
-        # "builder error": the request could not even be formed, e.g. plain HTTP without allow_http.
-        return Answer.BAD_CONFIG if "builder error" in text else Answer.TRANSIENT
+        return Answer.BAD_CONFIG if _NOT_FORMED in text else Answer.TRANSIENT
     status = int(found[1])
     if status >= 500 or status in _RETRYABLE_STATUSES or any(code in text for code in _RETRYABLE_CODES):
         return Answer.TRANSIENT

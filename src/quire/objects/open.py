@@ -66,7 +66,7 @@ file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or m
         # The URL itself is left out of the message: what is before the '@' is probably a secret.
         raise InvalidConfig(
             "the URL of an object store may not hold credentials",
-            hint="put them into the environment or into StoreOptions.settings",
+            hint="put them into the environment, or into `credentials` of [objects] in quire.toml",
         )
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):

@@ -10,11 +10,15 @@ Raises: `InvalidConfig`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import InvalidConfig
+from quire.core.object_settings import ObjectSettings
 from quire.objects.retry import RetryPolicy
+
+FROM_ENVIRONMENT = "env:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +48,29 @@ class StoreOptions:
         for name in ("endpoint", "region", "bucket"):
             if name in self.settings:
                 raise InvalidConfig(f"{name!r} belongs in the URL or in its own option, not in settings")
+
+
+def options_of(settings: ObjectSettings, section: str) -> StoreOptions:
+    """The options that a section of quire.toml stands for; variables that it names are read now."""
+    return StoreOptions(
+        endpoint=settings.endpoint or None,
+        region=settings.region or None,
+        allow_http=settings.allow_http,
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        request_timeout_seconds=settings.request_timeout_seconds,
+        settings={
+            name: _resolved(value, f"{section}.credentials.{name}") for name, value in settings.credentials.items()
+        },
+    )
+
+
+def _resolved(value: str, setting: str) -> str:
+    if not value.startswith(FROM_ENVIRONMENT):
+        return value
+    variable = value.removeprefix(FROM_ENVIRONMENT)
+    if (found := os.environ.get(variable)) is None:
+        raise InvalidConfig(
+            f"{setting} in quire.toml is the variable {variable}, which is not set",
+            hint=f"set {variable} in the environment of this process, or change the setting",
+        )
+    return found

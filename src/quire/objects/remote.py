@@ -35,6 +35,7 @@ from obstore import store as backends
 from obstore.exceptions import GenericError
 
 from quire.core.errors import InvalidConfig, ObjectNotFound, OutOfRange, StorageFault
+from quire.core.object_settings import ENDPOINT
 from quire.durable.files import OsDisk, read_all
 from quire.objects.api import (
     PAGE_OBJECTS,
@@ -51,7 +52,7 @@ from quire.objects.api import (
     merge_ranges,
     past_the_end,
 )
-from quire.objects.foreign import FOREIGN, is_past_the_end, readable, translate
+from quire.objects.foreign import ALLOW_HTTP, FOREIGN, is_past_the_end, readable, translate
 from quire.objects.options import StoreOptions
 from quire.objects.retry import Retrier, Transient
 from quire.objects.rules import NameIsTaken, create_or_adopt, read_verified
@@ -340,24 +341,54 @@ def open_remote(scheme: str, bucket: str, prefix: str, options: StoreOptions, re
     """The store of an s3, gs, az or memory URL."""
     url = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
     try:
-        backend = _backend(scheme, bucket, options)
+        backend = _backend(scheme, bucket, options, url)
     except FOREIGN as error:
         raise InvalidConfig(
             f"the object store cannot be opened: {readable(str(error))}",
-            hint="check the options and settings",
+            hint="check [objects] of quire.toml, and the variables AWS_*, GOOGLE_* or AZURE_*",
             store=url,
         ) from error
     return RemoteStore(backend, url=url, prefix=prefix, retrier=retrier)
 
 
-def _backend(scheme: str, bucket: str, options: StoreOptions) -> Backend:
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def _check_endpoint(scheme: str, options: StoreOptions, allow_http: bool, url: str) -> None:
+    """Refuse an endpoint to which obstore could make no request: of some it says "builder error", with others it panics."""
+    source, endpoint = "`endpoint`", options.endpoint
+    if endpoint is None and scheme == "s3":
+        source = next((name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
+        endpoint = os.environ.get(source) if source else None
+    if endpoint is None:
+        return
+    if not ENDPOINT.fullmatch(endpoint):
+        shown = {} if "@" in endpoint else {"endpoint": endpoint}  # what is before an '@' is probably a secret
+        raise InvalidConfig(
+            f"{source} is not the URL of a service",
+            hint="use https://HOST or http://HOST:PORT, in [objects] of quire.toml or in the environment",
+            store=url,
+            **shown,
+        )
+    if endpoint.startswith("http:") and not allow_http:
+        raise InvalidConfig(
+            "the endpoint is plain HTTP, which is not allowed",
+            hint=f"{ALLOW_HTTP}, or use an https:// endpoint",
+            store=url,
+            endpoint=endpoint,
+        )
+
+
+def _backend(scheme: str, bucket: str, options: StoreOptions, url: str) -> Backend:
     if scheme == "memory":
         return _MEMORY.setdefault(bucket, backends.MemoryStore()) if bucket else backends.MemoryStore()
+    allow_http = options.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    _check_endpoint(scheme, options, allow_http, url)
     config: dict[str, Any] = dict(options.settings)
     common: dict[str, Any] = {
         "config": config,
         "client_options": {
-            "allow_http": options.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
+            "allow_http": allow_http,
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
             "timeout": timedelta(seconds=options.request_timeout_seconds),
         },

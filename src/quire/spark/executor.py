@@ -26,10 +26,10 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
@@ -73,7 +73,8 @@ class Site:
 
     root: str = ""
     """The store's directory; empty where executors have another disk."""
-    options: StoreOptions | None = None
+    options: Mapping[str, StoreOptions] = field(default_factory=dict)
+    """By the URL of an object store; others are reached by the executor's environment."""
 
 
 _clients: dict[tuple[str, bytes], ObjectStore] = {}
@@ -98,14 +99,14 @@ def tools_of(site: Site) -> Iterator[Tools]:
     """Tools for one task (rule 1)."""
     _freeze()
     stores: dict[str, ObjectStore] = {}
-    options = pickle.dumps(site.options)
 
     def opened(url: str) -> ObjectStore:
         is_remote = "://" in url and not url.startswith("file:")
         kept: dict[Any, ObjectStore] = _clients if is_remote else stores
-        name = (url, options) if is_remote else url
+        options = site.options.get(url)
+        name = (url, pickle.dumps(options)) if is_remote else url
         if name not in kept:
-            kept[name] = open_store(url, options=site.options)
+            kept[name] = open_store(url, options=options)
         return kept[name]
 
     disk = OsDisk()

@@ -109,7 +109,7 @@ class SparkRunner:
         root: str,
         objects_url: str,
         shares_disk: bool | None = None,
-        options: StoreOptions | None = None,
+        options: Mapping[str, StoreOptions] | None = None,
     ) -> None:
         self._spark = spark.newSession()  # rule 4
         for name, value in SETTINGS.items():
@@ -117,7 +117,7 @@ class SparkRunner:
         self._cuts = not is_connect(spark)  # rule 3
         self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
         self.width = width_of(spark)
-        self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options)
+        self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options or {})
         _require_reachable(objects_url, self.shares_disk)
 
     def map(self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick) -> Iterator[Answer[int, R]]:

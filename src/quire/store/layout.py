@@ -181,7 +181,13 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
             asked=given.object_store,
             configured=written.object_store,
         )
-    return msgspec.structs.replace(given, object_store=written.object_store)
+    plain = StoreSettings()
+    return msgspec.structs.replace(
+        given,
+        object_store=written.object_store,
+        objects=written.objects if given.objects == plain.objects else given.objects,
+        namespaces={**written.namespaces, **given.namespaces},
+    )
 
 
 def _load(text: bytes) -> StoreSettings:

@@ -25,12 +25,15 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
+from quire.store.layout import objects_url
 
 if TYPE_CHECKING:
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.jobs.context import JobContext
     from quire.manifest.store import ManifestStore
+    from quire.objects.api import DeletableStore
+    from quire.objects.options import StoreOptions
     from quire.objects.owner_record import OwnerState
 
 SAMPLE = 64
@@ -101,6 +104,39 @@ def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
             objects=known,
             configured=configured,
         )
+
+
+def options_of(txn: ReadTxn, settings: StoreSettings, url: str) -> StoreOptions:
+    """How the object store at `url` is reached: by the section of the namespace that is there, or by `[objects]`.
+
+    A namespace without a section is reached like the store's own objects if both are of one kind, else by the environment.
+    """
+    from quire.objects.options import StoreOptions, options_of  # readers of a local store have no use for them
+
+    for _, row in txn.scan(t.REMOTE_NAMESPACE):
+        if row.name and row.url == url and row.name in settings.namespaces:
+            return options_of(settings.namespaces[row.name], f"namespaces.{row.name}")
+    if _scheme(url) == _scheme(settings.object_store):
+        return options_of(settings.objects, "objects")
+    return StoreOptions()
+
+
+def options_by_url(txn: ReadTxn, root: str, settings: StoreSettings) -> dict[str, StoreOptions]:
+    """The same for every place that the manifest knows, for processes that have neither manifest nor quire.toml."""
+    urls = {objects_url(root, settings), *(row.url for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.url)}
+    return {url: options_of(txn, settings, url) for url in sorted(urls)}
+
+
+def open_place(txn: ReadTxn, root: str, settings: StoreSettings, url: str = "") -> DeletableStore:
+    """The object store at `url`, or the store's own, for a process that does not own the store."""
+    from quire.objects.open import open_store
+
+    url = url or objects_url(root, settings)
+    return open_store(url, options=options_of(txn, settings, url))
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower() if "://" in url else ""
 
 
 def remember(manifest: ManifestStore, place: str) -> None:

@@ -36,6 +36,7 @@ class ObjectRights:
         self._disk = disk
         self._path = path
         self._url = url
+        self._settings = settings
         self._place = object_place.place_of(path, settings.object_store)
         self._needs_owner = object_place.needs_owner(path, self._place)
         # guarded by _lock
@@ -123,5 +124,7 @@ class ObjectRights:
     def _raw_store(self) -> DeletableStore:
         with self._lock:
             if self._raw is None:
-                self._raw = open_store(self._url, disk=self._disk)
+                with self._manifest.read() as txn:
+                    options = object_place.options_of(txn, self._settings, self._url)
+                self._raw = open_store(self._url, options=options, disk=self._disk)
             return self._raw

@@ -88,8 +88,11 @@ class Rooms:
 
     def _open(self, url: str) -> ObjectStore:
         from quire.objects.open import open_store
+        from quire.store.object_place import options_of
 
-        store = open_store(url, disk=self._disk, clock=self._manifest.clock)
+        with self._manifest.read() as txn:
+            options = options_of(txn, self._settings, url)
+        store = open_store(url, options=options, disk=self._disk, clock=self._manifest.clock)
         return store if self._manifest.read_only else self.rights.guarded(store)
 
     @property
@@ -304,10 +307,13 @@ class Rooms:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
         from quire.spark.runner import SparkRunner
         from quire.spark.session import session
+        from quire.store.object_place import options_by_url
 
         spark, context = session(), self.context
+        with self._manifest.read() as txn:
+            options = options_by_url(txn, context.root, self._settings)
         sees = True if context.settings.executors_see_store else None
-        return SparkRunner(spark, root=context.root, objects_url=context.objects_url, shares_disk=sees)
+        return SparkRunner(spark, root=context.root, objects_url=context.objects_url, shares_disk=sees, options=options)
 
     def _upload(self, keys: Sequence[ArtifactKey]) -> None:
         from quire.jobs.uploads import upload_now
