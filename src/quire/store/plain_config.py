@@ -13,7 +13,18 @@ Imports nothing, as the quick way in needs it. Pure function, any thread.
 
 from __future__ import annotations
 
-SECTIONS = ("manifest", "feed", "maintenance", "pages", "service", "manifest_log", "stream", "lsm", "objects", "namespaces")
+SECTIONS = (
+    "manifest",
+    "feed",
+    "maintenance",
+    "pages",
+    "service",
+    "manifest_log",
+    "stream",
+    "lsm",
+    "objects",
+    "namespaces",
+)
 """What `quire.core.settings.StoreSettings` has beside the objects."""
 
 
