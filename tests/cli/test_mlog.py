@@ -47,6 +47,8 @@ def test_inspect_shows_every_record(run: Run, log: LogFiles) -> None:
     text = run("manifest", "inspect", "clicks").out
     assert "key=segments/1 etag=e" in text
     assert len(run("manifest", "inspect", "clicks", "--from", "1", "--limit", "1", "--json").data) == 1
+    assert run("manifest", "inspect", str(log.stream_id), "--json").data == rows, "by its id too"
+    assert run("manifest", "inspect", "4000000000").code == 3
 
 
 def test_inspect_highlights_objects_that_differ(run: Run, log: LogFiles, path: Path) -> None:

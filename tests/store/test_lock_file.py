@@ -120,6 +120,7 @@ def test_a_manifest_log_whose_lock_file_was_moved_takes_nothing_more(path: Path,
     log = ManifestLog.open(files, clock=SystemClock(), settings=ManifestLogSettings())
     log.append(SegmentOpened(base_offset=1, epoch=0), 9)
     os.rename(files.lock, f"{files.lock}.old")
-    with pytest.raises(StoreFenced, match="lock file"):
+    with pytest.raises(StoreFenced, match="lock file") as caught:
         log.commit()
+    assert caught.value.__cause__ is not caught.value, "whoever walks through causes comes to an end"
     log.abandon()

@@ -12,7 +12,8 @@ import pytest
 
 import quire
 from quire.core.errors import DatabaseTombstoned, ReadOnly, StoreClosed, UnknownDatabase, WrongKind
-from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
+from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
+from quire.manifest.records import RetentionRecord
 from quire.stream.state import Retention
 from tests.stream.streams import record
 
@@ -178,3 +179,33 @@ def test_after_fork_the_stream_is_the_parents(tmp_path: Path) -> None:
         _, ended = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(ended) == 0
         assert stream.append(b"c").result() == 2
+
+
+def test_a_scheduled_snapshot_of_a_stream_has_what_is_in_the_open_segment(tmp_path: Path) -> None:
+    settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+    with quire.open(tmp_path, settings=settings) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append([b"a", b"b"]).result()
+        store.manifest.retention.set("clicks", RetentionRecord(schedules=["hourly"], hourly=2))
+        store.upkeep.round()
+        (made,) = store.manifest.snapshots.of("clicks")
+        assert made.anchor_lsn == 2
+        store.streams.close_stream("clicks")
+        store.manifest.snapshots.drop("clicks", made.snapshot_id)
+        store.snapshot("clicks")
+        assert store.streams.streams() == [], "a snapshot leaves no stream open that was closed"
+
+
+def test_the_manifest_log_is_rotated_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a round of upkeep looked at the timer, which is four times slower."""
+    monkeypatch.setattr("quire.stream.stream.IDLE_SECONDS", 3600.0)
+    settings = StoreSettings(
+        stream=StreamSettings(tick_seconds=3600), manifest_log=ManifestLogSettings(rotation_seconds=0.01)
+    )
+    with quire.open(tmp_path, settings=settings) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append(b"a").result()
+        deadline = time.monotonic() + 60
+        while stream.ledger.log.committed.chunk_index == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -127,16 +127,21 @@ def test_every_figure_of_the_seed_is_exported(tmp_path: Path) -> None:
     world.chunks(2)
     world.store.down = True
     world.log.tick()
+    world.clock.advance(1)
+    world.log.tick()
     collected = {
         each.name: each for each in ManifestLogCollector(lambda: [world.log.figures()]).collect() if each.samples
     }
+    types = {
+        "manifest_chunks_active": "gauge",
+        "manifest_replay_seconds": "gauge",
+        "manifest_snapshot_age_seconds": "gauge",
+        "manifest_shadow_divergence": "gauge",
+        "manifest_crc_error_count": "counter",
+        "manifest_upload_retries": "counter",
+    }
     assert {name: each.type for name, each in collected.items()} == {
-        "quire_manifest_chunks_active": "gauge",
-        "quire_manifest_replay_seconds": "gauge",
-        "quire_manifest_snapshot_age_seconds": "gauge",
-        "quire_manifest_shadow_divergence": "gauge",
-        "quire_manifest_crc_error_count": "counter",
-        "quire_manifest_upload_retries": "counter",
+        f"{prefix}{name}": kind for prefix in ("quire_", "aof2_manifest_log_") for name, kind in types.items()
     }
     values = {name: each.samples[0].value for name, each in collected.items()}
     assert values["quire_manifest_upload_retries"] == 1

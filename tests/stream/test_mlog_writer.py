@@ -163,21 +163,20 @@ def test_a_large_record_makes_its_chunk_grow_in_steps(tmp_path: Path) -> None:
         assert writer.file_bytes == SMALL.chunk_bytes + 2 * GROWTH_BYTES
         assert writer.needs_rotation()
         writer.append(opened(2), 1)
-    assert os.path.getsize(files.chunk(0)) == SMALL.chunk_bytes + 2 * GROWTH_BYTES
+    assert os.path.getsize(files.chunk(1)) == SMALL.chunk_bytes + 2 * GROWTH_BYTES
     assert all_values(files) == [opened(1), large, opened(2)]
 
 
-def test_a_chunk_that_can_grow_no_more_refuses_and_says_rotate(tmp_path: Path) -> None:
+def test_a_record_that_does_not_fit_seals_the_chunk(tmp_path: Path) -> None:
+    """The chunk used to grow to its limit, and then refused the record: whoever appended had to rotate."""
     files = files_at(tmp_path)
     large = r.UploadDone("k" * 65_000, "e" * 65_000)
     with open_writer(files) as writer:
-        for _ in range(7):
+        writer.append(opened(1), 1)
+        for _ in range(9):
             writer.append(large, 1)
-        with pytest.raises(OutOfRange, match="rotate"):
-            writer.append(large, 1)
-        writer.rotate()
-        writer.append(large, 1)
-    assert all_values(files) == [large] * 8
+        assert writer.position.chunk_index == 9, "one large record to a chunk"
+    assert all_values(files) == [opened(1), *[large] * 9]
 
 
 def test_a_commit_checks_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,3 +200,24 @@ def test_no_flipped_bit_of_the_state_changes_what_may_go(world: StreamWorld) -> 
     assert StreamState(world.files, world.clock).retention == meant.retention
     path.write_bytes(body)
     world.stream = world.open()
+
+
+def test_a_consumer_that_is_alive_keeps_its_hold(world: StreamWorld) -> None:
+    """An acknowledgement of the same position was no news, so a consumer that waited for records lost what it held."""
+    world.fill(2)
+    stream = world.stream
+    stream.retain(Retention(bytes=1, hold_seconds=60))
+    stream.register("slow", 21)
+    for _ in range(3):
+        world.clock.advance(50)
+        stream.ack("slow", 21)
+        stream.ack("slow", 1)  # behind: alive all the same, and it moves nothing
+        stream.retire()
+        assert (stream.position("slow"), stream.first_record) == (21, 21)
+    world.reopen()
+    world.clock.advance(50)
+    world.stream.retire()
+    assert world.stream.first_record == 21, "a heartbeat is durable"
+    world.clock.advance(11)
+    world.stream.retire()
+    assert world.stream.first_record == 41

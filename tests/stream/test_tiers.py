@@ -17,6 +17,7 @@ from quire.manifest.records import Residency, WalFormat, WalState
 from quire.stream import tiers
 from quire.stream.mlog_reader import ManifestLogReader
 from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.mlog_verify import inspect
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.warm import FOOTER_BYTES, compress
 from tests.stream.streams import SMALL, StreamWorld
@@ -395,3 +396,28 @@ def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld)
     with pytest.raises(ObjectNotFound, match="missing"):
         world.payloads(1, 3)
     world.stream.tiers.retire(1)
+
+
+def test_records_of_uploads_carry_the_base_of_their_segment(world: StreamWorld) -> None:
+    """Seed 004: `logical_offset` of an upload is the base offset of the warm artifact; also of a log that catches up."""
+    world.fill(2)
+    world.objects.down = True
+    with pytest.raises(ObjectStoreUnavailable):
+        world.stream.upload(2)
+    world.objects.down = False
+    world.stream.upload()
+    world.stream.switch("off")
+    world.fill(1)
+    world.stream.upload()
+    world.stream.evict(3)
+    world.stream.switch("on")
+    world.stream.ledger.log.commit()
+    log = world.stream.ledger.log
+    rows = [row for row in inspect(log.files, log.objects) if row.record.startswith("Upload")]
+    base = {each.segment_id: each.base_record for each in world.segments()}
+    assert len(rows) == 7
+    assert [row.logical_offset for row in rows] == [base[row.segment_id] for row in rows]
+    (evicted,) = [
+        row for row in inspect(log.files, log.objects) if row.record == "LocalEvicted" and row.segment_id == 3
+    ]
+    assert evicted.logical_offset == world.segments()[2].durable_bytes

@@ -20,6 +20,7 @@ from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, pairs, plain
 from quire.core.errors import UnknownDatabase, WrongKind
+from quire.core.ids import U32_MAX
 
 if TYPE_CHECKING:
     from quire.jobs.runner import ThreadRunner
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 THREADS = 8
 """Logs that are looked at together: most of the time goes into waiting for disk and object store."""
 
-Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name.")]
+Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name, or its id.")]
 
 
 def add_to(group: Group) -> None:
@@ -116,7 +117,7 @@ def bundle(
 
     need_runner(runner)
     if stream:
-        _one(cli, stream)
+        stream = _one(cli, stream)[1]
     with cli.owner() as store:
         job = store.heavy.bundle(stream, runner=runner)
         if (failure := failure_of(job, "the bundle job")) is not None:
@@ -138,15 +139,18 @@ def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
 
 def _one(cli: Cli, name: str) -> tuple[int, str]:
     from quire.manifest.records import DbKind
+    from quire.manifest.tables import DB_NAMES
 
     with cli.reader() as manifest, manifest.read() as txn:
-        db_id = txn.database_id(name)
+        # A name may be a number: it is looked for first.
+        by_id = name.isdecimal() and txn.get(DB_NAMES, name) is None and int(name) <= U32_MAX
+        db_id = int(name) if by_id else txn.database_id(name)
         record = txn.database(db_id)
     if record is None:
-        raise UnknownDatabase("no database has this name", hint="`quire ls` lists them", name=name)
+        raise UnknownDatabase("no database has this name or id", hint="`quire ls` lists them", name=name)
     if record.kind is not DbKind.STREAM:
         raise WrongKind("only streams have a manifest log", hint="`quire ls` shows the kinds", name=name)
-    return db_id, name
+    return db_id, record.name
 
 
 @contextmanager

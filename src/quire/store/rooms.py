@@ -339,8 +339,8 @@ class Rooms:
         with self._manifest.read() as txn:
             in_segment = has_open_segment(txn, db_id)
             record = txn.database(db_id)
-        if record is not None and record.kind is DbKind.LSM:
-            self.kv.snapshot(db_id, name, tags=tags)
+        if record is not None and record.kind is not DbKind.PAGES:
+            self.engine_of(record.kind).snapshot(db_id, name, tags=tags)
         elif in_segment:
             self.pages.snapshot(db_id, name, tags=tags)
         else:

@@ -199,11 +199,11 @@ class StreamEngine:
 
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a stream as it is now (rule 4)."""
-        stream = self.open(db)
-        stream.sync()
-        stream.seal()
-        stream.ledger.project_now()
-        return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
+        with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
+            stream.sync()
+            stream.seal()
+            stream.ledger.project_now()
+            return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
         """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""

@@ -383,4 +383,4 @@ class HotLog:
             emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")
         self.waiters.wake()
         if isinstance(error, DiskFull):
-            raise self.failure from error
+            raise self.failure from self.failure.__cause__  # the first trouble, also if this one came later

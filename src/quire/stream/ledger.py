@@ -27,14 +27,24 @@ from dataclasses import replace
 
 from quire.core.errors import IllegalTransition, QuireError
 from quire.core.events import emit, listening
-from quire.stream.catalogue import View, view_of
+from quire.stream.catalogue import Segment, View, view_of
 from quire.stream.files import StreamClock
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import Position
-from quire.stream.mlog_records import Payload, SealSegment, Tier2Deleted, Tier2DeleteQueued, encode
+from quire.stream.mlog_records import (
+    LocalEvicted,
+    Payload,
+    SealSegment,
+    Tier2Deleted,
+    Tier2DeleteQueued,
+    UploadDone,
+    UploadFailed,
+    UploadStarted,
+    encode,
+)
 from quire.stream.mlog_states import STATES, Remote
 from quire.stream.projection import Projection
 
@@ -63,6 +73,8 @@ class Ledger:
         self.projection = projection
         self._clock = clock
         self._remember = remember
+        self.told: Callable[[], None] = lambda: None
+        """Called after every step; set once, by the stream."""
         # guarded by _lock
         self._lock = threading.RLock()
         self._own = own
@@ -108,6 +120,11 @@ class Ledger:
             self._behind |= changed
             if self.mode is not Mode.ON:
                 self._project()
+        self.told()
+
+    def rotate_when_due(self) -> float | None:
+        """Seal the log's chunk if its time has come; else in how many seconds that is."""
+        return None if self.mode is Mode.OFF else self.log.rotate_when_due()
 
     def reserve(self) -> None:
         """Have room in the log for a few steps: `DiskFull` comes here, and changes nothing."""
@@ -229,10 +246,20 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
         if segment.state.remote is Remote.DELETED:
             records.append((Tier2Deleted(segment.key), segment.segment_id))
     for value, segment_id in records:
-        sealed = view.get(segment_id) if isinstance(value, SealSegment) else None
-        log.append(value, segment_id, logical_offset=sealed.end_record if sealed is not None else 0)
+        log.append(value, segment_id, logical_offset=_logical_offset(value, view.get(segment_id)))
     log.commit()
     return len(records)
+
+
+def _logical_offset(value: Payload, segment: Segment | None) -> int:
+    """What a record's `logical_offset` says: the end of a sealed segment, its base with uploads, its bytes with an eviction."""
+    if segment is None:
+        return 0
+    if isinstance(value, SealSegment):
+        return segment.end_record
+    if isinstance(value, (UploadStarted, UploadDone, UploadFailed)):
+        return segment.base_record
+    return segment.durable_bytes if isinstance(value, LocalEvicted) else 0
 
 
 def going(index: ManifestIndex) -> list[int]:

@@ -131,6 +131,8 @@ class ManifestIndex(msgspec.Struct, eq=False):
     opened_max: int = 0
     last_ms: int = 0
     snapshot_id: int = 0
+    snapshot_ms: int = 0
+    """When the newest snapshot was marked, 0 if there is none; the marker says it, a snapshot's bytes do not."""
     rejected: int = 0
     rejections: list[Rejection] = msgspec.field(default_factory=list)
     """The first ones since this index was made; not part of the state."""
@@ -215,6 +217,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
             self.unknown[kind] += 1
         elif kind == RecordType.SNAPSHOT_MARKER:
             self.snapshot_id = int.from_bytes(raw[RECORD_BYTES + 16 : RECORD_BYTES + 24], "little")
+            self.snapshot_ms = RECORD.unpack_from(raw)[5]
         elif kind == RecordType.CUSTOM_EVENT:
             schema = int.from_bytes(raw[RECORD_BYTES : RECORD_BYTES + 4], "little")
             event = _CUSTOM.get(schema)

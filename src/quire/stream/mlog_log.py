@@ -89,10 +89,11 @@ class ManifestLog:
         self._lock = threading.RLock()
         self.index: ManifestIndex = recovered.index
         self._snapshot_position = recovered.snapshot_position
-        self._snapshot_at = clock.monotonic()
         # Under the ticking lock.
         self._ticking = threading.Lock()
         self._retries = 0
+        self._upload_failed = False
+        """Whether the next round's uploads are a second try."""
         self._failures = 0
         self._retry_at = clock.monotonic()
         self._remote_snapshots: set[int] | None = None
@@ -158,6 +159,14 @@ class ManifestLog:
         with self._lock:
             return self._writer.rotate()
 
+    def rotate_when_due(self) -> float | None:
+        """Seal the active chunk if it is time to; else in how many seconds it will be, `None` if nothing asks for it."""
+        with self._lock:
+            due = self._writer.rotation_due_in()
+            if due == 0:
+                self._writer.rotate()
+            return due or None
+
     @property
     def committed(self) -> Position:
         return self._writer.committed
@@ -172,7 +181,6 @@ class ManifestLog:
             self._writer.commit()
             hit("stream.mlog.snapshot.marked")
             self._snapshot_position = position
-            self._snapshot_at = self._clock.monotonic()
             self._announce("snapshot", "snapshot", *position)
             return snapshot_id
 
@@ -187,6 +195,7 @@ class ManifestLog:
                 if self._sealed_since_snapshot() >= self._settings.snapshot_chunks:
                     done.snapshot_id = self.snapshot()
             if self.objects is not None and self._clock.monotonic() >= self._retry_at:
+                self._retries += self._upload_failed
                 self._talk(self.objects, done)
             with self._lock:
                 done.removed = self._retain()
@@ -228,16 +237,22 @@ class ManifestLog:
             self._writer.commit()
         return keys
 
+    def count_retry(self) -> None:
+        """A segment's upload is tried again."""
+        with self._ticking:
+            self._retries += 1
+
     def figures(self) -> LogFigures:
         """What is measured, by the seed's names."""
         with self._lock:
+            taken_ms = self.index.snapshot_ms
             return LogFigures(
                 stream_id=self.files.stream_id,
                 manifest_chunks_active=len(self.files.chunks()),
                 manifest_replay_seconds=self._replay_seconds,
                 manifest_crc_error_count=crc_errors(self.files.stream_id),
                 manifest_upload_retries=self._retries,
-                manifest_snapshot_age_seconds=self._clock.monotonic() - self._snapshot_at,
+                manifest_snapshot_age_seconds=max(self._clock.now_ms() - taken_ms, 0) / 1000 if taken_ms else 0.0,
             )
 
     def close(self) -> None:
@@ -257,7 +272,7 @@ class ManifestLog:
             if self.index.own_deletes:
                 done.deleted = self.drain_own_deletes()
         except (Unavailable, StorageFault) as error:
-            self._retries += 1
+            self._upload_failed = bool(self._to_upload()) or bool(self.files.snapshots())
             wait = min(RETRY_SECONDS * 2**self._failures, RETRY_SECONDS_MAX)
             self._failures = min(self._failures + 1, 16)
             self._retry_at = self._clock.monotonic() + wait
@@ -272,6 +287,7 @@ class ManifestLog:
             )
         else:
             self._failures = 0
+            self._upload_failed = False
 
     def _upload_all(self, objects: LogObjects, done: Ticked) -> None:
         reader = ManifestLogReader(self.files)

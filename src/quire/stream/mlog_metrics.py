@@ -3,8 +3,8 @@
   manifest_chunks_active          chunks on this disk
   manifest_replay_seconds         how long rebuilding the state took when the stream was opened
   manifest_crc_error_count        damaged snapshots and chunks that were met in this process, also by streams that did not open
-  manifest_upload_retries         rounds in which the object store could not be used
-  manifest_snapshot_age_seconds   since the newest snapshot
+  manifest_upload_retries         uploads of chunks, snapshots and segments that were tried again because one had failed
+  manifest_snapshot_age_seconds   since the newest snapshot was taken, whoever took it; 0 while there is none
   manifest_shadow_divergence      segments in which log and projection differ (mode shadow)
 
 Everything is read when somebody asks. Threads: any.
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 NAMESPACE = "aof2.manifest_log"
+EXPORTED = NAMESPACE.replace(".", "_") + "_"
+"""The same as Prometheus can have it: its names have no dots."""
 
 _crc_errors: Counter[int] = Counter()
 _crc_errors_lock = threading.Lock()
@@ -63,7 +65,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "manifest_crc_error_count": "damaged snapshots and chunks that were met",
-    "manifest_upload_retries": "rounds in which the object store could not be used",
+    "manifest_upload_retries": "uploads that were tried again because one had failed",
 }
 
 
@@ -84,7 +86,8 @@ class ManifestLogCollector:
         logs = list(self._figures())
         for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text in names.items():
-                metric = family(f"quire_{name}", text, labels=["stream"])
-                for log in logs:
-                    metric.add_metric([str(log.stream_id)], getattr(log, name))
-                yield metric
+                for prefix in ("quire_", EXPORTED):
+                    metric = family(f"{prefix}{name}", text, labels=["stream"])
+                    for log in logs:
+                        metric.add_metric([str(log.stream_id)], getattr(log, name))
+                    yield metric

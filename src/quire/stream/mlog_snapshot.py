@@ -102,8 +102,9 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> Snapsho
     (*_, chunk_index, chunk_offset, records, opened_max, last_ms, marker_id, rejected) = HEADER.unpack_from(data)[:11]
     entries, waiting, deletes, tallies, uploaded_upto, _ = HEADER.unpack_from(data)[11:]
     index = ManifestIndex(
-        records=records, opened_max=opened_max, last_ms=last_ms, snapshot_id=marker_id, rejected=rejected
-    )
+        records=records, opened_max=opened_max, last_ms=last_ms, snapshot_id=marker_id, rejected=rejected,
+        snapshot_ms=last_ms,  # of the last record before it; its marker, the next one, is exact
+    )  # fmt: skip
     try:
         at = _read_entries(data, entries, index)
         for _ in range(waiting):

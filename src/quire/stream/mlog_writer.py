@@ -43,7 +43,6 @@ from quire.durable.locks import CoveredLock, FileLock
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
-    CHUNK_FILE_BYTES_MAX,
     CHUNK_FILE_BYTES_MIN,
     COPY_BYTES,
     GROWTH_BYTES,
@@ -165,7 +164,7 @@ class ManifestLogWriter:
 
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> int:
-        """Add a record; at which offset. Durable after `commit`. Raises `OutOfRange` if the chunk can grow no more."""
+        """Add a record; at which offset. Durable after `commit`. A chunk that it does not fit into is sealed first."""
         try:
             payload = value.encode()
             kind, size = value.TYPE, len(payload)
@@ -175,7 +174,8 @@ class ManifestLogWriter:
             tail = self._tail
             end = tail + RECORD_BYTES + size
             if end > self._room:  # or something is wrong: then there is no room at all
-                self._make_room(end)
+                tail = self._make_room(RECORD_BYTES + size)
+                end = tail + RECORD_BYTES + size
             now = self._now_ms()
             if now > self._last_ms:
                 self._last_ms = now
@@ -195,7 +195,7 @@ class ManifestLogWriter:
     def reserve(self, size: int) -> None:
         """Have room for so many more bytes of records."""
         if self._tail + size > self._room:
-            self._make_room(self._tail + size)
+            self._make_room(size)
 
     def commit(self) -> Position:
         """Make everything appended durable (rule 3); up to where."""
@@ -206,12 +206,16 @@ class ManifestLogWriter:
 
     def needs_rotation(self) -> bool:
         """Whether the chunk is nearly full, or has had news about data for long enough (rule 5)."""
+        return self.rotation_due_in() == 0
+
+    def rotation_due_in(self) -> float | None:
+        """In how many seconds the chunk is to be sealed; `None` if nothing in it asks for that."""
         if self._file is None or self._tail == CHUNK_BYTES:
-            return False
+            return None
         if self.is_full:
-            return True
+            return 0.0
         quiet = self._clock.monotonic() - self._last_commit
-        return self._about_data and quiet >= self._settings.rotation_seconds
+        return max(self._settings.rotation_seconds - quiet, 0.0) if self._about_data else None
 
     def rotate(self) -> int | None:
         """Commit and seal the chunk; its index, or `None` if there is none. The next append begins another."""
@@ -253,30 +257,25 @@ class ManifestLogWriter:
         self._about_data = False
         self._named = False
 
-    def _make_room(self, end: int) -> None:
+    def _make_room(self, size: int) -> int:
+        """Have room for so many bytes of records; where they go. Only a first record makes its chunk exceed `chunk_bytes`."""
         self._check()
+        if self._tail > CHUNK_BYTES and self._tail + size > self._settings.chunk_bytes - COPY_BYTES:
+            self.rotate()
         if self._file is None:
-            size = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks are of a few records
+            first = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks are of a few records
             path = self._files.chunk(self._index, temporary=True)
             with suppress(FileNotFoundError):
                 self._files.disk.remove(path)
-            self._file = preallocate(self._files.disk, path, size)
-            self._resized(size)
+            self._file = preallocate(self._files.disk, path, first)
+            self._resized(first)
             hit("stream.mlog.created")
-        if end > self._room:
-            steps = -(-(end - self._room) // GROWTH_BYTES)
-            size = self._size + steps * GROWTH_BYTES
-            if size > CHUNK_FILE_BYTES_MAX:
-                raise OutOfRange(
-                    "the active chunk of the manifest log is full",
-                    hint="commit and rotate",
-                    chunk=self._index,
-                    size=size,
-                )
-            assert self._file is not None
-            self._file.allocate(size)
-            self._resized(size)
+        if self._tail + size > self._room:
+            steps = -(-(self._tail + size - self._room) // GROWTH_BYTES)
+            self._file.allocate(self._size + steps * GROWTH_BYTES)
+            self._resized(self._size + steps * GROWTH_BYTES)
             hit("stream.mlog.grown")
+        return self._tail
 
     def _resized(self, size: int) -> None:
         self._size, self._room = size, size - COPY_BYTES
@@ -376,7 +375,7 @@ class ManifestLogWriter:
                 offset=self._committed,
                 cause=str(error),
             )
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and self._trouble is not error:
                 raise self._trouble from error
             raise
 

@@ -9,7 +9,7 @@ Rules
   1. The file is replaced whole; what `ack` returned from survives.
   2. Positions only rise. A consumer is made where it is told to begin, and gone when it is dropped.
   3. What some consumer has not read stays, whatever age and bytes say; one that has been silent for `hold_seconds` holds
-     nothing any more, so that a dead one does not fill the disk.
+     nothing any more, so that a dead one does not fill the disk. Every `ack` breaks the silence, also one that moves nothing.
   4. Only the oldest segments go, and never the open one.
   5. The file ends with a checksum: nothing is retired by a retention or a position that is not the one that was written.
 
@@ -188,15 +188,18 @@ class StreamState:
             return self._stored.consumers[name].position
 
     def ack(self, name: str, position: int, *, end: int) -> None:
-        """A consumer has read everything below a position; durable on return. One that is not ahead changes nothing."""
+        """A consumer has read everything below a position; durable on return.
+
+        A position that is not ahead moves nothing, and still says that the consumer is alive (rule 3).
+        """
         with self._lock:
             known = self._stored.consumers.get(name)
             if known is None:
                 raise UnknownCursor("the stream has no such consumer", hint="`register` makes one", name=name)
             if position > end:
                 raise OutOfRange("a consumer cannot have read what is not there", position=position, end=end)
-            if position > known.position:
-                self._put(name, position)
+            if position > known.position or self._clock.now_ms() > known.acked_ms:
+                self._put(name, max(position, known.position))
 
     def _put(self, name: str, position: int) -> None:
         consumer = Consumer(position, self._clock.now_ms())

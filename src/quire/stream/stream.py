@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
@@ -38,6 +36,7 @@ from quire.stream.appended import Appended
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
+from quire.stream.info import StreamInfo, info_of
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_log import Collect
@@ -59,30 +58,6 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 0.5
 """How long the keeper sleeps if nobody calls it."""
-
-
-class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream in numbers."""
-
-    stream_id: int
-    first_record: int
-    end_record: int
-    segments: int
-    hot_segments: int
-    hot_bytes: int
-    warm_segments: int
-    warm_bytes: int
-    remote_segments: int
-    remote_bytes: int
-    mode: str
-    consumers: dict[str, Consumer]
-    retention: Retention
-    torn_bytes: int
-    """Bytes behind the cut of the last recovery."""
-
-    @property
-    def records(self) -> int:
-        return self.end_record - self.first_record
 
 
 class Stream:
@@ -107,7 +82,7 @@ class Stream:
         self.stream_id = files.stream_id
         self._settings = settings
         self._epoch = recovered.epoch
-        self._torn_bytes = recovered.torn_bytes
+        self.torn_bytes = recovered.torn_bytes
         self._state = state
         self._store = store
         self._bell = threading.Event()
@@ -136,6 +111,9 @@ class Stream:
             touch=self.tiers.touch,
             hydrate=self.tiers.hydrate_if_room,
         )
+        self._rotation_due: float | None = None
+        """In how many seconds the manifest log's chunk is to be sealed, as of the last round of the keeper."""
+        self.ledger.told = self._ask  # the keeper learns of a chunk that is to be sealed
         self._keeper: threading.Thread | None = None
         if background:
             self._keeper = threading.Thread(target=self._keep, name=f"quire-stream-{self.stream_id}", daemon=True)
@@ -249,7 +227,8 @@ class Stream:
         return self._state.position(consumer)
 
     def ack(self, consumer: str, position: int) -> None:
-        """A consumer has read everything below `position`; durable on return."""
+        """A consumer has read everything below `position`; durable on return. The same position again is a heartbeat: it keeps
+        the consumer's hold on what it has not read."""
         self._state.ack(consumer, position, end=self.end_record)
 
     def drop_consumer(self, consumer: str) -> None:
@@ -340,26 +319,7 @@ class Stream:
 
     def info(self) -> StreamInfo:
         """The stream in numbers."""
-        segments = self.ledger.view.segments
-        hot, warm = [each for each in segments if each.is_hot], [each for each in segments if each.is_warm]
-        remote = [each for each in segments if each.is_remote]
-        live = self.hot.segment
-        return StreamInfo(
-            stream_id=self.stream_id,
-            first_record=self.first_record,
-            end_record=self.end_record,
-            segments=len(segments),
-            hot_segments=len(hot),
-            hot_bytes=sum(each.durable_bytes for each in hot) + (live.offset if live is not None else 0),
-            warm_segments=len(warm),
-            warm_bytes=sum(each.warm_bytes for each in warm),
-            remote_segments=len(remote),
-            remote_bytes=sum(each.warm_bytes or self.upkeep.object_bytes.get(each.segment_id, 0) for each in remote),
-            mode=self.mode.value,
-            consumers=self.consumers,
-            retention=self.retention,
-            torn_bytes=self._torn_bytes,
-        )
+        return info_of(self)
 
     @property
     def store(self) -> ObjectStore:
@@ -379,7 +339,9 @@ class Stream:
     def _keep(self) -> None:
         """The keeper's loop."""
         while not self._stopping.is_set():
-            rung = self._bell.wait(IDLE_SECONDS)
+            rung = self._bell.wait(
+                IDLE_SECONDS if self._rotation_due is None else min(self._rotation_due, IDLE_SECONDS)
+            )
             if rung and not self._stopping.wait(self._settings.sync_seconds):
                 self._bell.clear()
             try:
@@ -392,7 +354,7 @@ class Stream:
                 self._bell.set()
 
     def keep(self, *, sync: bool = True) -> None:
-        """What the keeper does each time: sync, seal by time, a file ahead, LMDB."""
+        """What the keeper does each time: sync, seal by time, a file ahead, LMDB, the rotation of the manifest log."""
         self.hot.require()
         if sync:
             self.hot.sync_quietly()
@@ -400,6 +362,7 @@ class Stream:
             self.hot.seal(quietly=True)
         self.hot.prepare()
         self.ledger.project()
+        self._rotation_due = self.ledger.rotate_when_due()
 
     def _stop(self) -> None:
         self._stopping.set()

@@ -55,7 +55,7 @@ from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
-from quire.stream.ledger import Ledger
+from quire.stream.ledger import Ledger, Step
 from quire.stream.mlog_records import (
     CompressionDone,
     CompressionFailed,
@@ -65,7 +65,6 @@ from quire.stream.mlog_records import (
     HydrationFailed,
     HydrationStarted,
     LocalEvicted,
-    Payload,
     Schema,
     Tier2Deleted,
     Tier2DeleteQueued,
@@ -161,7 +160,7 @@ class Tiers:
             if segment.is_warm:
                 return segment
             if segment.state.warm is not Warm.COMPRESSING:
-                self._ledger.tell((CompressionStarted(segment_id & 0xFFFF_FFFF), segment_id))
+                self._ledger.tell((CompressionStarted(0), segment_id))  # docs/decisions/032: it is no job
                 hit("stream.compress.started")
             try:
                 size, dictionary_id = self._compress(segment)
@@ -223,15 +222,17 @@ class Tiers:
                 segment = self.compress(segment_id)
             key = segment.key or self._new_key(segment_id)
             if segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
-                self._ledger.tell((UploadStarted(key), segment_id))
+                self._ledger.tell((UploadStarted(key), segment_id, segment.base_record))
                 self._ledger.project()  # announced, before a byte is sent
                 hit("stream.upload.started")
+            elif segment.state.remote is Remote.FAILED:
+                self._ledger.log.count_retry()
             try:
                 etag = self._put(segment, key)
             except QuireError as error:
-                self._give_up(error, (UploadFailed(key, _reason(error)), segment_id))
+                self._give_up(error, (UploadFailed(key, _reason(error)), segment_id, segment.base_record))
                 raise
-            self._ledger.tell((UploadDone(key, etag), segment_id))
+            self._ledger.tell((UploadDone(key, etag), segment_id, segment.base_record))
             hit("stream.upload.done")
             self._ledger.project()
             return self._need(segment_id)
@@ -403,9 +404,10 @@ class Tiers:
         if segment.state.hydration is Hydration.RUNNING:
             self._ledger.tell((HydrationFailed(Reason.GIVEN_UP), segment.segment_id))
         if segment.state.remote is Remote.UPLOADING:
-            self._ledger.tell((UploadFailed(segment.key, Reason.GIVEN_UP), segment.segment_id))
+            failed = UploadFailed(segment.key, Reason.GIVEN_UP)
+            self._ledger.tell((failed, segment.segment_id, segment.base_record))
 
-    def _give_up(self, error: QuireError, step: tuple[Payload, int]) -> None:
+    def _give_up(self, error: QuireError, step: Step) -> None:
         """A move failed: say so, unless it is the log itself that did."""
         if not isinstance(error, (StoreClosed, StoreUnusable)):
             self._ledger.tell(step)

@@ -91,7 +91,12 @@ class StreamQueryReader(FollowingReader):
 
     def end_beyond(self, position: int) -> int:
         """The same, after waiting a little for a record from `position` on."""
-        return int(self._owner().ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
+        end = int(self._owner().ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
+        if end <= position:
+            # A query that idles commits nothing: without a heartbeat its consumer would lose its hold.
+            with self._knowing():
+                self._owner().ask(STREAM_ACK, AckRecords(self.records.stream, self.consumer, 0))
+        return end
 
     def offset(self, position: int) -> Offset:
         """Everything below a record."""
