@@ -17,6 +17,8 @@ DESIGN = ROOT / "docs/design.md"
 CODE = re.compile(r"""(?<![-\w./%'"=])[A-Z][0-9]{1,2}(?![\w%'"=/-]|\.\w)""")
 """Not a code: part of a date or a version (2020-W53), of a path, of a quoted value."""
 DEFINED = re.compile(r"^\*\*([A-Z][0-9]{1,2}) — ", re.MULTILINE)
+POINT = re.compile(r"\b[Ii]ssues? [0-9]+,?(?: (?:and )?[A-Z][0-9]{1,2},?)+")
+"""A point of an issue, named with its issue."""
 RULE = re.compile(r"^  ([A-Z][0-9]{1,2})  \S", re.MULTILINE)
 """A checker's rule, in the list at the top of its module."""
 CHECKERS = (
@@ -53,7 +55,7 @@ def defined() -> frozenset[str]:
 def undefined(file: Path) -> list[str]:
     if not set(CODE.findall(file.read_text("utf-8"))) - defined():
         return []  # parsing every program of the repository takes seconds
-    return sorted({code for text in prose(file) for code in CODE.findall(text)} - defined())
+    return sorted({code for text in prose(file) for code in CODE.findall(POINT.sub("", text))} - defined())
 
 
 def test_every_code_that_is_cited_is_defined() -> None:
@@ -76,5 +78,40 @@ def test_checkers_list_their_rules() -> None:
 
 def test_an_undefined_code_is_noticed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text('"""Says (X9) and P8."""\nname = "X7"\nwhen = 1  # the week 2020-W53, X8\n')
+    program.write_text('"""Says (X9) and P8; issue 19 B10."""\nname = "X7"\nwhen = 1  # the week 2020-W53, X8\n')
     assert undefined(program) == ["X8", "X9"]
+
+
+# ── docs/design/seeds.md ──────────────────────────────────────────────────────────────────────────────────────────────
+CLAIMS = ROOT / "docs/design/seeds.md"
+NAMED = re.compile(r"`([\w/]+\.(?:py|md))(?:::(\w+))?`")
+
+
+def missing(text: str) -> list[str]:
+    """What a page names and the repository does not have: modules below src/quire, pages, tests below tests/."""
+    bad = []
+    for path, test in NAMED.findall(text):
+        name = path.rpartition("/")[2]
+        folders = ("tests",) if test or name.startswith("test_") else ("src/quire", ".")
+        files = [ROOT / folder / path for folder in folders if (ROOT / folder / path).exists()]
+        if not files or (test and not re.search(rf"def {test}\b", files[0].read_text("utf-8"))):
+            bad.append(f"{path}::{test}" if test else path)
+    return bad
+
+
+def test_what_the_page_of_claims_names_exists() -> None:
+    text = CLAIMS.read_text("utf-8")
+    assert len(NAMED.findall(text)) > 600, "is the pattern right?"
+    assert not missing(text)
+
+
+def test_every_claim_says_where_it_is_or_why_it_is_not() -> None:
+    rows = [line.split(" | ") for line in CLAIMS.read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "| claim"]
+    assert len(rows) > 350
+    assert not [row for row in rows if len(row) not in (3, 4) or not row[2].strip(" |")]
+
+
+def test_a_name_that_leads_nowhere_is_noticed() -> None:
+    text = "`lsm/kv.py` `lsm/nothing.py` `lsm/test_kv.py::test_nothing` `docs/pages.md`"
+    assert missing(text) == ["lsm/nothing.py", "lsm/test_kv.py::test_nothing"]
