@@ -6,15 +6,14 @@ import re
 
 import pytest
 
-from quire.cli.app import app
 from quire.cli.output import width_of
+from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program
-from tests.cli.test_lane import COMMANDS
 
-WORDS = [(), *((name,) for name in app.groups), *COMMANDS]
+WORDS = [(), *((name,) for name in GROUPS), *COMMANDS]
 
 RAW = re.compile(r"<[a-z ]+>|\b(INTEGER|TEXT|FLOAT|BOOLEAN|RANGE)\b|x[<>]=|\{|range")
-"""How typer calls kinds of values."""
+"""How click calls kinds of values."""
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: " ".join(words) or "quire")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cli import quick
 from quire.cli import tree as command
 from quire.cli.lineage import SNAPSHOTS_SHOWN
 from quire.cli.output import width_of
@@ -58,7 +57,7 @@ def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Pa
         "└── #3  WHEN, for time travel, why=test",
     ]
     assert [each["tags"] for each in run("tree", "--json").data[0]["snapshots"]][1] == {"by": "lend"}
-    told = run("tree", "--sizes").out  # not by the quick way in
+    told = run("tree", "--sizes").out
     assert "lent to a query" in told
     assert "by=lend" not in told
 
@@ -138,7 +137,6 @@ def test_forks_of_forks_may_be_many_deep(run: Run, shop: Path, monkeypatch: pyte
     assert sum("f59" in line for line in lines) == 1
     assert json.loads(quire_program("tree", "--json", "--store", str(shop)).stdout)
     monkeypatch.setattr(command, "DEPTH_MAX", 50)
-    monkeypatch.setattr(quick, "DEPTH_MAX", 50)
     refused = run("tree", "--json")
     assert (refused.code, "`quire ls --json` names every parent" in refused.err) == (2, True)
 

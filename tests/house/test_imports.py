@@ -24,7 +24,7 @@ LAYERS = [
     {"__main__"},
 ]
 RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
-FENCES = {"lmdb": "manifest", "obstore": "objects", "apsw": "sqlite", "pyspark": "spark", "typer": "cli"}
+FENCES = {"lmdb": "manifest", "obstore": "objects", "apsw": "sqlite", "pyspark": "spark", "click": "cli"}
 
 
 def room_of(module: str) -> str:

@@ -1,18 +1,16 @@
-"""The commands of `quire`, put together.
+"""The program `quire`: its commands, each loaded when a command line names it.
 
-A command's module is loaded when that command, or the list of all, is wanted. These load the store, LMDB or rich only when a
-command runs.
+Threads: the main one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+
+import click
 
 from quire.cli.declared import Group
-
-TEXT = "quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "stores": ("init", "ls", "info", "create", "drop", "rename"),
@@ -37,32 +35,52 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "serve": ("serve",),
     "doctor": ("doctor",),
     "tour": ("tour",),
+    "complete": ("completion",),
 }
-"""Modules of this room, in the order of the help → the first words of their commands (a test compares)."""
+"""Modules of this package, in the order of the help → the first words of their commands (a test compares)."""
 
 
-def app_for(arguments: Sequence[str]) -> Group:
-    """All that a command line needs: the module of its command, or all of them where it begins with none."""
-    return assembled(modules_for(arguments) or list(MODULES))
+class Program(Group):
+    """The group of all commands; importing a module of `MODULES` adds those that it declares."""
+
+    def __init__(self) -> None:
+        super().__init__("quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`.")
+        self.epilog = "Example: quire tour --store ./quire-data"
+        self.params.append(
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                callback=_version,
+                is_eager=True,
+                expose_value=False,
+                help="Show the version.",
+            )
+        )
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command with this name, its module loaded."""
+        self._load([module for module, words in MODULES.items() if cmd_name in words])
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands, in the order of `MODULES`, single ones first."""
+        self.load_all()
+        return super().list_commands(ctx)
+
+    def load_all(self) -> Program:
+        """Load every module: for help, completion and tests."""
+        self._load(list(MODULES))
+        return self
+
+    def _load(self, modules: list[str]) -> None:
+        for module in modules:
+            if MODULES[module][0] not in self.commands:
+                import_module(f"quire.cli.{module}").add_to(self)
 
 
-def modules_for(arguments: Sequence[str]) -> list[str]:
-    """The module of the command that a command line begins with, if it does."""
-    first = arguments[0] if arguments else ""
-    return [name for name, words in MODULES.items() if first in words]
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
 
-
-def assembled(modules: Sequence[str]) -> Group:
-    """The program with the commands of these modules."""
-    made = Group(TEXT)
-    for name in modules:
-        import_module(f"quire.cli.{name}").add_to(made)
-    return made
-
-
-def __getattr__(name: str) -> Any:
-    """`app`: all commands, made when somebody asks."""
-    if name == "app":
-        globals()["app"] = made = assembled(list(MODULES))
-        return made
-    raise AttributeError(name)
+        click.echo(f"quire {version('quire')}")
+        ctx.exit()

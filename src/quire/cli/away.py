@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,7 @@ def _joined(parts: Any) -> str:
     return "".join(found)
 
 
+@dataclass(frozen=True)
 class AtOwner(Cli):
     """What a command gets at the owner: the store that is open, which it must not close."""
 

@@ -18,12 +18,12 @@ import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.exits import OK, PIPE_CLOSED, exit_of
 from quire.cli.output import JsonOutput, Look, Output, Shown, TextOutput, wrapped
 from quire.cli.plain import visible
-from quire.cli.values import Value
 from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault, StoreLocked
 
 if TYPE_CHECKING:
@@ -40,9 +40,12 @@ NAMES = {"database": "the database's name", "stream": "the stream's name", "subj
 
 HERE = "."
 STORE_VARIABLE = "QUIRE_STORE"
+COMPLETING = "_QUIRE_COMPLETE"
+"""The variable in which a shell asks what could come next."""
 
 
-class Cli(Value):
+@dataclass(frozen=True)
+class Cli:
     """What a command gets: where the store is, and whether a program reads the output."""
 
     path: str
@@ -104,7 +107,8 @@ class Cli(Value):
             return found
 
 
-class Verdict(Value):
+@dataclass(frozen=True)
+class Verdict:
     """A value to show, if any, and the exit code to end with."""
 
     shown: Shown | None

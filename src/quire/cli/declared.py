@@ -1,155 +1,204 @@
-"""Commands as they are declared: a function whose signature says what it takes, a name, an example.
+"""How a command is declared: a function whose signature says what it takes, made into a command of click.
 
-Terms
-  command     a function (see `quire.cli.command`) with a name, the example that ends its help, and its store unless told
-  group       commands under a common first word; the program itself is one
-  parameter   what a command takes: an argument, or an option; its type is one of `KINDS`, a list of one, or one or nothing
+    def ls(cli: Cli, limit: Annotated[int, Option("--limit", "-n", min=0, help="…")] = 20) -> Listing:
+        "List the databases of a store."
 
-Rules
-  1. A declaration is the only place that says how a command is called: `quire.cli.lane` reads command lines by it, and
-     `quire.cli.typed` makes typer's help, errors and completion of it. The keywords are typer's.
-  2. Importing a module with declarations does not load what its commands work with: no typer, no msgspec, no store (a test
-     looks at each of them).
+The docstring is the help text, `example` ends it, and every command takes `--store`, `--json` and `--debug` besides. A command
+line that cannot be understood is an error like any other, with the exit code of usage.
 
-Any thread: declarations do not change once they are made.
+Importing a module with declarations loads click, and nothing that a command works with. Threads: the main one.
 """
 
 from __future__ import annotations
 
+import inspect
+import types
+import typing
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any, Concatenate, ParamSpec
 
-from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict
+import click
+
+from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict, output_for, perform, tell
+from quire.cli.exits import OK
 from quire.cli.output import Shown
-from quire.cli.values import Value
+from quire.core.errors import InvalidInput
 
 P = ParamSpec("P")
 Body = Callable[Concatenate[Cli, P], Shown | Verdict]
 
-KINDS = (str, int, float, bool)
 HELP = ("-h", "--help")
-"""How help is asked for, of every command and every group."""
-REQUIRED = ...
-"""The default of a parameter that has none."""
+"""How help is requested, from every command and every group."""
 
 
 class Argument:
-    """A word that a command takes by its place."""
+    """A word that a command takes by its position; the keywords are click's, and `min` for numbers."""
 
     names: tuple[str, ...] = ()
 
-    def __init__(self, **said: Any) -> None:
-        self.said = said
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
 
 
 class Option(Argument):
-    """What a command takes by its name: `Option("--limit", "-n", min=0)`; unnamed it is called as the parameter."""
+    """What a command takes by its name: `Option("--limit", "-n", min=0)`; unnamed it is called like the parameter."""
 
-    def __init__(self, *names: str, **said: Any) -> None:
-        super().__init__(**said)
+    def __init__(self, *names: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
         self.names = names
 
 
-class Parameter(Value):
-    """What a command takes."""
+class Number(click.ParamType[Any]):
+    """A number, refused in plain words."""
 
-    name: str
-    kind: type
-    many: bool
-    default: Any
-    declared: Argument
+    def __init__(self, kind: type, least: float | None) -> None:
+        self.kind, self.least = kind, least
+        self.name = "whole number" if kind is int else "number"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """How an option is written; nothing for an argument."""
-        named = isinstance(self.declared, Option)
-        return self.declared.names or ((f"--{self.name.replace('_', '-')}",) if named else ())
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = self.kind(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a {self.name}", param, ctx)
+        if self.least is not None and number < self.least:
+            self.fail(f"{number} is less than {self.least}", param, ctx)
+        return number
 
 
-class Command(Value):
-    """A function as a command."""
+class Command(click.Command):
+    """A function of ours as a command of click."""
 
-    name: str
-    body: Callable[..., Any]
-    example: str
-    store: str
-
-    def parameters(self) -> list[Parameter]:
-        """What its function takes after the `Cli`, in order."""
-        code = self.body.__code__
-        names = code.co_varnames[1 : code.co_argcount]
-        defaults = self.body.__defaults__ or ()
-        at = len(names) - len(defaults)
-        return [
-            _parameter(name, self.body, REQUIRED if place < at else defaults[place - at])
-            for place, name in enumerate(names)
-        ]
-
-    def shared(self) -> list[Parameter]:
-        """What every command takes: where the store is, and how to tell what happens."""
-        shown = "this directory" if self.store == HERE else self.store
-        where = Option(
-            "--store", "-s", envvar=STORE_VARIABLE, metavar="DIR", help="The store's directory.", show_default=shown
+    def __init__(self, name: str, body: Callable[..., Any], example: str, store: str) -> None:
+        _cli, *parameters = inspect.signature(body).parameters.values()
+        declared = [_parameter(parameter, body.__globals__) for parameter in parameters]
+        super().__init__(
+            name,
+            params=[*declared, *_shared(store)],
+            callback=self._run,
+            help=inspect.cleandoc(body.__doc__ or ""),
+            epilog=f"Example: {example}",
+            context_settings={"help_option_names": list(HELP)},
         )
-        return [
-            Parameter("store", str, False, self.store, where),
-            Parameter("as_json", bool, False, False, Option("--json", help="Write JSON (its shape: docs/cli.md).")),
-            Parameter("debug", bool, False, False, Option("--debug", help="Show the traceback of an error.")),
-        ]
+        self.body = body
+        self.example = example
+
+    def _run(self, store: str, as_json: bool, debug: bool, **arguments: Any) -> int:
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+        return perform(self.body, Cli(store or HERE, as_json), given, debug=debug)
+
+    def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
+        """The whole first sentence: a list of commands does not cut it."""
+        return f"{(self.help or '').partition('. ')[0].partition(chr(10) * 2)[0].rstrip('.')}."
 
 
-class Group:
-    """Commands, and groups of them, by their words; `text` begins its help."""
+class Group(click.Group):
+    """Commands that share their first word; `text` begins its help."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.commands: dict[str, Command] = {}
-        self.groups: dict[str, Group] = {}
+        super().__init__(help=text, context_settings={"help_option_names": list(HELP)})
 
     def add(self, name: str, group: Group) -> None:
         """Put a group into this one."""
-        self.groups[name] = group
+        self.add_command(group, name)
 
-    def find(self, words: Sequence[str]) -> tuple[Command, int] | None:
-        """The command that a command line begins with, and how many words name it."""
-        if not words:
-            return None
-        if (inner := self.groups.get(words[0])) is not None:
-            found = inner.find(words[1:])
-            return (found[0], found[1] + 1) if found else None
-        command = self.commands.get(words[0])
-        return (command, 1) if command else None
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """In the order of their declaration, single commands first."""
+        return sorted(self.commands, key=lambda name: isinstance(self.commands[name], click.Group))
+
+    def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
+        """The whole text, as for a command."""
+        return self.help or ""
 
 
 def command(group: Group, name: str, *, example: str, store: str = HERE) -> Callable[[Body[P]], Body[P]]:
-    """Declare a function as a command of `group`; `example` ends its help, `store` is where it goes unless told."""
+    """Declare a function as a command of `group`; `example` ends its help, `store` is its default directory."""
 
     def register(body: Body[P]) -> Body[P]:
-        group.commands[name] = Command(name, body, example, store)
+        group.add_command(Command(name, body, example, store))
         return body
 
     return register
 
 
-def _parameter(name: str, body: Callable[..., Any], default: Any) -> Parameter:
-    annotated = body.__annotations__[name]
-    if isinstance(
-        annotated, str
-    ):  # they are texts in all of our modules; evaluated here, because inspect is slow to load
-        annotated = eval(annotated, body.__globals__)
-    (declared,) = annotated.__metadata__
-    kind, many = _kind_of(annotated.__origin__)
-    return Parameter(name, kind, many, default, declared)
+def run(program: click.Group, arguments: Sequence[str]) -> int:
+    """Run the program on a command line; its exit code."""
+    try:
+        with program.make_context("quire", list(arguments)) as context:
+            code = program.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.UsageError as error:
+        return _wrong_usage(error, arguments)
+    return code if isinstance(code, int) else OK
 
 
-def _kind_of(declared: Any) -> tuple[type, bool]:
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _parameter(parameter: inspect.Parameter, names_in_scope: dict[str, Any]) -> click.Parameter:
+    hint: Any = eval(parameter.annotation, names_in_scope)  # `from __future__ import annotations` keeps it as text
+    declared: Argument = hint.__metadata__[0]
+    kind, many = _kind_of(hint.__origin__)
+    keywords: dict[str, Any] = dict(declared.keywords)
+    keywords["type"] = Number(kind, keywords.pop("min", None)) if kind in (int, float) else kind
+    required = parameter.default is inspect.Parameter.empty
+    if not required:
+        keywords["default"] = parameter.default
+    keywords["shell_complete"] = partial(_complete, keywords.get("metavar", ""))
+    if isinstance(declared, Option):
+        if kind is bool:
+            keywords["is_flag"] = True
+        elif kind is not str:
+            keywords.setdefault("metavar", "N")
+        keywords.setdefault("show_default", kind is not bool and parameter.default not in (None, ""))
+        names = declared.names or (f"--{parameter.name.replace('_', '-')}",)
+        return click.Option([*names, parameter.name], multiple=many, required=required, **keywords)
+    if note := "required" if required else keywords.pop("show_default", ""):
+        keywords["help"] += f"  [{note}]"
+    return click.Argument([parameter.name], required=required, nargs=-1 if many else 1, **keywords)
+
+
+def _kind_of(hint: Any) -> tuple[type, bool]:
     """`list[int] | None` → `int`, and that there may be many."""
-    kinds = [each for each in getattr(declared, "__args__", ()) if each is not type(None)]
-    if getattr(declared, "__origin__", None) is list:
-        return kinds[0], True
-    if kinds:
-        (inner,) = kinds
-        return _kind_of(inner)
-    if declared not in KINDS:
-        raise TypeError(f"a command takes {declared!r}")
-    return declared, False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (inner for inner in typing.get_args(hint) if inner is not types.NoneType)
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _complete(metavar: str, ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Any]:
+    from quire.cli.completion import candidates  # only while a shell asks
+
+    return candidates(metavar, ctx, incomplete)
+
+
+def _shared(store: str) -> list[click.Parameter]:
+    """What every command takes: where the store is, and how to report what happens."""
+    shown = "this directory" if store == HERE else store
+    return [
+        click.Option(
+            ["--store", "-s"],
+            envvar=STORE_VARIABLE,
+            metavar="DIR",
+            default=store,
+            help="The store's directory.",
+            show_default=shown,
+            show_envvar=True,
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Write JSON (its shape: docs/cli.md)."),
+        click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+    ]
+
+
+def _wrong_usage(error: click.UsageError, arguments: Sequence[str]) -> int:
+    text = error.format_message()
+    words = takewhile(lambda word: not word.startswith("-"), arguments)  # some errors do not say whose they are
+    asked = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
+    hint = f"`{asked} --help` shows how it is called"
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        hint = f"options stand behind the command, as in `quire ls --store DIR --json`; {hint}"
+    return tell(output_for("--json" in arguments), InvalidInput(text[:1].lower() + text[1:].rstrip("."), hint=hint))

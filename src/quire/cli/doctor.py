@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from quire.cli.check import RESTORE, unreadable
@@ -25,7 +26,6 @@ from quire.cli.exits import OK, PROBLEMS
 from quire.cli.output import Listing, Row
 from quire.cli.plain import count_of, here, size, span
 from quire.cli.telling import for_people, next_step
-from quire.cli.values import Value
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
@@ -42,7 +42,8 @@ CLOCK = SystemClock()
 CLOCK_SLACK_MS = 2_000
 
 
-class Finding(Value):
+@dataclass(frozen=True)
+class Finding:
     """One thing that was looked at; `next` is what to do about it."""
 
     check: str
@@ -75,7 +76,7 @@ def doctor(
     shown = Listing(
         columns=["check", "state", "detail"],
         rows=[
-            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], each.fields())
+            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], asdict(each))
             for each in findings
         ],
         closing=(f"{count_of(failed, 'thing')} to look after" if failed else "all is well") + notes,

@@ -10,7 +10,8 @@ Constants and pure functions. docs/cli.md shows this table; a test holds the two
 
 from __future__ import annotations
 
-from quire.cli.values import Value
+from dataclasses import dataclass
+
 from quire.core import errors as e
 
 OK = 0
@@ -22,7 +23,8 @@ PIPE_CLOSED = 141
 """Whoever read our output has seen enough; what a shell shows for a program that SIGPIPE ended."""
 
 
-class Exit(Value):
+@dataclass(frozen=True)
+class Exit:
     """A group of errors, its code, and the next step when the error itself names none."""
 
     group: type[e.QuireError]

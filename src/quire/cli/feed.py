@@ -8,7 +8,7 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,15 +134,10 @@ def cursors(cli: Cli) -> Listing:
     """
     with cli.reader() as manifest:
         found = manifest.feed.cursors()
-    return listing(found, [cursor_json(each) for each in found])
-
-
-def listing(found: Sequence[CursorInfo], data: Sequence[Any]) -> Listing:
-    """Cursors as rows; `data` is what each is for programs."""
     lost = [each for each in found if each.state.name == "LOST"]
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
-        rows=[Row(_cells(each), told) for each, told in zip(found, data)],
+        rows=[Row(_cells(each), cursor_json(each)) for each in found],
         empty="nobody follows the feed (docs/feed.md shows how)",
         closing="\n".join(f"{_called(each)} is lost: {each.lost_reason}" for each in lost),
     )

@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
@@ -20,7 +21,6 @@ from quire.cli.jobs import job_json, state_text
 from quire.cli.named import Yes, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, plain, size, span
-from quire.cli.values import Value
 
 if TYPE_CHECKING:
     from quire.cli.working import Bench
@@ -46,7 +46,8 @@ def add_to(app: Group) -> None:
     command(app, "gc", example="quire gc --dry-run")(gc)
 
 
-class Zero(Value):
+@dataclass(frozen=True)
+class Zero:
     """An artifact that waits to be deleted."""
 
     artifact: ArtifactKey
@@ -103,7 +104,7 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
             job = txn.job(gate.value) if gate else None
             due[origin] = job.not_before_ms if job else 0
         found = [_zero(txn, key, row.value, names, grace_ms) for key, row in txn.scan(t.GC_ZERO)]
-    found = [each.with_(due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
+    found = [replace(each, due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
     return sorted(found, key=lambda each: (each.due_at_ms, each.artifact))
 
 
@@ -163,7 +164,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         "due_bytes": sum(each.size_bytes for each in ready),
         "would_drop": dict(going),
         "jobs_due": len(due),
-        "waiting": [plain(each.fields()) for each in shown],
+        "waiting": [plain(vars(each)) for each in shown],
     }
     return Report(parts=[table, facts], data=data)
 

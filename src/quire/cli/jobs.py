@@ -8,7 +8,6 @@ Rules
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict
@@ -68,11 +67,7 @@ def ls(
         with manifest.read() as txn:
             names = names_of(txn)
             only = any_database(txn, database) if database else None
-    return listing([each for each in found if only is None or each.db_id == only], names, now, state, limit)
-
-
-def listing(chosen: Sequence[Job], names: dict[int, str], now: int, state: str, limit: int) -> Listing:
-    """The newest of these jobs as rows."""
+    chosen = [job for job in found if only is None or job.db_id == only]
     shown = chosen[-limit:] if limit else chosen
     of_kind = f" {state}" if state else ""
     return Listing(
@@ -213,12 +208,6 @@ def _decoded(packed: bytes) -> Any:
     """What was packed into a job; its bytes, if they are not msgpack."""
     if not packed:
         return None
-    with suppress(Exception):  # what is usual needs no msgspec
-        from quire.manifest.glance import unpacked
-
-        value, end = unpacked(packed, 0)
-        if end == len(packed):
-            return value
     import msgspec
 
     try:

@@ -7,12 +7,12 @@ quick way in, which loads neither typer nor msgspec. Pure functions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.output import Node
 from quire.cli.plain import count_of, moment, size
 from quire.cli.show import about
-from quire.cli.values import Value
 
 if TYPE_CHECKING:
     from quire.manifest.records import DbRecord
@@ -24,7 +24,8 @@ DEPTH_MAX = 150
 """Deeper nesting is more than most JSON libraries read, ours included."""
 
 
-class Known(Value):
+@dataclass(frozen=True)
+class Known:
     """What the manifest says, gathered before anything is drawn."""
 
     records: dict[int, DbRecord]

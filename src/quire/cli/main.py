@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.cli import lane
-from quire.cli.command import output_for, pipe_closed, tell, unwritable
+from quire.cli.app import Program
+from quire.cli.command import COMPLETING, output_for, pipe_closed, tell, unwritable
+from quire.cli.declared import run as run_command_line
 from quire.cli.exits import INTERRUPTED
 
 GARBAGE_ALLOCATIONS = 50_000
@@ -31,17 +32,16 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; its exit code."""
     try:
-        code = lane.run(arguments)
-        if code is None:
-            from quire.cli.app import app_for
-            from quire.cli.typed import run_app
+        if asked := os.environ.get(COMPLETING):
+            from quire.cli.completion import answer
 
-            code = run_app(app_for(arguments), arguments)
+            return answer(Program(), asked)
+        code = run_command_line(Program(), arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         return pipe_closed()
-    except OSError as error:  # typer was writing its help; commands tell such errors themselves
+    except OSError as error:  # click was writing its help; commands tell such errors themselves
         return tell(output_for("--json" in arguments), unwritable(error))
     except KeyboardInterrupt:
         return INTERRUPTED

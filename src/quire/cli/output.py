@@ -17,7 +17,7 @@ Rules
   5. Text shows what would move the cursor or turn the line around instead of doing it (`plain.visible`), wherever it
      comes from; JSON has every character as it is.
 
-Not thread-safe: one command, one output. Importing this module loads neither msgspec nor dataclasses.
+Not thread-safe: one command, one output.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TextIO
 
@@ -32,21 +33,22 @@ from quire.cli.plain import plain, visible
 from quire.cli.tables import lines_of, plan
 from quire.cli.tables import width_of as width_of
 from quire.cli.tables import wrapped as wrapped
-from quire.cli.values import Value
 from quire.core.errors import QuireError
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
 
 
-class Row(Value):
+@dataclass(frozen=True)
+class Row:
     """One row: its cells as text, and the object it is in JSON."""
 
     cells: Sequence[str]
     data: Any
 
 
-class Listing(Value, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Listing:
     """Rows under columns. `columns` that begin with `>` are aligned to the right."""
 
     columns: Sequence[str]
@@ -57,28 +59,32 @@ class Listing(Value, kw_only=True):
     """Last lines, for people only."""
 
 
-class Facts(Value, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Facts:
     """Names and values."""
 
     lines: Sequence[tuple[str, str]]
     data: Any
 
 
-class Note(Value, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Note:
     """What was done."""
 
     text: str
     data: Any
 
 
-class Report(Value, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Report:
     """Facts, listings and notes under each other. A part's own data is not written: `data` is all of it."""
 
     parts: Sequence[Facts | Listing | Note]
     data: Any
 
 
-class Node(Value):
+@dataclass(frozen=True)
+class Node:
     """A node of a tree: its name, what is said of it, and the nodes below."""
 
     name: str
@@ -88,7 +94,8 @@ class Node(Value):
     """It is there only for what is below it."""
 
 
-class Tree(Value, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Tree:
     """Nodes below nodes."""
 
     roots: Sequence[Node]
@@ -98,10 +105,6 @@ class Tree(Value, kw_only=True):
 
 
 Shown = Listing | Facts | Note | Report | Tree
-
-
-class Ready(dict[str, Any]):
-    """Data that is plain already (`quire.core.plain`): it is written as it is."""
 
 
 class Output(Protocol):
@@ -144,7 +147,8 @@ class TextOutput:
             sys.stderr.write("\n".join(lines) + "\n")
 
 
-class Look(Value):
+@dataclass(frozen=True)
+class Look:
     """What the stream can show: its width (0: no limit) and whether it has colours."""
 
     width: int
@@ -166,11 +170,11 @@ class Look(Value):
 def json_parts(value: Shown) -> Iterator[str]:
     """A value as one JSON document, in parts (rule 4)."""
     if not isinstance(value, Listing):
-        yield _json(_ready(value.data)) + "\n"
+        yield _json(plain(value.data)) + "\n"
         return
     before = "["
     for row in value.rows:
-        yield f"{before}\n{_json(_ready(row.data))}"
+        yield f"{before}\n{_json(plain(row.data))}"
         before = ","
     yield "[]\n" if before == "[" else "\n]\n"
 
@@ -226,7 +230,7 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
 
 def json_line(data: Any) -> str:
     """A value as one line of JSON."""
-    return _json(_ready(data)) + "\n"
+    return _json(plain(data)) + "\n"
 
 
 def _facts(facts: Facts, look: Look) -> Iterator[str]:
@@ -235,12 +239,6 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
         first, *others = wrapped(visible(text), look.width - indent if look.width else 0)
         yield look.styled(name + " " * (indent - width_of(name)), "1") + first
         yield from (" " * indent + each for each in others)
-
-
-def _ready(data: Any) -> Any:
-    if isinstance(data, Ready) or (isinstance(data, list) and data and all(isinstance(each, Ready) for each in data)):
-        return data
-    return plain(data)
 
 
 def _json(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bar import bar
@@ -22,7 +23,6 @@ from quire.cli.output import Listing, Note, Report, Row
 from quire.cli.plain import count_of, size
 from quire.cli.retention import policy_json, share_of, verdict_text
 from quire.cli.snapshots import share_clause, share_json, share_later, snapshot_json
-from quire.cli.values import Value
 from quire.core.errors import JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ NO_POLICY = "no database has a retention policy: `quire retention set` gives it 
 ENDED = "another job was at it, and has just ended"
 
 
-class _Going(Value):
+@dataclass(frozen=True)
+class _Going:
     """A database of which something would go."""
 
     database: str

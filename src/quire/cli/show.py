@@ -1,13 +1,9 @@
-"""Commands that only look at a store: ls and info.
-
-What they show is made of values with the fields of `DatabaseInfo` and `StoreInfo`, whoever has read them: the quick way in
-(`quire.cli.quick`) has no dataclasses.
-"""
+"""Commands that only look at a store: ls and info."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from quire.cli.command import Cli
 from quire.cli.output import Facts, Listing, Row
@@ -29,14 +25,9 @@ def ls(cli: Cli) -> Listing:
 
     with Glance(cli.path) as store:
         found = store.databases()
-    return listing(found, found)
-
-
-def listing(found: Sequence[DatabaseInfo], data: Sequence[Any]) -> Listing:
-    """Databases as rows; `data` is what each is for programs."""
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from"],
-        rows=[Row(_cells(each), told) for each, told in zip(found, data)],
+        rows=[Row(_cells(each), each) for each in found],
         empty="no databases yet: `quire create NAME --kind pages` makes one",
     )
 
@@ -57,11 +48,6 @@ def info(cli: Cli) -> Facts:
 
     with Glance(cli.path) as store:
         found = store.info()
-    return facts(found, found)
-
-
-def facts(found: StoreInfo, data: Any) -> Facts:
-    """A store as names and values; `data` is what it is for programs."""
     databases = ", ".join(f"{count:,} {kind}" for kind, count in found.databases.items() if count) or "none"
     changes = f"{found.oldest_change:,} to {found.newest_change:,}" if found.oldest_change else "none"
     artifacts = (
@@ -85,7 +71,7 @@ def facts(found: StoreInfo, data: Any) -> Facts:
             ("readers", f"{count_of(found.readers, 'slot')} in use"),
             ("on disk", size(found.disk_bytes)),
         ],
-        data=data,
+        data=found,
     )
 
 
@@ -95,25 +81,6 @@ def _owner_text(found: StoreInfo) -> str:
         return f"epoch {found.owner_epoch:,}; the objects are the store's own"
     session = f", session {found.owner_session:,}" if found.owner_session else ""
     return f"epoch {found.owner_epoch:,}{session}, {found.owner_state}"
-
-
-def snapshot_listing(database: str, found: Sequence[SnapshotInfo], data: Sequence[Any]) -> Listing:
-    """Snapshots as rows; `data` is what each is for programs."""
-    return Listing(
-        columns=[">id", "name", "created", ">size", "about"],
-        rows=[Row(_snapshot_cells(each), told) for each, told in zip(found, data)],
-        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
-    )
-
-
-def _snapshot_cells(each: SnapshotInfo) -> list[str]:
-    return [
-        str(each.snapshot_id),
-        each.name or "-",
-        moment(each.created_at_ms),
-        size(each.size_pages * each.page_size),
-        about(each) or "-",
-    ]
 
 
 def about(each: SnapshotInfo) -> str:

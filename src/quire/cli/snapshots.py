@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
@@ -25,8 +26,7 @@ from quire.cli.named import (
 )
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, plain, size, span, tags_text
-from quire.cli.show import purpose, snapshot_listing
-from quire.cli.values import Value
+from quire.cli.show import about, purpose
 from quire.cli.versions import At, version_of
 from quire.core.errors import UnknownSnapshot
 
@@ -140,7 +140,21 @@ def ls(cli: Cli, database: Database) -> Listing:
     """List the snapshots of a database, oldest first."""
     with cli.reader() as manifest:
         found = manifest.snapshots.of(database)
-    return snapshot_listing(database, found, [snapshot_json(each, database) for each in found])
+    return Listing(
+        columns=[">id", "name", "created", ">size", "about"],
+        rows=[Row(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in found],
+        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
+    )
+
+
+def _cells(snapshot: SnapshotInfo) -> list[str]:
+    return [
+        str(snapshot.snapshot_id),
+        snapshot.name or "-",
+        moment(snapshot.created_at_ms),
+        size(snapshot.size_pages * snapshot.page_size),
+        about(snapshot) or "-",
+    ]
 
 
 def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
@@ -187,7 +201,8 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
 
 
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Version(Value):
+@dataclass(frozen=True)
+class Version:
     """One side of a comparison; snapshot 0 is the database as it is now."""
 
     database: str
@@ -231,8 +246,8 @@ def diff(
         )
     facts = Facts(lines=lines, data=None)
     data = {
-        "before": first.fields(),
-        "after": second.fields(),
+        "before": asdict(first),
+        "after": asdict(second),
         "same": found.same,
         "unsealed": bool(unsealed),
         **plain(found),

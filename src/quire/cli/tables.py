@@ -17,10 +17,10 @@ Pure functions; a `RunningTable` belongs to one command. On a pipe nothing is lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.cli.plain import visible
-from quire.cli.values import Value
 
 if TYPE_CHECKING:
     from quire.cli.output import Look
@@ -37,7 +37,8 @@ GLUED = r"(?<=\d) (?=(?:[KMGT]i)?B\b|s\b|min\b|h\b|days?\b)|(?<=\d{4}-\d\d-\d\d)
 GLUE = "\0"
 
 
-class Plan(Value):
+@dataclass(frozen=True)
+class Plan:
     """How a table is laid out: how wide its columns are, and how many of them stand beside each other."""
 
     titles: Sequence[str]

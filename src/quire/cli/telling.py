@@ -21,8 +21,8 @@ from quire.core.errors import ManifestDamaged, NameTaken, QuireError, StoreLocke
 
 COMMANDS = frozenset(
     {
-        "audit", "checkpoint", "create", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs", "kv", "ls",
-        "manifest", "merge", "objects", "quarantine", "rename", "restore", "retention", "serve", "snapshot", "sqlite",
+        "audit", "checkpoint", "completion", "create", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs", "kv",
+        "ls", "manifest", "merge", "objects", "quarantine", "rename", "restore", "retention", "serve", "snapshot", "sqlite",
         "stats", "stream", "takeover", "tour", "tree", "verify", "why",
     }
 )  # fmt: skip

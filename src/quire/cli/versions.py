@@ -10,13 +10,13 @@ Raises `UnknownSnapshot`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declared import Option
 from quire.cli.named import snapshot_named, title_of
 from quire.cli.plain import moment
 from quire.cli.times import moment_of
-from quire.cli.values import Value
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, UnknownSnapshot
 
@@ -31,7 +31,8 @@ At = Annotated[
 ]
 
 
-class Version(Value):
+@dataclass(frozen=True)
+class Version:
     """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
 
     text: str

@@ -44,7 +44,6 @@ from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
 from quire.durable.owner_names import OWNER_FILE
 from quire.durable.trees import remove_tree
-from quire.store.plain_config import object_store_of
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -160,7 +159,7 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
     """The settings to use: `given` if there are any, else quire.toml's; where objects live is always quire.toml's."""
     path = os.path.join(root, names.CONFIG)
     try:
-        written = _load(read_all(disk, path))
+        written = load(read_all(disk, path))
     except FileNotFoundError:
         raise not_found(root) from None
     except UnicodeDecodeError as error:
@@ -188,12 +187,6 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
         objects=written.objects if given.objects == plain.objects else given.objects,
         namespaces={**written.namespaces, **given.namespaces},
     )
-
-
-def _load(text: bytes) -> StoreSettings:
-    """The settings that a quire.toml says; a TOML parser is loaded only if it says something unusual."""
-    said = object_store_of(text.decode())
-    return load(text) if said is None else StoreSettings(object_store=said)
 
 
 def read_manifest(path: str) -> ManifestStore:

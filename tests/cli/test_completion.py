@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.cli import typed
-from quire.cli.app import app
-from quire.cli.completing import WORDS, completer
+from quire.cli.completion import DATABASES, SNAPSHOTS, WORDS
 from quire.cli.stream import MOVES
 from quire.manifest.kinds import DbKind
+from tests.cli.commands import COMMANDS
 from tests.cli.conftest import Run, quire_program
-from tests.cli.test_lane import COMMANDS
 from tests.house.tree import SRC
 
 SCRIPT = """
-eval "$(quire --show-completion)"
+eval "$(quire completion bash)"
 while IFS= read -r line; do
     eval "COMP_WORDS=($line)"; COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); COMPREPLY=()
     _quire_completion quire
@@ -87,43 +85,40 @@ def test_bash_offers_commands_options_and_names(named: Path, program: dict[str, 
     assert dict(zip(LINES, offered, strict=True)) == LINES
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_offered_the_same(named: Path, shell: str) -> None:
+@pytest.mark.parametrize(
+    ("shell", "words"), [("zsh", "quire snapshot ls "), ("fish", "quire snapshot ls ")], ids=["zsh", "fish"]
+)
+def test_other_shells_are_offered_the_same(named: Path, shell: str, words: str) -> None:
     env = {
-        "_QUIRE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "quire snapshot ls ",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args", "QUIRE_STORE": str(named),
+        "_QUIRE_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": "3" if shell == "zsh" else "",
+        "QUIRE_STORE": str(named),
     }  # fmt: skip
     offered = quire_program(env=env).stdout
     assert [name for name in ("clicks", "my shop", "shop") if name not in offered] == []
     assert "gone" not in offered
 
 
-def test_completion_is_installed_for_the_shell_that_asks(program: dict[str, str], tmp_path: Path) -> None:
-    bash = shutil.which("bash") or "bash"
-    ended = subprocess.run(
-        [bash, "--norc", "-c", "quire --install-completion; true"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=program,
-    )
-    assert "bash completion installed" in ended.stdout, ended.stderr
-    assert "complete -o default -F _quire_completion quire" in (tmp_path / ".bash_completions" / "quire.sh").read_text()
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_is_printed(run: Run, shell: str) -> None:
+    printed = run("completion", shell, at=None)
+    assert (printed.code, printed.err) == (0, "")
+    assert "_QUIRE_COMPLETE" in printed.out
+    assert run("completion", shell, "--json", at=None).data == {"shell": shell, "script": printed.out}
+
+
+def test_another_shell_is_refused(run: Run) -> None:
+    refused = run("completion", "csh", at=None)
+    assert (refused.code, "bash, zsh or fish" in refused.err) == (2, True)
 
 
 def test_every_metavar_of_a_name_is_offered_something() -> None:
     """A new command whose arguments are called as those of the others completes by itself."""
-    words = {each.declared.said.get("metavar", "") for command in COMMANDS.values() for each in command.parameters()}
-    mute = {word.strip("[].") for word in words if word and completer(word) is None}
+    parameters = [parameter for command in COMMANDS.values() for parameter in command.params]
+    words = {parameter.metavar.strip("[].") for parameter in parameters if parameter.metavar}
+    mute = words - {*WORDS, *DATABASES, *SNAPSHOTS, "NAME", "CURSOR", "TABLE"}
     assert mute <= {
         "N", "FILE", "KEY", "ID", "NEW", "WHEN", "ADDRESS", "hourly,daily", "SQL", "RECORD", "PATH", "VALUE", "URL", "TIME",
-        "SECONDS", "OUT", "KEY=VALUE", "CHUNK", "AGE", "30d", "NUMBER",
+        "SECONDS", "OUT", "KEY=VALUE", "CHUNK", "AGE", "30d", "NUMBER", "DIR",
     }  # fmt: skip
     assert {each.name.lower() for each in DbKind} == set(WORDS["KIND"])
     assert WORDS["MOVE"] == MOVES
-
-
-def test_who_does_not_ask_loads_nothing_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "quire.cli.completing", raising=False)
-    typed.program(app)
-    assert "quire.cli.completing" not in sys.modules
