@@ -10,6 +10,8 @@ import pytest
 import quire
 from quire.cli.output import width_of
 from quire.manifest import probe
+from quire.manifest import tables as t
+from quire.manifest.records import IndexRecord, LeafRef
 from quire.manifest.store import ManifestStore
 from tests.cli.conftest import GARBAGE, GHOST, ORPHAN, Plant, Run, on_a_terminal, quire_program
 
@@ -25,7 +27,10 @@ def test_check_names_the_rule_and_repair_mends_it(run: Run, path: Path, damage: 
     damage(GHOST)
     ended = run("manifest", "check")
     assert ended.code == 1
-    assert ended.out.splitlines()[1] == "D1    mendable  db_names is wrong (key: ghost, is: 77, should be: nothing)"
+    assert (
+        ended.out.splitlines()[1]
+        == "D1    mendable  db_names is wrong (table: db_names, key: ghost, is: 77, should be: nothing)"
+    )
     assert f"cp -r {path} {path}.copy" in ended.out, "a copy first"
     assert f"quire manifest check --repair --store {path}" in ended.out
     (problem,) = run("manifest", "check", "--json").data
@@ -123,14 +128,25 @@ def test_pages_that_make_no_sense_are_a_row(run: Run, path: Path) -> None:
 
 def test_a_store_that_refuses_to_open_says_so_shortly(run: Run, damage: Plant) -> None:
     """The rows it breaks are for `manifest check`, one to a line."""
-    damage(GHOST, *((GHOST[0], (f"ghost {n}",), GHOST[2]) for n in range(9)))
+    damage(*((t.JOBS_BY_STATE, (0, n), t.JOBS_BY_STATE.codec.encode(IndexRecord(n))) for n in range(1, 11)))
     refused = run("create", "x")
     assert refused.code == 7
     what, then = refused.err.splitlines()
     assert what.startswith("error: the manifest breaks its rules (path=")
     assert "problems=10" in what
     assert then == "next:  `quire manifest check` lists them; `quire manifest check --repair` mends it"
-    assert "ghost" in json.loads(run("create", "x", "--json").err)["error"]["what"], "programs get it all"
+    assert "jobs_by_state" in json.loads(run("create", "x", "--json").err)["error"]["what"], "programs get it all"
+
+
+def test_a_database_that_is_closed_says_so_and_the_others_work(run: Run, path: Path, damage: Plant) -> None:
+    """Issue 19: one broken database kept the whole store shut."""
+    damage((t.LIVE_LEAF, (1, 0), t.LIVE_LEAF.codec.encode(LeafRef(1, 77))))
+    assert run("create", "x").code == 0
+    with quire.open(path) as store:
+        with pytest.raises(quire.ManifestDamaged, match="the database is closed"):
+            store.snapshot("shop", "now")
+        assert [info.name for info in store.databases()] == ["clicks", "shop", "x"]
+    assert "S1" in run("manifest", "check").out
 
 
 def test_no_python_and_no_overflow_at_80_columns(damage: Plant, path: Path) -> None:

@@ -43,7 +43,7 @@ IN_ORDER = (
     "stream append", "stream read", "stream tail", "stream seal", "stream ls", "stream info", "stream tier",
     "stream checkpoint", "stream verify", "stream repair", "stream retention",
     "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest check",
-    "feed tail", "feed cursors", "feed drop", "audit",
+    "feed tail", "feed cursors", "feed resume", "feed drop", "audit",
     "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved", "takeover",
     "snapshot drop", "drop", "rename", "serve", "tour", "completion",
 )  # fmt: skip

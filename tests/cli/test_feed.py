@@ -1,4 +1,4 @@
-"""feed tail, cursors, drop."""
+"""feed tail, cursors, resume, drop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import quire
 from quire.cli import feed as commands
 from quire.cli.output import width_of
+from quire.manifest.ops.cursors import LoseCursor
 from tests.cli.conftest import Run, on_a_terminal
 
 
@@ -110,3 +111,13 @@ def test_drop_of_nobody_says_where_to_look(run: Run, followed: Path, cursor: str
     if ended.code == 3:
         assert ended.err.splitlines()[1] == "next:  `quire feed cursors` lists them"
     assert len(run("feed", "cursors", "--json").data) == 4
+
+
+def test_resume_lets_a_lost_cursor_go_on_and_leaves_a_live_one(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        info = store.manifest.feed.register(name="slow")
+        store.manifest.submit([LoseCursor(info.cursor_id, "too slow")]).result()
+    result = run("feed", "resume", "slow")
+    assert result.out == f"cursor slow (id {info.cursor_id}) goes on with change {info.next_sequence}\n"
+    assert run("feed", "resume", "slow").out.endswith("is live: nothing to do\n")
+    assert run("feed", "resume", "slow", "--json").data["resumed"]["state"] == "live"

@@ -55,6 +55,7 @@ def test_the_commands_are_these() -> None:
         "stream info", "stream seal", "stream tier", "stream checkpoint", "stream verify", "stream repair",
         "stream retention", "retention show", "retention set", "retention clear", "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail", "feed cursors", "feed drop",
+        "feed resume",
         "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle",
         "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
     ]  # fmt: skip

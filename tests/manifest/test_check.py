@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import RegisterCursor
+from quire.manifest.ops.databases import UpdateDbStatus
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, StartJob
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.refs import artifact_key
@@ -105,6 +108,10 @@ MENDABLE: dict[str, tuple[str, Damage]] = {
     "a chunk that does not decode": ("K1", lambda v: v.put(t.CHUNK_CATALOG, b"\x01\x00\xc1", 1, 0, 1)),
     "a leaf that does not decode": ("K1", lambda v: v.put(t.SLOT_LEAF, b"\x01\x00\xc1", 1, 9, 1)),
     "a head that does not decode": ("K1", lambda v: v.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 1, 1)),
+    "a database above its watermark": ("D3", lambda v: v.put(t.ID_WATERMARKS, r.WatermarkRecord(2), Counter.DB)),
+    "a cursor above its watermark": ("D3", lambda v: v.put(t.META, r.MetaRecord(1), "next_cursor_id")),
+    "a snapshot above its watermark": ("D3", lambda v: v.change(t.DB, 1, next_snapshot_id=1)),
+    "a cursor beyond the head": ("F2", lambda v: v.change(t.CHANGE_CURSORS, 1, acked_sequence=999)),
     "a cursor's name is missing": ("F2", lambda v: v.delete(t.CURSOR_NAMES, "tail")),
 }
 
@@ -113,9 +120,6 @@ FATAL: dict[str, tuple[str, Damage]] = {
     "two databases of one name": ("D1", lambda v: v.change(t.DB, 2, name="a")),
     "rows of no database": ("D2", lambda v: v.put(t.CHUNK_CATALOG, r.ChunkRecord(r.Residency.LOCAL, 1, 0), 99, 1, 1)),
     "no WAL state": ("D2", lambda v: v.delete(t.WAL_STATE, 2, 0)),
-    "a database above its watermark": ("D3", lambda v: v.put(t.ID_WATERMARKS, r.WatermarkRecord(2), Counter.DB)),
-    "a cursor above its watermark": ("D3", lambda v: v.put(t.META, r.MetaRecord(1), "next_cursor_id")),
-    "a snapshot above its watermark": ("D3", lambda v: v.change(t.DB, 1, next_snapshot_id=1)),
     "a held leaf is gone": ("S1", lambda v: v.put(t.LIVE_LEAF, r.LeafRef(1, 77), 2, 0)),
     "a chain without a base": ("S4", lambda v: v.put(t.SLOT_LEAF, r.LeafRecord(b"\x00\x01" + b"\x01" * 18), 1, 0, 2)),
     "a referenced chunk is gone": ("S2", lambda v: v.delete(t.CHUNK_CATALOG, 1, 0, 1)),
@@ -129,25 +133,101 @@ FATAL: dict[str, tuple[str, Damage]] = {
     "a head that is not the newest": ("P1", lambda v: v.change(t.PAGE_VERSION_HEAD, 1, 1, lsn=4)),
     "a gap in the change log": ("F1", lambda v: v.delete(CHANGE_LOG, 3)),
     "a change log that ends too early": ("G1", lambda v: v.delete_last(CHANGE_LOG)),
-    "a cursor beyond the head": ("F2", lambda v: v.change(t.CHANGE_CURSORS, 1, acked_sequence=999)),
     "a watermark below its log": ("G1", lambda v: v.change(t.GENERATION_WATERMARKS, 1, generation=0)),
 }
 
 
 EVERY = MENDABLE | FATAL
 
+SHUT = (
+    "a job missing from its state", "a job in a state it is not in", "a change that does not decode", "a gap in the change log",
+    "a lease of a job that does not run", "a change log that ends too early",
+)  # fmt: skip
+"""What is about the store as a whole keeps it shut."""
 
-@pytest.mark.parametrize(("rule", "damage"), EVERY.values(), ids=EVERY)
-def test_every_damage_is_found_by_its_rule_and_keeps_the_store_shut(path: str, rule: str, damage: Damage) -> None:
+CLOSES: dict[str, set[tuple[str, int]]] = {
+    "a name that leads nowhere": {("database", 9)},
+    "a name that leads astray": {("database", 1), ("database", 2)},
+    "a row that does not decode": {("database", 2)},
+    "two databases of one name": {("database", 1), ("database", 2)},
+    "rows of no database": {("database", 99)},
+    "no WAL state": {("database", 2)},
+    "a database above its watermark": {("counter", Counter.DB)},
+    "a cursor above its watermark": {("counter", Counter.CURSOR)},
+    "a held leaf is gone": {("database", 1), ("database", 2)},
+    "an inherited segment's origin is gone": {("database", 1), ("database", 3)},
+    "a chain without a base": {("database", 1), ("database", 0x01010101)},
+    "a gate without a job": {("database", 2)},
+    "a cursor's name is missing": set(),
+    "a cursor beyond the head": set(),
+    "a watermark below its log": set(),
+}
+"""What a damage closes; the others are about database 1."""
+
+
+def damaged(path: str, damage: Damage) -> None:
     furnish(path)
     vandal = Vandal(path)
     damage(vandal)
     vandal.done()
+
+
+def read_only(manifest: ManifestStore, db_id: int) -> None:
+    does(manifest, UpdateDbStatus(db_id, r.DbStatus.READ_ONLY))
+
+
+def found_rules(path: str) -> set[str]:
+    with ManifestStore.open(path, mode="r") as manifest:
+        return {problem.rule for problem in manifest.check()}
+
+
+@pytest.mark.parametrize(("rule", "damage"), [EVERY[name] for name in SHUT], ids=SHUT)
+def test_damage_of_the_store_is_found_by_its_rule_and_keeps_it_shut(path: str, rule: str, damage: Damage) -> None:
+    damaged(path, damage)
     with pytest.raises(ManifestDamaged) as caught:
         ManifestStore.open(path)
     assert f"{rule}:" in str(caught.value), caught.value
     assert caught.value.where["problems"] >= 1
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in SHUT])
+def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_that_one(path: str, name: str) -> None:
+    """Issue 19: the store opens, and whatever is sound can be read and written."""
+    rule, damage = EVERY[name]
+    damaged(path, damage)
+    assert rule in found_rules(path)
+    expected = CLOSES.get(name, {("database", 1)})
+    with ManifestStore.open(path) as manifest:
+        assert set(manifest.env.refused) == expected
+        for kind, number in expected:
+            use = (
+                partial(manifest.allocate, Counter(number))
+                if kind == "counter"
+                else partial(read_only, manifest, number)
+            )
+            with pytest.raises(ManifestDamaged, match=f"the {kind} is closed") as caught:
+                use()
+            assert "quire manifest check" in caught.value.hint
+            assert "everything else works" in caught.value.hint
+        for db_id in {1, 2, 3} - {number for kind, number in expected if kind == "database"}:
+            read_only(manifest, db_id)
+            with manifest.read() as txn:
+                assert txn.live(db_id, r.DbKind.PAGES)[1].status is r.DbStatus.READ_ONLY
+        if ("counter", Counter.DB) not in expected:
+            assert manifest.register_db("another", r.DbKind.PAGES) == 4
+        with manifest.read() as txn:
+            assert txn.refused_databases() == {number for kind, number in expected if kind == "database"}
+
+
+def test_a_generation_that_is_behind_its_log_goes_on_from_the_log(path: str) -> None:
+    damaged(path, FATAL["a watermark below its log"][1])
+    with ManifestStore.open(path) as manifest:
+        with manifest.read() as txn:
+            reached = max(dict(change.generation_updates).get(1, 0) for change in txn.changes(1))
+        manifest.submit([register(7, "next")]).result()
+        assert manifest.writer.generations[1] == reached + 1
+        assert_clean(manifest)
 
 
 COUNTED = frozenset({"P1", "R1", "R4", "S2"})
@@ -212,9 +292,8 @@ def test_repair_mends_what_can_be_recomputed(path: str, rule: str, damage: Damag
     vandal = Vandal(path)
     damage(vandal)
     vandal.done()
-    with pytest.raises(ManifestDamaged, match="--repair"):
-        ManifestStore.open(path)
     with ManifestStore.open(path, repair=True) as manifest:
+        assert not manifest.env.refused
         assert_clean(manifest)
     with ManifestStore.open(path) as manifest:
         assert_clean(manifest)
@@ -222,28 +301,22 @@ def test_repair_mends_what_can_be_recomputed(path: str, rule: str, damage: Damag
 
 @pytest.mark.parametrize(("rule", "damage"), FATAL.values(), ids=FATAL)
 def test_repair_does_not_pretend(path: str, rule: str, damage: Damage) -> None:
-    """What cannot be recomputed keeps the store shut, repair or not."""
-    furnish(path)
-    vandal = Vandal(path)
-    damage(vandal)
-    vandal.done()
-    with pytest.raises(ManifestDamaged):
-        ManifestStore.open(path, repair=True)
+    """What cannot be recomputed stays closed, repair or not."""
+    damaged(path, damage)
+    with suppress(ManifestDamaged):
+        ManifestStore.open(path, repair=True).close()
+    assert rule in found_rules(path)
 
 
 def test_several_damages_are_all_named(path: str) -> None:
     furnish(path)
     vandal = Vandal(path)
-    for _, damage in (
-        MENDABLE["a name that is missing"],
-        MENDABLE["a count too high"],
-        FATAL["a head without a version"],
-    ):
+    for _, damage in (MENDABLE["a job missing from its state"], FATAL["a gap in the change log"]):
         damage(vandal)
     vandal.done()
     with pytest.raises(ManifestDamaged) as caught:
         ManifestStore.open(path)
-    for rule in ("D1", "R1", "P1"):
+    for rule in ("J1", "F1"):
         assert f"{rule}:" in str(caught.value)
     assert "backup" in caught.value.hint
 

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, UnknownDatabase
-from quire.manifest import feed as feed_module
+from quire.manifest import feed_pages
 from quire.manifest.change import ChangeRecord
 from quire.manifest.ops.databases import DropDb, RenameDb
 from quire.manifest.store import ManifestStore
@@ -62,7 +62,7 @@ def test_tables_and_databases_narrow_each_other(mixed: ManifestStore) -> None:
 
 def test_a_long_stretch_without_a_match_is_several_pages(mixed: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transaction is for a moment (M4), however rare a match is."""
-    monkeypatch.setattr(feed_module, "SCAN_ROWS_MAX", 4)
+    monkeypatch.setattr(feed_pages, "SCAN_ROWS_MAX", 4)
     cursor, position, seen, pages = mixed.feed.register().cursor_id, 0, [], 0
     while True:
         page = mixed.feed.fetch(cursor, after=position, databases=["three"])
@@ -74,7 +74,7 @@ def test_a_long_stretch_without_a_match_is_several_pages(mixed: ManifestStore, m
 
 
 def test_a_page_is_bounded_in_bytes(mixed: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "PAGE_BYTES", 100)
+    monkeypatch.setattr(feed_pages, "PAGE_BYTES", 100)
     cursor = mixed.feed.register().cursor_id
     page = mixed.feed.fetch(cursor)
     assert 0 < len(page.changes) < 5

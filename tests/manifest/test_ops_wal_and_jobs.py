@@ -19,17 +19,20 @@ from quire.core.errors import (
     UnknownCursor,
     UnknownDatabase,
     UnknownJob,
+    WrongKind,
 )
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.checkpoints import WalChunkUpdate
 from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd
-from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.base import Counter, Op, ReserveLocalIds
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
+    ClampCursor,
     DropCursor,
     LoseCursor,
     RegisterCursor,
+    ResumeCursor,
     RetainChanges,
     TrimChanges,
 )
@@ -284,7 +287,19 @@ LOCAL: list[Op] = [
     RenewJobLease(1, "w", 99),
     SetObjectPlace("objects"),
     RecordLsmEnds(2, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3))),
+    RegisterCursor(8, 0),
+    LoseCursor(8, "slow"),
+    ResumeCursor(8),
+    ClampCursor(8),
+    ReserveLocalIds(Counter.READER, 7),
 ]
+
+
+def test_ends_of_logs_are_recorded_of_key_value_databases_only(manifest: ManifestStore) -> None:
+    """Issue 18: the operation took any database."""
+    does(manifest, register(1))
+    with pytest.raises(WrongKind, match="key-value"):
+        manifest.submit([RecordLsmEnds(1, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3)))]).result()
 
 
 def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest: ManifestStore) -> None:

@@ -20,7 +20,7 @@ from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
-from quire.manifest.ops.base import Counter, Op, ReserveIds
+from quire.manifest.ops.base import Counter, Op, ReserveIds, ReserveLocalIds
 from quire.manifest.ops.corrections import (
     RESTORED,
     RESTORED_LOCAL,
@@ -31,9 +31,11 @@ from quire.manifest.ops.corrections import (
 )
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
+    ClampCursor,
     DropCursor,
     LoseCursor,
     RegisterCursor,
+    ResumeCursor,
     RetainChanges,
     TrimChanges,
 )
@@ -67,6 +69,7 @@ from quire.manifest.ops.wal import (
 )
 from quire.manifest.records import (
     ChunkRecord,
+    CursorRecord,
     DbKind,
     DbRecord,
     DbStatus,
@@ -310,6 +313,10 @@ def test_operations_change_what_they_declare_and_nothing_else(
     for op in (AcknowledgeChanges(20, 9), AcknowledgeChanges(22, 5), AcknowledgeChanges(21, 2), TrimChanges()):
         witness.sees(op)
     for op in (LoseCursor(21, "too slow"), DropCursor(22), DropCursor(20), RetainChanges(20)):
+        witness.sees(op)
+    beyond = t.CHANGE_CURSORS.codec.encode(CursorRecord(10**6, 0, 0))
+    witness.sees(RestoreLocalRow("change_cursors", t.CHANGE_CURSORS.key.pack(30), beyond))
+    for op in (ClampCursor(30), LoseCursor(30, "too slow"), ResumeCursor(30), ReserveLocalIds(Counter.CURSOR, 99)):
         witness.sees(op)
     for table in (*RESTORED, *RESTORED_LOCAL):
         kind = RestoreRow if table in RESTORED else RestoreLocalRow

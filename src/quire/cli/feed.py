@@ -1,4 +1,4 @@
-"""Commands about the change feed: tail, cursors, drop.
+"""Commands about the change feed: tail, cursors, resume, drop.
 
 Rules
   1. `tail` and `cursors` only read; nothing is acknowledged.
@@ -35,6 +35,7 @@ def add_to(app: Group) -> None:
     group = Group("Every batch that was committed, in order, and who follows it.")
     command(group, "tail", example="quire feed tail --limit 5")(tail)
     command(group, "cursors", example="quire feed cursors --json")(cursors)
+    command(group, "resume", example="quire feed resume my-app")(resume)
     command(group, "drop", example="quire feed drop my-app --yes")(drop)
     app.add("feed", group)
 
@@ -160,6 +161,19 @@ def _cells(each: CursorInfo) -> list[str]:
 def cursor_json(each: CursorInfo) -> dict[str, Any]:
     """A cursor, with what follows from its numbers."""
     return {**plain(each), "lag": each.lag, "next_sequence": each.next_sequence}
+
+
+def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
+    """Let a lost subscriber go on where it stood, or with the oldest change that is kept. What is between, it misses."""
+    with cli.owner() as store:
+        feed = store.manifest.feed
+        lost = _find(feed, cursor)
+        if lost.state.name == "LIVE":
+            return Note(text=f"{_called(lost)} is live: nothing to do", data={"resumed": cursor_json(lost)})
+        resumed = feed.resume(lost.cursor_id)
+    return Note(
+        text=f"{_called(resumed)} goes on with change {resumed.next_sequence:,}", data={"resumed": cursor_json(resumed)}
+    )
 
 
 def drop(

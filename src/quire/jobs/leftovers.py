@@ -30,6 +30,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.stream_names import parse_stream_home
 from quire.jobs.context import JobContext
+from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbStatus
 from quire.objects.guarded import path_store
@@ -63,7 +64,7 @@ def _temporary(ctx: JobContext) -> int:
 def _dropped(ctx: JobContext) -> int:
     """Rule 2."""
     with ctx.manifest.read() as txn:
-        given_out, known = txn.next_id(Counter.DB), {db_id for db_id, _ in txn.databases()}
+        given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB))
     removed = 0
     for name in _names(ctx.disk, os.path.join(ctx.root, names.PAGES)):
         db_id = int(name, 16) if len(name) == 8 and set(name) <= set("0123456789abcdef") else 0
@@ -80,6 +81,7 @@ def has_dropped_streams(ctx: JobContext) -> bool:
     with ctx.manifest.read() as txn:
         given_out = txn.next_id(Counter.DB)
         live = {db_id for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED}
+        live |= txn.refused_databases()
     return any(each is not None and 0 < each < given_out and each not in live for each in homes)
 
 

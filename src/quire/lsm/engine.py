@@ -364,11 +364,15 @@ class KvEngine:
                     db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
                     | leases.copies(db_id)
                     for db_id, record in txn.databases()
-                    if record.kind is DbKind.LSM and record.status is not DbStatus.TOMBSTONED
+                    if record.kind is DbKind.LSM
+                    and record.status is not DbStatus.TOMBSTONED
+                    and db_id not in txn.refused_databases()
                 }
+                refused = txn.refused_databases()
+            known = self._manifest.recovered.next_ids.get(Counter.DB, 0)
             for name in names:
                 db_id = _hex8(name)
-                if db_id is None or not (db_id in self._seen or db_id < self._manifest.recovered.next_ids[Counter.DB]):
+                if db_id is None or db_id in refused or not (db_id in self._seen or db_id < known):
                     continue
                 if db_id not in live:
                     kv = self._open.pop(db_id, None)

@@ -18,8 +18,10 @@ Rules it holds, by number (cited in problems, tests and reviews):
   J1  `job_pending_index` names exactly the outstanding exclusive jobs; `jobs_by_state` every job; leases only running ones
   P1  a page's head is its newest version in the index
   F1  the change log is contiguous from the oldest retained sequence to the head
-  F2  live cursors stand inside the log; `cursor_names` names exactly the named ones
+  F2  live cursors stand inside the log; `cursor_names` names exactly the named ones: mended whenever a store is opened
   G1  a component's watermark is the generation of the last change that touched it, if the log still has it
+
+A problem about one database or one counter closes that one (`closes`), any other keeps the store shut.
 
 Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest; by audits without the rules that
 an audit looks at elsewhere, and without the work behind them.
@@ -32,6 +34,7 @@ from __future__ import annotations
 import struct
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -42,9 +45,9 @@ from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.corrections import CorrectIndex, RestoreRow
-from quire.manifest.ops.cursors import LoseCursor
+from quire.manifest.ops.base import LOCAL_COUNTERS, Counter, Op, ReserveIds, ReserveLocalIds
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreRow
+from quire.manifest.ops.cursors import ClampCursor
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
@@ -77,6 +80,35 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.rule}: {self.what}" + (f" ({place})" if place else "")
 
 
+Subject = tuple[str, int]
+"""("database" or "counter", its id)."""
+
+
+def closes(problem: Problem) -> tuple[Subject, ...]:
+    """The databases and counters that a problem is about, and that are closed by it; none if it is about the whole store.
+
+    What a damaged row of a contained table steers says so itself, and a leak endangers nothing: they close nothing.
+    """
+    where = problem.where
+    if problem.leak or problem.contained:
+        return ()
+    if "counter" in where:
+        return (("counter", where["counter"]),)
+    if "artifact" in where:
+        artifact = where["artifact"]  # of a row that does not decode there is the key alone
+        return (("database", int(artifact[:8], 16) if isinstance(artifact, str) else artifact.origin_db_id),)
+    table, key = where.get("table"), where.get("key")
+    if table == t.DB_NAMES.name:
+        ids = {where.get("is"), where.get("should_be")}
+        return tuple(("database", db_id) for db_id in sorted(number for number in ids if isinstance(number, int)))
+    if key and (table == t.ID_WATERMARKS.name or any(owned.name == table for owned in t.OWNED)):
+        first = key[0] if isinstance(key, tuple) else int.from_bytes(bytes.fromhex(key)[:4], "big")
+        return (("counter" if table == t.ID_WATERMARKS.name else "database", first),)
+    numbers: list[int] = [where["db_id"]] if "db_id" in where else []
+    numbers += [where[name][0] for name in ("snapshot", "page") if name in where]
+    return tuple(("database", db_id) for db_id in [*numbers, *where.get("ids", ())])
+
+
 def check(txn: ReadTxn, *, without: Set[str] = frozenset()) -> Iterator[Problem]:
     """Every broken rule of the snapshot, except those that are named in `without`: work that only they need is not done."""
     is_whole = True
@@ -89,13 +121,26 @@ def check(txn: ReadTxn, *, without: Set[str] = frozenset()) -> Iterator[Problem]
                 is_whole = is_whole and (problem.rule != "K1" or problem.contained)
                 if not is_whole and problem.rule in _FROM_HOLDERS:
                     # A row that cannot be read may hold references: a count without them would be too low, and delete.
-                    problem = msgspec.structs.replace(problem, fix=None)
+                    problem = msgspec.structs.replace(problem, fix=None, leak=_is_too_high(txn, problem))
                 if problem.rule not in without:
                     yield problem
         except (QuireError, lmdb.Error, ValueError, struct.error) as error:
             # A row that does not decode: K1 names it. What this rule would have found behind it stays unknown.
             is_whole = False
             yield Problem("K1", f"{look.__name__.removeprefix('_check_')} cannot be checked: {error}")
+
+
+def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
+    """Whether an artifact has more references than holders were found: harmless where a holder cannot be read."""
+    with suppress(ManifestDamaged):
+        counts = txn.refcount(problem.where["artifact"])
+        return (
+            problem.rule == "R1"
+            and counts is not None
+            and isinstance(problem.fix, CorrectRefcount)
+            and counts.in_use > problem.fix.in_use
+        )
+    return False
 
 
 _FROM_HOLDERS = frozenset({"R1", "R2"})
@@ -160,7 +205,12 @@ def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int]
             yield Problem(
                 rule,
                 f"{table.name} is wrong",
-                {"key": table.rows.key_of(key), "is": actual.get(key), "should_be": expected.get(key)},
+                {
+                    "table": table.name,
+                    "key": table.rows.key_of(key),
+                    "is": actual.get(key),
+                    "should_be": expected.get(key),
+                },
                 _index_fix(table, key, expected.get(key), is_damaged=actual.get(key) == DAMAGED),
             )
 
@@ -225,21 +275,38 @@ def _owners(txn: ReadTxn, table: t.Table[Any], few: int = 0) -> Iterator[int]:
         owner += 1
 
 
+_COUNTED: dict[Counter, t.Table[Any]] = {
+    Counter.DB: t.DB,
+    Counter.JOB: t.JOB_QUEUE,
+    Counter.NAMESPACE: t.REMOTE_NAMESPACE,
+    Counter.CURSOR: t.CHANGE_CURSORS,
+}
+"""The table whose keys begin with the ids of a counter."""
+
+
+def highest_id(txn: ReadTxn, counter: Counter) -> int:
+    """The highest id of a counter that any row speaks of. Of databases that were dropped the audit has rows still."""
+    tables: tuple[t.Table[Any], ...] = (_COUNTED[counter], *(t.OWNED if counter is Counter.DB else ()))
+    width = 8 if counter in (Counter.JOB, Counter.CURSOR) else 4
+    last = (next(txn.raw_scan_back(table), None) for table in tables)
+    return max((int.from_bytes(row[0][:width], "big") for row in last if row is not None), default=0)
+
+
 def _check_watermarks(txn: ReadTxn) -> Iterator[Problem]:
-    highest_of: tuple[tuple[Counter, t.Table[Any]], ...] = (
-        (Counter.DB, t.DB),
-        (Counter.JOB, t.JOB_QUEUE),
-        (Counter.NAMESPACE, t.REMOTE_NAMESPACE),
-        (Counter.CURSOR, t.CHANGE_CURSORS),
-    )
-    for counter, table in highest_of:
-        highest = max((t_key[0] for t_key, _ in txn.scan(table)), default=0)
-        next_id = txn.next_id(counter)
+    for counter, table in _COUNTED.items():
+        last = next(txn.raw_scan_back(table), None)
+        highest = 0 if last is None else table.key.unpack(last[0])[0]
+        try:
+            next_id = txn.next_id(counter)
+        except ManifestDamaged:
+            continue  # K1 names the row
         if next_id <= highest:
+            reserve = ReserveLocalIds if counter in LOCAL_COUNTERS else ReserveIds
             yield Problem(
                 "D3",
                 f"the {counter.name} watermark is not above the ids in use",
-                {"highest": highest, "next_id": next_id},
+                {"counter": int(counter), "highest": highest, "next_id": next_id},
+                reserve(counter, highest_id(txn, counter)),
             )
 
 
@@ -266,7 +333,9 @@ def _check_snapshots(txn: ReadTxn) -> Iterator[Problem]:
     for db_id, snapshot_id in newest.items():
         db = txn.database(db_id)
         if db is not None and db.next_snapshot_id <= snapshot_id:
-            yield Problem("D3", "the snapshot watermark is not above the ids in use", {"db_id": db_id})
+            raised = t.DB.codec.encode(msgspec.structs.replace(db, next_snapshot_id=snapshot_id + 1))
+            fix = RestoreRow(t.DB.name, t.DB.key.pack(db_id), raised)
+            yield Problem("D3", "the snapshot watermark is not above the ids in use", {"db_id": db_id}, fix)
     yield from _compare_index(txn, t.SNAPSHOT_NAMES, names, "S3")
 
 
@@ -349,18 +418,17 @@ def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
     for component in sorted(promised.keys() | (marks.keys() if oldest == 1 else set())):
         if marks.get(component, 0) != promised[component]:
             where = {"component": component, "is": marks.get(component, 0), "log": promised[component]}
-            yield Problem("G1", "a watermark is not what the change log says", where)
+            # One that is behind is overtaken: the writer goes on from what the log says. One that is ahead means that
+            # the log has lost its end, whose sequences must not be given again.
+            is_behind = marks.get(component, 0) < promised[component]
+            yield Problem("G1", "a watermark is not what the change log says", where, contained=is_behind)
     names: dict[bytes, int] = {}
     for (cursor_id,), cursor in txn.scan(t.CHANGE_CURSORS):
         if cursor.name:
             names[t.CURSOR_NAMES.key.pack(cursor.name)] = cursor_id
         if cursor.state is CursorState.LIVE and not oldest - 1 <= cursor.acked_sequence <= head:
-            where = {"cursor_id": cursor_id, "acked": cursor.acked_sequence}
-            # What it has not read is gone: giving it up says so. One beyond the head cannot be explained, nor mended.
-            fix = (
-                LoseCursor(cursor_id, "its changes are no longer retained") if cursor.acked_sequence < oldest else None
-            )
-            yield Problem("F2", "a cursor stands outside the log", where, fix)
+            where = {"cursor_id": cursor_id, "acked": cursor.acked_sequence, "oldest": oldest, "head": head}
+            yield Problem("F2", "a cursor stands outside the log", where, ClampCursor(cursor_id))
     yield from _compare_index(txn, t.CURSOR_NAMES, names, "F2")
 
 

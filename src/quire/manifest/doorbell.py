@@ -1,4 +1,4 @@
-"""What wakes a sleeping thread: doorbells, one per thread and fast; waiters, any number and proof against signals.
+"""What wakes a sleeping thread: doorbells, one per thread and fast; waiters, any number and proof against signals; file writes.
 
 Why a doorbell is not a lock: a thread woken by `lock.release()` finds the GIL still held by the one that woke it and goes to
 sleep a second time; one that sleeps in `read` of an eventfd wakes while the waker is itself in a system call. Measured on
@@ -21,15 +21,62 @@ Raises `OSError` where the process has no descriptor left for a doorbell; waiter
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Self
 
 SLEEP_SECONDS_MAX = 1_000_000.0
 """The longest single sleep: poll counts milliseconds in an int."""
+
+
+IN_MODIFY = 0x2
+"""From <sys/inotify.h>: the file was written to."""
+
+
+class FileWatch:
+    """Wakes its owner when any process of this machine writes to a file. Use it as a context manager.
+
+    Where inotify cannot be had (another system, no watches left) it only sleeps: whoever waits looks now and then anyway.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        libc = ctypes.CDLL(None)
+        with suppress(AttributeError):
+            self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+            if self._fd >= 0 and libc.inotify_add_watch(self._fd, os.fsencode(path), IN_MODIFY) < 0:
+                self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hear no more; again does no harm."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def sleep(self, timeout: float) -> bool:
+        """Until the file is written to; False if the timeout ended first."""
+        if self._fd < 0:
+            time.sleep(timeout)
+            return False
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
+            return False
+        with suppress(BlockingIOError):
+            os.read(self._fd, 65_536)  # what happened does not matter, only that it did
+        return True
 
 
 class Doorbell:

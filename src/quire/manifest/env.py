@@ -156,6 +156,8 @@ class ManifestEnv:
         """Why nothing is begun any more, and what to do."""
         self._is_over = False
         """Whether there is nothing left to close."""
+        self.refused: dict[tuple[str, int], tuple[str, str]] = {}
+        """What breaks a rule and is closed to everyone: ("database" or "counter", id) → what is wrong, and what to do."""
         self.fork_hooks: list[Callable[[], None]] = []
         """Called in the child of a fork(), after which nothing here may be used."""
         if not (write and create):
@@ -312,6 +314,11 @@ class ManifestEnv:
 
     def _refusal(self, closed: tuple[str, str]) -> StoreClosed:
         return StoreClosed(closed[0], hint=closed[1], path=self.path)
+
+    def check_sound(self, kind: str, number: int) -> None:
+        """Raise if this database or counter was closed because it breaks a rule of the manifest."""
+        if (refusal := self.refused.get((kind, number))) is not None:
+            raise ManifestDamaged(refusal[0], hint=refusal[1], path=self.path, **{f"{kind}_id": number})
 
     # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def last_txn_id(self) -> int:

@@ -11,9 +11,10 @@ Rules
      with its own effect and continues from there (`after`).
   2. Nothing a live cursor has not acknowledged is trimmed. A cursor that is given up is `lost`, and says so when it is used.
   3. Never a silent gap: whoever asks for what is no longer kept, or for what was never given, is told.
-  4. Without live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9), by `maintain`.
+  4. Without live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9): by `prune`, which whoever
+     opens a store calls, and `maintain` once a minute.
   5. Trimming goes in commits of its own, one at a time, on a thread of its own: writers interleave. What an owner left
-     behind is trimmed by the next one, when it first uses its feed.
+     behind is trimmed by the next one, when it opens the store.
   6. Pages are bounded in records looked at and in bytes: a transaction is for a moment (M4), and memory is finite.
 
 Threads: any. In a process that only reads, registering and acknowledging raise `ReadOnly`; fetching and waiting work.
@@ -31,14 +32,15 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.core.errors import CursorLost, InvalidInput, ManifestDamaged, OutOfRange, QuireError, TimedOut, UnknownCursor
+from quire.core.errors import InvalidInput, ManifestDamaged, QuireError, TimedOut, UnknownCursor
 from quire.core.events import emit
-from quire.core.limits import MIB, SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord, decode_changes
+from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord
 from quire.manifest.change import CursorInfo as CursorInfo
 from quire.manifest.change import Start as Start
+from quire.manifest.doorbell import FileWatch
+from quire.manifest.feed_pages import PAGE_RECORDS, check_position, committed_at, find_cursor, read_page
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import (
     TRIM_ROWS,
@@ -46,25 +48,23 @@ from quire.manifest.ops.cursors import (
     DropCursor,
     LoseCursor,
     RegisterCursor,
+    ResumeCursor,
     RetainChanges,
     TrimChanges,
-    lost,
 )
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import CursorRecord, CursorState, MetaRecord
+from quire.manifest.records import CursorState, MetaRecord
 from quire.manifest.touches import ChangeFilter, Names
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
-PAGE_RECORDS = 256
-"""Records in a page unless asked otherwise."""
+LOOK_SECONDS = 1.0
+"""How often a process that only reads looks for changes although the manifest's file was not seen to be written: on a network
+file system nobody hears of another machine's writes."""
 
-PAGE_BYTES = 16 * MIB
-"""A page ends with the record that passes this: a record may have 65,536 operations."""
-
-POLL_SECONDS = 0.02
-"""How often a process that only reads looks for changes: nobody rings for it."""
+FIRST_LOOK_SECONDS = 0.001
+"""How soon it looks again after a write that was not yet a commit; then half as often each time."""
 
 PIECE_SECONDS = 0.2
 """How long a thread waits for an event loop that may have lost interest."""
@@ -114,7 +114,7 @@ class ChangeFeed:
     def cursor(self, cursor: int | str) -> CursorInfo:
         """A cursor by id or by name."""
         with self._manifest.read() as txn:
-            cursor_id, row = _find(txn, cursor)
+            cursor_id, row = find_cursor(txn, cursor)
             return CursorInfo.of(cursor_id, row, txn.feed_bounds())
 
     def lag(self) -> dict[str | int, int]:
@@ -139,18 +139,22 @@ class ChangeFeed:
         With `databases` (names or ids) or `tables`, only what concerns them; the page's `next_sequence` counts the others too.
         """
         with self._manifest.read() as txn:
-            return _page(txn, cursor, limit, after, ChangeFilter.resolve(txn, databases, tables))
+            return read_page(txn, cursor, limit, after, ChangeFilter.resolve(txn, databases, tables))
 
     def wait(self, after: int, timeout: float | None = None) -> int:
         """Block until a change above `after` is committed; the head by then. `TimedOut` if there is none in time."""
         if not self._manifest.read_only:
             return self._manifest.writer.when_change(after).result(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (head := self.head()) <= after:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise _timed_out(timeout)
-            time.sleep(POLL_SECONDS)
-        return head
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with FileWatch(self._manifest.env.path) as written:
+            pause = LOOK_SECONDS
+            while (head := self.head()) <= after:
+                rest = deadline - time.monotonic()
+                if rest <= 0:
+                    raise _timed_out(timeout)
+                # A write is heard of before its transaction is seen: hence some looks in short order.
+                pause = FIRST_LOOK_SECONDS if written.sleep(min(pause, rest)) else min(2 * pause, LOOK_SECONDS)
+            return head
 
     async def wait_async(self, after: int, timeout: float | None = None) -> int:
         """As `wait`, in an event loop. A process that only reads waits in a thread, in pieces: cancelling leaves none."""
@@ -190,6 +194,12 @@ class ChangeFeed:
         """The subscriber leaves for good."""
         self._manifest.submit([DropCursor(self.cursor(cursor).cursor_id)]).result()
         self._trim_behind()
+
+    def resume(self, cursor: int | str) -> CursorInfo:
+        """Let a lost cursor go on where it stood, or with the oldest change that is kept. What is between, it misses."""
+        cursor_id = self.cursor(cursor).cursor_id
+        self._manifest.submit([ResumeCursor(cursor_id)]).result()
+        return self.cursor(cursor_id)
 
     def follow(
         self,
@@ -231,7 +241,7 @@ class ChangeFeed:
         try:
             while True:
                 with self._manifest.read() as txn:
-                    page = _page(txn, name, limit, done, only)
+                    page = read_page(txn, name, limit, done, only)
                 for change in page.changes:
                     yield change
                     done = change.sequence
@@ -256,9 +266,9 @@ class ChangeFeed:
         """The acknowledged position of a follower, who is registered if new."""
         with self._manifest.read() as txn:
             if after is not None:
-                _check_position(after, txn.feed_bounds(), name)  # else whoever is refused would leave a cursor behind
+                check_position(after, txn.feed_bounds(), name)  # else whoever is refused would leave a cursor behind
             with suppress(UnknownCursor):
-                return _find(txn, name)[1].acked_sequence
+                return find_cursor(txn, name)[1].acked_sequence
         return self.register(start if after is None else after, name=name).acked_sequence
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,11 +285,19 @@ class ChangeFeed:
                 self._manifest.submit([LoseCursor(cursor.cursor_id, reason)]).result()
             else:
                 self._report_lag(cursor, lag_reported)
-        if not any(cursor.state is CursorState.LIVE for cursor in self.cursors()):
+        self.prune()
+
+    def prune(self) -> None:
+        """Trim what live cursors have acknowledged; without any, what retention does not keep. When a store is opened, too."""
+        try:
             with self._manifest.read() as txn:
-                keep_from = self._retained_from(txn, now)
-            if keep_from:
-                self._manifest.submit([RetainChanges(keep_from)]).result()
+                acked = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS) if row.state is CursorState.LIVE]
+                keep_from = min(acked) + 1 if acked else self._retained_from(txn, self._manifest.clock.now_ms())
+                oldest = txn.feed_bounds()[0]
+        except ManifestDamaged:
+            return  # where a cursor stands is not known: until it is mended everything stays
+        if keep_from > oldest:
+            self._manifest.submit([RetainChanges(keep_from)]).result()
         self._trim_behind()
 
     def _report_lag(self, cursor: CursorInfo, threshold: int) -> None:
@@ -302,7 +320,7 @@ class ChangeFeed:
         oldest, head = txn.feed_bounds()
         horizon = now_ms - int(self._settings.retain_seconds * 1000)
         log = range(oldest, head + 1)  # in which times only rise
-        keep = oldest + bisect_left(log, horizon, key=lambda sequence: _committed_at(txn, sequence))
+        keep = oldest + bisect_left(log, horizon, key=lambda sequence: committed_at(txn, sequence))
         if keep <= head:
             keep = self._within_bytes(txn, keep, head)
         return keep if keep > oldest else 0
@@ -357,90 +375,5 @@ class ChangeFeed:
                 self._trimmer = None
 
 
-def _page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, only: ChangeFilter | None) -> ChangePage:
-    if limit < 1 or (after is not None and after < 0):
-        raise InvalidInput("a page has at least one record, and no sequence is negative", limit=limit, after=after)
-    cursor_id, row = _find(txn, cursor)
-    if row.state is CursorState.LOST:
-        raise lost(cursor_id, row)
-    bounds = txn.feed_bounds()
-    position = row.acked_sequence if after is None else after
-    _check_position(position, bounds, cursor)
-    changes, following = _read(txn, position + 1, limit, only)
-    if following == position + 1 <= bounds[1]:
-        raise _gap(following, None)
-    return ChangePage(tuple(changes), following, *bounds)
-
-
-def _check_position(position: int, bounds: tuple[int, int], cursor: int | str) -> None:
-    """Rule 3."""
-    oldest, head = bounds
-    if position < oldest - 1:
-        raise CursorLost(
-            f"the changes {position + 1:,} to {oldest - 1:,} are no longer kept",
-            hint="start again from a snapshot or a copy, and follow the feed from its position",
-            cursor=cursor,
-            position=position,
-            oldest_sequence=oldest,
-        )
-    if position > head:
-        raise OutOfRange(
-            "the feed has not come this far",
-            hint="was the store restored from a backup? Then its consumers must be, too",
-            position=position,
-            head_sequence=head,
-        )
-
-
-def _read(txn: ReadTxn, first: int, limit: int, only: ChangeFilter | None) -> tuple[list[ChangeRecord], int]:
-    """Changes from `first` on, and the sequence behind the last one that was looked at (rule 6)."""
-    rows, changes, following, used = txn.raw_scan(CHANGE_LOG, start=(first,)), list[ChangeRecord](), first, 0
-    step = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
-    while len(changes) < limit and following - first < SCAN_ROWS_MAX and used <= PAGE_BYTES:
-        keys: list[bytes] = []
-        raws: list[bytes] = []
-        for key, raw in islice(rows, step):
-            keys.append(key)
-            raws.append(raw)
-            used += len(raw)
-            if used > PAGE_BYTES:
-                break
-        if not raws:
-            break
-        records = decode_changes(CHANGE_LOG.rows.opened_all(keys, raws))
-        following += len(records)
-        if records[-1].sequence != following - 1:
-            raise _gap(following - 1, records[-1].sequence)
-        changes += records if only is None else [passed for passed in map(only.of, records) if passed is not None]
-    if len(changes) > limit:
-        del changes[limit:]
-        following = changes[-1].sequence + 1
-    return changes, following
-
-
-def _gap(expected: int, found: int | None) -> ManifestDamaged:
-    return ManifestDamaged("the log has a gap", hint="run `quire manifest check`", expected=expected, found=found)
-
-
-def _committed_at(txn: ReadTxn, sequence: int) -> int:
-    record = txn.get(CHANGE_LOG, sequence)
-    if record is None:
-        raise _gap(sequence, None)
-    return record.committed_at_ms
-
-
 def _timed_out(seconds: float | None) -> TimedOut:
     return TimedOut("timed out waiting for a change", hint="it may still come", seconds=seconds)
-
-
-def _find(txn: ReadTxn, cursor: int | str) -> tuple[int, CursorRecord]:
-    cursor_id = cursor
-    if isinstance(cursor, str):
-        index = txn.get(t.CURSOR_NAMES, cursor) if cursor else None
-        cursor_id = index.value if index else 0
-    row = txn.get(t.CHANGE_CURSORS, cursor_id)
-    if row is None:
-        raise UnknownCursor(
-            "no such change cursor", hint="`feed.cursors()` lists them; register one first", cursor=cursor
-        )
-    return int(cursor_id), row

@@ -81,8 +81,7 @@ def _leaf_holders(txn: ReadTxn, held: Tally[Code]) -> None:
 def _chains(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Finding]) -> None:
     """The artifacts that leaf rows name, and the leaves themselves; S4 on the way."""
     for raw_key, raw in txn.raw_scan(t.SLOT_LEAF):
-        key = t.SLOT_LEAF.key.unpack(raw_key)
-        origin, leaf, generation = key
+        origin, leaf, generation = t.SLOT_LEAF.key.unpack(raw_key)
         rows.add((origin, ArtifactKind.LEAF, 0, leaf, generation))
         try:
             record: LeafRecord = t.SLOT_LEAF.rows.decode(raw_key, raw)
@@ -97,7 +96,8 @@ def _chains(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fin
                 kind == ArtifactKind.DELTA and covered > last[1] if offset == last[0] else kind == ArtifactKind.BASE
             )
             if not is_sound:
-                findings.append(("S4", "a chain is not one base and rising deltas", f"leaf {key}", None, False))
+                artifact = ArtifactKey(origin, ArtifactKind.LEAF, leaf, generation)
+                findings.append(("S4", "a chain is not one base and rising deltas", artifact, None, False))
             last = (offset, covered)
             held[owner, kind, delta, leaf * SLOTS_PER_LEAF + offset, number] += 1
 

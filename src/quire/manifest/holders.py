@@ -170,9 +170,9 @@ def _leaf_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Any, An
         entries = np.frombuffer(b"".join(body[: len(body) // ENTRY.size * ENTRY.size] for body in bodies), ENTRY_FIELDS)
         owner = np.repeat(np.arange(len(keys)), sizes)
         for index in _bad_links(entries, owner):
-            findings.append(
-                ("S4", "a chain is not one base and rising deltas", f"leaf {leaves[owner[index]]}", None, False)
-            )
+            origin, leaf, generation = map(int, leaves[owner[index]].tolist())
+            artifact = ArtifactKey(origin, ArtifactKind.LEAF, leaf, generation)
+            findings.append(("S4", "a chain is not one base and rising deltas", artifact, None, False))
         yield leaves, entries, owner
 
 

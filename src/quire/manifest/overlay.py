@@ -306,6 +306,8 @@ class Overlay:
         self.txn: Any  # an lmdb.Transaction; its stubs allow for memoryviews, which we never ask for
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
         self.head = 0
+        self.check_sound: Callable[[str, int], None] | None = None
+        """`ManifestEnv.check_sound`, where something is closed for breaking a rule."""
         """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
         self.trimmed = 0
         """Rows of the change log's tail removed in this transaction."""
@@ -422,7 +424,9 @@ class Overlay:
         self.db.put(t.DB.key.pack(db_id), record)
 
     def database(self, db_id: int) -> DbRecord:
-        """The database's row, in any status but gone."""
+        """The database's row, in any status but gone; `ManifestDamaged` if it is closed for breaking a rule."""
+        if self.check_sound is not None:
+            self.check_sound("database", db_id)
         record = self.db.get(t.DB.key.pack(db_id))
         if record is None:
             raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)

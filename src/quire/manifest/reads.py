@@ -27,6 +27,7 @@ import msgspec
 from quire.core.errors import (
     DatabaseTombstoned,
     InvalidInput,
+    ManifestDamaged,
     QuireError,
     StoreClosed,
     UnknownDatabase,
@@ -125,13 +126,32 @@ class ReadTxn:
         body = table.codec.decode_body
         for key, raw in self.raw_scan(table, *prefix, start=start):
             if body is None or raw[:2] != marked or crc32(raw, crc32(key, salt)) != RESIDUE:
-                yield unpack(key), decode(key, raw)
+                try:
+                    row = decode(key, raw)
+                except ManifestDamaged:
+                    if prefix or not self._is_refused(table, key):
+                        raise
+                    continue  # a walk over all databases goes on without what is closed
+                yield unpack(key), row
             else:  # what `decode` does, without a call in between
                 try:
                     record = body(raw[2:-4])
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     record = decode(key, raw)
                 yield unpack(key), record
+
+    def _is_refused(self, table: t.Table[Any], key: bytes) -> bool:
+        """Whether a row is of a database that is closed for breaking a rule."""
+        refused = self._env.refused
+        return bool(refused) and table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in refused
+
+    def refused_databases(self) -> set[int]:
+        """The databases that are closed for breaking a rule: what they own is not known, so nothing of theirs is garbage."""
+        return {number for kind, number in self._env.refused if kind == "database"}
+
+    def check_sound(self, db_id: int) -> None:
+        """Raise `ManifestDamaged` if the database is closed for breaking a rule."""
+        self._env.check_sound("database", db_id)
 
     def raw_scan(
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
@@ -220,6 +240,7 @@ class ReadTxn:
     def live(self, db: int | str, kind: DbKind) -> tuple[int, DbRecord]:
         """(id, record) of a database that was not dropped, by id or name; it must be of this kind."""
         db_id = self.database_id(db) if isinstance(db, str) else db
+        self.check_sound(db_id)
         record, what = self.database(db_id), KIND_WORDS[kind]
         if record is None:
             raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)

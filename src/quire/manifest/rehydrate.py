@@ -7,6 +7,7 @@ passed; a store that breaks a rule is refused with the rows named, or repaired i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -49,13 +50,16 @@ def rehydrate(txn: ReadTxn) -> Rehydrated:
             assert job is not None, "check has just compared this index with its table"
             jobs[job_id] = job
     for counter in Counter:
-        state.next_ids[counter] = txn.next_id(counter)
+        with suppress(ManifestDamaged):  # `allocate` refuses it
+            state.next_ids[counter] = txn.next_id(counter)
     return state
 
 
 def refuse(problems: Iterable[Problem], path: str) -> None:
-    """Raise if any of the problems endangers data."""
-    bad = [problem for problem in problems if not problem.leak and not problem.contained]
+    """Raise if any of the problems endangers data beyond one database or counter."""
+    from quire.manifest.check import closes
+
+    bad = [problem for problem in problems if not (problem.leak or problem.contained or closes(problem))]
     if bad:
         named = "; ".join(map(str, bad[:SHOWN])) + (f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
         mendable = all(problem.fix is not None for problem in bad)

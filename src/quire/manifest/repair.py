@@ -8,7 +8,7 @@ Rules
      policy is what the last change of it said, if the log still has that.
   2. What nothing knows any more is removed only where that deletes nothing and cheats nobody: a policy (nothing is dropped
      without one, and it has to be set again), an entry of the audit, a metric, the answer to a keyed batch, a reader's lease.
-     A cursor becomes a lost one, which says so to its subscriber.
+     A cursor becomes a lost one, which says so to its subscriber. A counter goes on above every id that a row speaks of.
   3. Everything else has no fix here: the manifest has to come from a backup.
   4. Rows that can be restored hide what else is wrong: whoever mends them checks again.
 
@@ -29,13 +29,13 @@ from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.check import CONTAINED, Problem
+from quire.manifest.check import CONTAINED, Problem, highest_id
 from quire.manifest.env import ManifestEnv
-from quire.manifest.ops.base import Op
+from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.corrections import RESTORED, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.databases import SetRetention
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import CursorRecord, CursorState
+from quire.manifest.records import CursorRecord, CursorState, WatermarkRecord
 from quire.manifest.replay import replay
 
 STEP_ROWS = 8_192
@@ -103,6 +103,11 @@ def _restoration(
     if table is t.CHANGE_CURSORS:
         row = t.CHANGE_CURSORS.codec.encode(_lost_cursor(txn, key))
         return RestoreLocalRow(table.name, key, row), "where it stood is not known: its subscriber has to begin again"
+    if table is t.ID_WATERMARKS:
+        (counter,) = table.key.unpack(key)
+        used = highest_id(txn, Counter(counter))
+        row = table.codec.encode(WatermarkRecord(used + 1))
+        return RestoreRow(table.name, key, row), f"it is set above the highest id in use, {used}"
     if table in GIVEN_UP:
         kind = RestoreRow if table.policy is t.Policy.LOGGED else RestoreLocalRow
         return kind(table.name, key, None), GIVEN_UP[table]

@@ -48,7 +48,8 @@ from quire.durable.files import OsDisk
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start
 from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.feed import PAGE_RECORDS, ChangeFeed
+from quire.manifest.feed import ChangeFeed
+from quire.manifest.feed_pages import PAGE_RECORDS
 from quire.manifest.migrations import SCHEMA, STORE_ID, migrate
 from quire.manifest.ops.base import LOCAL_COUNTERS
 from quire.manifest.ops.cursors import OLDEST_SEQUENCE, settle_oldest

@@ -286,6 +286,7 @@ class ManifestStore:
     def allocate(self, counter: Counter) -> int:
         """The next id of a sequence. It must reach the manifest with the batch that uses it, or be reserved (M5)."""
         _ = self.writer  # a reader hands out no ids: `ReadOnly`
+        self.env.check_sound("counter", counter)
         with self._ids_lock:
             allocated = self._next_ids[counter]
             self._next_ids[counter] = allocated + 1

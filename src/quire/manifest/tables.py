@@ -211,3 +211,6 @@ JOBS_BY_STATE = Table(
     "jobs_by_state", (("state", "u8"), ("job_id", "u64")), r.IndexRecord, _DERIVED, "jobs in each state", packed="Q"
 )
 GC_ZERO = Table("gc_zero", _ARTIFACT, r.IndexRecord, _DERIVED, "artifacts at zero → since when", packed="Q")
+
+OWNED = tuple(table for table in TABLES.values() if table.key.fields[0][0] in ("db_id", "origin_db_id"))
+"""Tables whose rows are each about one database, which their key begins with."""

@@ -47,7 +47,7 @@ from quire.manifest.ops import (
     wal,
 )
 from quire.manifest.ops import snapshots as snaps
-from quire.manifest.ops.base import Counter, Op, ReserveIds
+from quire.manifest.ops.base import Counter, Op, ReserveIds, ReserveLocalIds
 from quire.manifest.reads import ReadTxn, table_named
 
 Concerns = Callable[[Any], Iterable[int]]
@@ -200,6 +200,7 @@ TOUCHES: dict[type[Op], Touches] = {
     jobs.ForgetJob: _touches(*_JOB),
     jobs.RenewJobLease: _touches(t.JOB_LEASES),
     # local: never in a change record
+    ReserveLocalIds: _touches(t.META),
     local.RecordMetric: _touches(t.METRICS),
     local.PutReader: _touches(t.SNAPSHOT_READERS, t.META, databases=_DB),
     local.DropReader: _touches(t.SNAPSHOT_READERS, databases=_DB),
@@ -210,6 +211,8 @@ TOUCHES: dict[type[Op], Touches] = {
     cursors.AcknowledgeChanges: _touches(*_CURSOR),
     cursors.DropCursor: _touches(*_CURSOR, t.CURSOR_NAMES),
     cursors.LoseCursor: _touches(*_CURSOR),
+    cursors.ClampCursor: _touches(*_CURSOR),
+    cursors.ResumeCursor: _touches(t.CHANGE_CURSORS),
     cursors.RetainChanges: _touches(t.META, CHANGE_LOG),
     cursors.TrimChanges: _touches(CHANGE_LOG),
 }

@@ -33,7 +33,7 @@ import errno
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import lmdb
@@ -97,6 +97,7 @@ class ManifestWriter:
         self._queue = BatchQueue(env.settings.queue_ops_max)
         # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
         self._overlay = Overlay(env.handles)
+        self._overlay.check_sound = env.check_sound if env.refused else None
         self._applier = Applier(self._overlay, int(env.settings.idempotency_seconds * 1000))
         self._carry: list[ManifestGuard] = []
         self._answered = 0
@@ -111,13 +112,15 @@ class ManifestWriter:
         self.bell.thread = self._queue.taker = self._thread
         env.fork_hooks.append(self._forked)
 
-    def start(self) -> None:
-        """Load the marks and begin to serve."""
+    def start(self, reached: Mapping[int, int] | None = None) -> None:
+        """Load the marks and begin to serve; `reached` are generations that the change log knows to be given already."""
         with ReadTxn(self._env) as txn:
             self.oldest, self.head = txn.feed_bounds()
             for (component,), row in txn.scan(t.GENERATION_WATERMARKS):
                 self.generations[component] = row.generation
                 self._last_ms = max(self._last_ms, row.updated_at_ms)
+        for component, generation in (reached or {}).items():
+            self.generations[component] = max(self.generations.get(component, 0), generation)
         self._thread.start()
 
     # ── any thread ────────────────────────────────────────────────────────────────────────────────────────────────────

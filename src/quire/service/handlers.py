@@ -313,6 +313,9 @@ class Handlers:
     def do_feed_acknowledge(self, request: m.Acknowledge, _: Asked) -> None:
         self._manifest.feed.acknowledge(request.cursor, request.upto)
 
+    def do_feed_resume(self, request: m.OfCursor, _: Asked) -> feed.CursorInfo:
+        return self._manifest.feed.resume(request.cursor)
+
     def do_feed_drop(self, request: m.OfCursor, asked: Asked) -> None:
         def do() -> None:
             self._manifest.feed.drop(request.cursor)

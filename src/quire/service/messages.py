@@ -365,6 +365,7 @@ ACTIONS: dict[str, Action] = {
         _read("feed.wait", Wait, int),
         _once("feed.register", Register, CursorInfo),
         Action("feed.acknowledge", Acknowledge, None),
+        Action("feed.resume", OfCursor, CursorInfo),
         _once("feed.drop", OfCursor, None),
         _read("jobs.list", ListJobs, list[Job]),
         _read("jobs.get", OfJob, Job),

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from quire.core.errors import TimedOut, UnknownCursor
 from quire.manifest.change import ChangePage, ChangeRecord, CursorInfo, Start
-from quire.manifest.feed import PAGE_RECORDS
+from quire.manifest.feed_pages import PAGE_RECORDS
 from quire.manifest.records import CursorState
 from quire.service import messages as m
 from quire.service.channel import ATTEMPT_SECONDS, Channel
@@ -82,6 +82,11 @@ class RemoteFeed:
     def acknowledge(self, cursor: int | str, upto: int) -> None:
         """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
         self._channel.call("feed.acknowledge", m.Acknowledge(cursor, upto))
+
+    def resume(self, cursor: int | str) -> CursorInfo:
+        """Let a cursor that was lost go on where it stood, or with the oldest change that is kept."""
+        resumed: CursorInfo = self._channel.call("feed.resume", m.OfCursor(cursor))
+        return resumed
 
     def drop(self, cursor: int | str) -> None:
         """The subscriber leaves for good."""

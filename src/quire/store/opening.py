@@ -117,6 +117,7 @@ def _open_owner(
         _see_to_objects(store, takeover=takeover, moved=moved)
         if manifest.recovered.in_flight_jobs:
             manifest.jobs.recover()
+        manifest.feed.prune()
         if settings.maintenance.enabled:
             store.start_upkeep()
         layout.sweep_debris(disk, root)

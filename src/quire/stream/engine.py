@@ -254,8 +254,8 @@ class StreamEngine:
                     db_id
                     for db_id, record in txn.databases()
                     if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
-                }
-            known = self._manifest.recovered.next_ids[Counter.DB]
+                } | txn.refused_databases()
+            known = self._manifest.recovered.next_ids.get(Counter.DB, 0)
             for name in names:
                 stream_id = parse_stream_home(name)
                 if stream_id is None or stream_id in live or not (stream_id in self._seen or stream_id < known):

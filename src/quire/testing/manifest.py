@@ -40,12 +40,13 @@ from quire.manifest.check import Problem
 from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_ops
 from quire.manifest.env import ManifestEnv
 from quire.manifest.guard import ManifestGuard, Receipt
+from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 from quire.manifest.migrations import migrate
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.cursors import AcknowledgeChanges, DropCursor, RegisterCursor
+from quire.manifest.ops.cursors import AcknowledgeChanges, DropCursor, LoseCursor, RegisterCursor, ResumeCursor
 from quire.manifest.ops.databases import (
     DropDb,
     RegisterDb,
@@ -58,6 +59,7 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
@@ -162,7 +164,7 @@ class BatchMaker:
     STORIES = (
         "register", "rename", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
         "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
-        "ensure", "work", "metric", "cursor", "reader",
+        "ensure", "work", "metric", "cursor", "reader", "lsm",
     )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
@@ -209,7 +211,7 @@ class BatchMaker:
         namespaces = [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]
         record = r.DbRecord(
             name=self.rng.choice(self.NAMES),
-            kind=r.DbKind.PAGES if not self._chance(5) else r.DbKind.STREAM,
+            kind=self.rng.choice((r.DbKind.STREAM, r.DbKind.LSM)) if self._chance(4) else r.DbKind.PAGES,
             created_at_ms=self.rng.randint(0, 2**40),
             page_size=4096,
             namespace_id=(self._any(namespaces) or 0) if self._chance(3) else 0,
@@ -420,13 +422,22 @@ class BatchMaker:
     def cursor(self, txn: ReadTxn) -> list[Op]:
         cursors = [key[0] for key, row in txn.scan(t.CHANGE_CURSORS) if row.name != HOLDER]
         cursor_id = self._any(cursors) or 0
-        choice = self.rng.randint(1, 4)
+        choice = self.rng.randint(1, 5)
         if choice == 1 or not cursors:
             name = self.rng.choice(("", "tail", "sink"))
             return [RegisterCursor(self._next(txn, Counter.CURSOR), self.rng.randint(0, 50), name)]
         if choice == 2:
             return [DropCursor(cursor_id)]
+        if choice == 3:
+            return [LoseCursor(cursor_id, "too slow"), *([ResumeCursor(cursor_id)] if self._chance(2) else [])]
         return [AcknowledgeChanges(cursor_id, self.rng.randint(0, 60))]
+
+    def lsm(self, txn: ReadTxn) -> list[Op]:
+        sets = [db_id for db_id, record in txn.databases() if record.kind is r.DbKind.LSM and db_id not in self._spare]
+        db_id = self._any(sets) or self._db(txn)  # of another kind: it is refused
+        ends = LsmEndsRecord(LsmLogEnd(0, 1, self.rng.randint(72, 900), 3), last_lsn=self.rng.randint(0, 99))
+        table = (self.rng.randint(1, 4), LsmTableRecord(0, 9, 0, 100, 1, 9))
+        return [FoldLsm(db_id, [table], [self.rng.randint(1, 4)]), RecordLsmEnds(db_id, ends)]
 
     def reader(self, txn: ReadTxn) -> list[Op]:
         db_id = self._db(txn)

@@ -63,6 +63,7 @@ class DeletePlan:
 
 def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: Trouble) -> DeletePlan:
     """The next step for a database (0: for the namespaces), less what this attempt has found that it cannot delete."""
+    txn.check_sound(db_id)  # rule 5: what its rows say is wrong somewhere
     now, grace = ctx.clock.now_ms(), int(ctx.settings.delete_grace_seconds * 1000)
     leaves: list[ArtifactKey] = []
     places: list[Place] = []

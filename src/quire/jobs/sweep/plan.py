@@ -186,6 +186,8 @@ def real_orphans(
 
 
 def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
+    if key.origin_db_id in txn.refused_databases():
+        return True  # its rows are damaged: what they would say is not known
     if artifact_row(txn, key) is not None or txn.refcount(key) is not None:
         return True
     if key.kind is ArtifactKind.WAL:

@@ -91,6 +91,19 @@ def raise_watermark(tables: Overlay, counter: Counter, used: int) -> None:
         tables.id_watermarks.put(key, WatermarkRecord(used + 1))
 
 
+class ReserveLocalIds(Op, frozen=True, tag=157):
+    """The same as `ReserveIds` for counters of local things, which the feed knows nothing of."""
+
+    logged = False
+    counter: Counter
+    upto: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        if self.counter not in LOCAL_COUNTERS:
+            raise InternalError("not a counter of local things", counter=self.counter.name)
+        raise_watermark(tables, self.counter, self.upto)
+
+
 class ReserveIds(Op, frozen=True, tag=1):
     """Hand out ids up to and including `upto` before the batches that use them exist (M5)."""
 

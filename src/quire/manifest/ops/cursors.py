@@ -37,6 +37,12 @@ def sequence_bounds(tables: Overlay) -> tuple[int, int]:
     return (oldest.number if oldest else 1), tables.head + 1
 
 
+def _retained(tables: Overlay, sequence: int) -> int:
+    """A position, clamped to those that a cursor may have."""
+    oldest, following = sequence_bounds(tables)
+    return min(max(sequence, oldest - 1), following - 1)
+
+
 def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
     """Key and row of a cursor."""
     key = t.CHANGE_CURSORS.key.pack(cursor_id)
@@ -50,7 +56,7 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
     """The error of a cursor that fell behind."""
     return CursorLost(
         f"the cursor was given up: {row.lost_reason}",
-        hint="what it had not read is gone: start again from a snapshot, then register a new cursor",
+        hint="what it had not read is gone: start again from a snapshot; `quire feed resume` lets it go on all the same",
         cursor_id=cursor_id,
         name=row.name,
         acked_sequence=row.acked_sequence,
@@ -91,8 +97,7 @@ class RegisterCursor(Op, frozen=True, tag=91):
     max_lag: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        oldest, following = sequence_bounds(tables)
-        acked = min(max(self.acked_sequence, oldest - 1), following - 1)
+        acked = _retained(tables, self.acked_sequence)
         key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
         if self.cursor_id == 0 or tables.change_cursors.has(key):
             raise AlreadyExists("a cursor of this id exists already", cursor_id=self.cursor_id)
@@ -167,6 +172,39 @@ class LoseCursor(Op, frozen=True, tag=99):
             given_up = replace(cursor, state=CursorState.LOST, lost_reason=self.reason, updated_at_ms=at_ms)
             tables.change_cursors.put(key, given_up)
             settle_oldest(tables)
+
+
+class ClampCursor(Op, frozen=True, tag=155):
+    """Bring a cursor back into the range that is retained (seed 000); one that has missed changes is lost (rule 4)."""
+
+    logged = False
+    cursor_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, cursor = cursor_of(tables, self.cursor_id)
+        before, after = cursor.acked_sequence, _retained(tables, cursor.acked_sequence)
+        if cursor.state is CursorState.LOST or after == before:
+            return
+        clamped = replace(cursor, acked_sequence=after, updated_at_ms=at_ms)
+        if after > before:
+            reason = f"the changes {before + 1:,} to {after:,} are no longer kept"
+            clamped = replace(clamped, state=CursorState.LOST, lost_reason=reason)
+        tables.change_cursors.put(key, clamped)
+        settle_oldest(tables)
+
+
+class ResumeCursor(Op, frozen=True, tag=156):
+    """A lost cursor goes on where it stood, or with the oldest change that is retained: its subscriber accepts the gap."""
+
+    logged = False
+    cursor_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, cursor = cursor_of(tables, self.cursor_id)
+        if cursor.state is CursorState.LOST:
+            acked = _retained(tables, cursor.acked_sequence)
+            live = replace(cursor, acked_sequence=acked, state=CursorState.LIVE, lost_reason="", updated_at_ms=at_ms)
+            tables.change_cursors.put(key, live)
 
 
 class RetainChanges(Op, frozen=True, tag=100):

@@ -22,9 +22,7 @@ class FoldLsm(Op, frozen=True, tag=83):
     removed: list[UInt] = []
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        record = tables.writable(self.db_id, even="read_only")
-        if record.kind is not DbKind.LSM:
-            raise WrongKind("not a key-value database", db_id=self.db_id, kind=record.kind.name.lower())
+        _require_lsm(tables, self.db_id)
         for sst_id in self.removed:
             tables.lsm_catalog.delete(t.LSM_CATALOG.key.pack(self.db_id, sst_id))
         for sst_id, row in self.added:
@@ -39,5 +37,11 @@ class RecordLsmEnds(Op, frozen=True, tag=130):
     ends: LsmEndsRecord
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        tables.writable(self.db_id, even="read_only")
+        _require_lsm(tables, self.db_id)
         tables.lsm_ends.put(t.LSM_ENDS.key.pack(self.db_id), self.ends)
+
+
+def _require_lsm(tables: Overlay, db_id: int) -> None:
+    record = tables.writable(db_id, even="read_only")
+    if record.kind is not DbKind.LSM:
+        raise WrongKind("not a key-value database", db_id=db_id, kind=record.kind.name.lower())

@@ -6,13 +6,15 @@ from typing import get_args
 
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
-from quire.manifest.ops.base import Op, ReserveIds
+from quire.manifest.ops.base import Op, ReserveIds, ReserveLocalIds
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
+    ClampCursor,
     DropCursor,
     LoseCursor,
     RegisterCursor,
+    ResumeCursor,
     RetainChanges,
     TrimChanges,
 )
@@ -98,6 +100,9 @@ AnyOp = (
     | TrimChanges
     | LoseCursor
     | RetainChanges
+    | ClampCursor
+    | ResumeCursor
+    | ReserveLocalIds
     | PutReader
     | DropReader
     | SetFloor
