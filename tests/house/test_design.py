@@ -115,3 +115,22 @@ def test_every_claim_says_where_it_is_or_why_it_is_not() -> None:
 def test_a_name_that_leads_nowhere_is_noticed() -> None:
     text = "`lsm/kv.py` `lsm/nothing.py` `lsm/test_kv.py::test_nothing` `docs/pages.md`"
     assert missing(text) == ["lsm/nothing.py", "lsm/test_kv.py::test_nothing"]
+
+
+# ── docstrings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+BARE_RULE = re.compile(r'"""Rules? [0-9, and]+[.;]?"""')
+
+
+def test_a_docstring_says_the_thing_and_not_only_its_rules_number() -> None:
+    assert BARE_RULE.search('"""Rules 1 and 2."""')
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    bare = [str(file.relative_to(ROOT)) for file in files if BARE_RULE.search(file.read_text("utf-8"))]
+    assert bare == ["tests/house/test_design.py"], "say it in a sentence; the rule's number may stand at its end"
+
+
+def test_the_design_documents_are_named_by_subject_and_not_by_number() -> None:
+    numbered = re.compile(r"\b[Ss]eeds? 00[0-9]\b|shared/(?:seeds|DESIGN)")
+    assert numbered.search("as seed 001 says")
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in KINDS]
+    cited = [str(file.relative_to(ROOT)) for file in files if numbered.search(file.read_text("utf-8"))]
+    assert cited == ["tests/house/test_design.py"], "docs/design/seeds.md has their names"

@@ -1,4 +1,4 @@
-"""Seed 002's tables, row by row: the tracked state and the effect of each event."""
+"""The key-value manifest document's tables, row by row: the tracked state and the effect of each event."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Seed 002 table by table, in its order: each row is a test, or names the test that is it.
+"""The key-value manifest document table by table, in its order: each row is a test, or names the test that is it.
 
-The heading of each part is the seed's. Where a row has a test of its own elsewhere, `ELSEWHERE` names it, and a test sees to it
+Headings are the document's. Where a row has a test of its own elsewhere, `ELSEWHERE` names it, and a test sees to it
 that the name is there: read the two side by side.
 """
 

@@ -194,7 +194,7 @@ def test_a_trimmer_takes_one_piece_at_a_time(manifest: ManifestStore) -> None:
 
 @pytest.mark.parametrize("oldest", [3, 8, 11])
 def test_a_cursor_below_the_oldest_change_never_skips_silently(path: str, oldest: int) -> None:
-    """Start-up clamps or refuses (seed 000); here it says so, wherever the cursor is used."""
+    """Start-up clamps or refuses (the change-feed document); here it says so, wherever the cursor is used."""
     with ManifestStore.open(path) as manifest:
         fill(manifest, 10)
         manifest.feed.register(name="app")

@@ -78,7 +78,7 @@ def bring_to(manifest: ManifestStore, state: WalState) -> None:
 def test_a_segment_moves_one_step_at_a_time_and_never_back_but_for_one_edge(
     manifest: ManifestStore, state: WalState
 ) -> None:
-    """Exhaustive: every state × every target, against the seed's table, written here a second time."""
+    """Exhaustive: every state × every target, against the design document's table, written here a second time."""
     allowed = {(FORWARD[index], FORWARD[index + 1]) for index in range(5)}
     allowed.add((WalState.CHECKPOINT_READY, WalState.INDEXED))
     assert {(source, target) for source, targets in NEXT_STATES.items() for target in targets} == allowed

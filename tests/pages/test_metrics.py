@@ -1,4 +1,4 @@
-"""Figures by the seed's names, the Prometheus collector, and spans."""
+"""Figures by the design document's names, the Prometheus collector, and spans."""
 
 from __future__ import annotations
 

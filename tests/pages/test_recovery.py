@@ -219,7 +219,7 @@ def test_an_open_segment_without_frames_is_discarded(small: Pages) -> None:
 
 
 def test_a_sealed_segment_that_is_not_indexed_is_indexed(small: Pages) -> None:
-    """Seed 003: the segment's own index region is enough."""
+    """The page-versions document: the segment's own index region is enough."""
     pages, model, store = small, Model(), small.database()
     write(store, model, {0: image(), 1: image()})
     write(store, model, {0: image(), 7: image()})

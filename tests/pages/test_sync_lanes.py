@@ -188,7 +188,7 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
 
 
 def test_a_sync_that_is_through_first_waits_for_the_one_before_it() -> None:
-    """Rule 4."""
+    """Flights are settled in the order in which they began (rule 4)."""
     log = Log(held=True)
     first, second = flying(log, 2)
     log.syncs[1].end()

@@ -26,7 +26,7 @@ def test_attaching_twice_says_nothing(spark: SparkSession) -> None:
 
 
 def test_workers_run_this_python(spark: SparkSession) -> None:
-    """And not the first `python3` of the PATH, which has no quire (DESIGN 7)."""
+    """And not the first `python3` of the PATH, which has no quire."""
 
     def who(batches):  # type: ignore[no-untyped-def]  # it travels by value
         import sys

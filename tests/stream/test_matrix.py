@@ -1,6 +1,6 @@
-"""The integration test matrix of seed 004, and the faults that streams must stand, each row a test.
+"""The integration test matrix of the manifest-log document, and the faults that streams must stand, each row a test.
 
-Here each row of the seed's matrix goes through a whole stream, its log, its objects and its recovery; the tests beside it look
+Here each row of the matrix goes through a whole stream, its log, its objects and its recovery; the tests beside it look
 at the same thing in one module, or kill real processes in the middle of it.
 
 | row | here | and also |
@@ -93,7 +93,7 @@ def test_the_table_names_tests_that_exist() -> None:
             assert hasattr(importlib.import_module(f"tests.stream.{module}"), name), beside
 
 
-# ── the seed's matrix ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the document's matrix ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_rotation_boundaries(world: StreamWorld) -> None:
     """Records of many sizes over many chunks: checksums hold, ordinals have no gap, and restarts stitch on."""
     log = world.stream.ledger.log

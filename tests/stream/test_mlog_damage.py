@@ -232,7 +232,7 @@ def test_a_corrupt_middle_quarantines_the_stream(tmp_path: Path, what: str) -> N
 
 
 def test_a_torn_tail_is_trimmed_and_not_an_error(tmp_path: Path) -> None:
-    """Seed 004, matrix: payload bytes without the header's update; the committed prefix is all there is."""
+    """Manifest-log document, matrix: payload bytes without the header's update; the committed prefix is all there is."""
     files = files_at(tmp_path)
     with open_writer(files) as writer:
         writer.append(opened(1), 1)

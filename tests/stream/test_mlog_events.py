@@ -1,4 +1,4 @@
-"""What is told about a log while it works: events under one name for each thing, and figures, both as seed 004 names them."""
+"""What is told about a log while it works: events under one name for each thing, and figures, as the document has them."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_follower_keeps_up(world: World) -> None:
 
 
 def test_a_follower_catches_up_over_missing_chunks(world: World) -> None:
-    """Seed 004, matrix: intermediate objects are dropped; snapshots and bundles carry the follower over."""
+    """Manifest-log document, matrix: intermediate objects are dropped; snapshots and bundles carry the follower over."""
     mirror = follower(world)
     world.chunks(2)
     world.log.tick()

@@ -48,7 +48,7 @@ def test_an_illegal_record_is_refused_and_leaves_no_trace(world: World) -> None:
 
 
 def test_snapshot_replay(world: World) -> None:
-    """Seed 004, matrix: a snapshot, more chunks, and replay starts at the marker's offset."""
+    """Matrix (docs/design/seeds.md, manifest log): a snapshot, more chunks, and replay starts at the marker's offset."""
     world.tell(40)
     snapshot_id = world.log.snapshot()
     world.chunks(3)
@@ -209,7 +209,7 @@ def test_the_log_comes_to_rest(world: World) -> None:
 
 
 def test_tier_2_retry(world: World) -> None:
-    """Seed 004, matrix: uploads fail for a while; the log keeps everything, tries ever less often, and then is done."""
+    """Matrix: uploads fail for a while; the log keeps everything, tries ever less often, and then is done."""
     world.store.down = True
     world.chunks(2)
     tried = 0
@@ -227,7 +227,7 @@ def test_tier_2_retry(world: World) -> None:
 
 
 def test_a_segments_upload_fails_and_is_retried_under_its_key(world: World) -> None:
-    """Seed 004, matrix: UploadFailed, then UploadDone in a later chunk with the same key; in between it is work."""
+    """Matrix: UploadFailed, then UploadDone in a later chunk with the same key; in between it is work."""
     log = world.log
     log.append_all([(opened(0), 1), (r.SealSegment(1, 1), 1), (r.UploadStarted("k"), 1), (r.UploadFailed("k", 3), 1)])
     log.rotate()

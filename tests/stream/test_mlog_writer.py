@@ -74,7 +74,7 @@ def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tm
 
 
 def test_rotation_boundaries_leave_no_gap(tmp_path: Path) -> None:
-    """Seed 004, matrix: records of varying sizes over many rotations; ordinals and checksums go on without gaps."""
+    """Matrix: records of varying sizes over many rotations; ordinals and checksums go on without gaps."""
     files, clock = files_at(tmp_path), ManualClock()
     values: list[r.Payload] = []
     with open_writer(files, clock) as writer:

@@ -366,7 +366,7 @@ def test_a_dictionary_is_used_where_it_pays_and_found_again(tmp_path: Path) -> N
 
 # ── tier 2 after an opening ───────────────────────────────────────────────────────────────────────────────────────────
 def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld) -> None:
-    """Seed 004, start-up: list, compare, rebuild from what is here; else it needs repair, and that is told."""
+    """The manifest-log document, start-up: list, compare, rebuild from what is here; else it needs repair, and that is told."""
     payloads = world.fill(4)
     stream = world.stream
     stream.upload()
@@ -399,7 +399,7 @@ def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld)
 
 
 def test_records_of_uploads_carry_the_base_of_their_segment(world: StreamWorld) -> None:
-    """Seed 004: `logical_offset` of an upload is the base offset of the warm artifact; also of a log that catches up."""
+    """`logical_offset` of an upload is the base offset of the warm artifact; also of a log that catches up."""
     world.fill(2)
     world.objects.down = True
     with pytest.raises(ObjectStoreUnavailable):

@@ -142,7 +142,7 @@ def _begun(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
-    """Rule 2."""
+    """Run a probe; whatever it raises becomes a failed row, so that the others still run (rule 2)."""
     try:
         return probe()
     except QuireError as error:

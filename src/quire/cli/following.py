@@ -53,7 +53,7 @@ def _write(text: str) -> None:
 
 
 def _see_who_reads() -> None:
-    """Rule 3."""
+    """End the command when the reader of the pipe has gone, also while nothing comes (rule 3)."""
     try:
         number = sys.stdout.fileno()
     except OSError:

@@ -92,7 +92,8 @@ def serve(
 
 
 def _say(cli: Cli, addresses: list[str]) -> None:
-    """Rule 1. With --json to stderr: stdout is for one document, which comes at the end."""
+    """Print where the server listens, at once. With --json to stderr: stdout is for one document, which comes at the
+    end."""
     stream = sys.stderr if cli.as_json else sys.stdout
     for address in addresses:
         stream.write(f"listening on {address} (pid {os.getpid()})\n")

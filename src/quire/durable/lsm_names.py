@@ -28,7 +28,7 @@ def lsm_home(db_id: int) -> str:
 
 
 class LsmHome(msgspec.Struct, frozen=True):
-    """The files of a key-value database, or of a snapshot of one, below the directory `path`: seed 002's layout."""
+    """The files of a key-value database, or of a snapshot of one, below the directory `path`."""
 
     path: str
 

@@ -117,7 +117,7 @@ class OpenFiles:
             return handle
 
     def _open_again(self, entry: _Entry) -> None:
-        """Rules 3 and 4. REQUIRES the lock."""
+        """Open all handles of an entry together, if the path still leads to the same file. REQUIRES the lock."""
         files: list[File] = []
         try:
             for handle in entry.handles:
@@ -162,7 +162,7 @@ class OpenFiles:
             return sum(self._close(entry) for entry in idle)
 
     def _make_room(self, but: _Entry | None) -> None:
-        """Rule 2. REQUIRES the lock."""
+        """Close the entries opened longest ago until the bound holds, syncing dirty ones first. REQUIRES the lock."""
         if len(self._open) < self._limit:
             return
         candidates = [entry for entry in self._open if entry is not but]

@@ -52,7 +52,7 @@ def _staged_objects(ctx: JobContext) -> int:
 
 
 def _temporary(ctx: JobContext) -> int:
-    """Rule 1."""
+    """Remove temporary files that nobody has touched for an hour: their writers are gone (rule 1)."""
     horizon = ctx.clock.now_ms() / 1000 - TEMPORARY_AGE_SECONDS
     home = os.path.join(ctx.root, names.PAGES)
     aged = [
@@ -62,7 +62,7 @@ def _temporary(ctx: JobContext) -> int:
 
 
 def _dropped(ctx: JobContext) -> int:
-    """Rule 2."""
+    """Remove files of databases that are known to be gone: their ids were given out and have no row (rule 2)."""
     with ctx.manifest.read() as txn:
         given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB))
     removed = 0

@@ -77,7 +77,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[K, R]):
-    """Rule 1."""
+    """What became of a task: its result or its `QuireError`, which ends nothing else (rule 1)."""
 
     key: K
     value: R | None = None
@@ -235,7 +235,7 @@ class ThreadRunner:
     def _each(
         self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick
     ) -> Iterator[Answer[K, R]]:
-        """Rules 2 and 3."""
+        """Run tasks, a bounded number at a time; `tick` may raise, and then no more are started (rules 2 and 3)."""
         waiting, under_way, done = iter(tasks), dict[Future[R], K](), 0
         tick(0, total)
         with ThreadPoolExecutor(self._threads, thread_name_prefix=self._label) as pool:

@@ -112,7 +112,7 @@ class Together(Generic[H]):
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Rules 3 and 4."""
+        """Renew all leases from one thread while the run lasts; put jobs back if it is interrupted (rules 3 and 4)."""
         heart = threading.Thread(target=self._beat, name="quire-many-heart", daemon=True)
         heart.start()
         try:
@@ -128,7 +128,8 @@ class Together(Generic[H]):
         assert not self.held, "every job has ended, or was put back"
 
     def _put_back(self) -> None:
-        """Rule 4. Leases say what is ours: what was under way when we were interrupted may have been committed since."""
+        """Put the jobs we hold back, unfailed. Leases say which those are: what was under way may have been
+        committed."""
         self.held.clear()
         try:
             self._manifest.reserve_job_id()  # a commit of its own: whatever was submitted before it is decided by then
@@ -164,7 +165,7 @@ class Together(Generic[H]):
     # ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
     def alone(self, held: H) -> Iterator[None]:
-        """Rule 1."""
+        """Contain a failure: it ends this database's job and no other (rule 1)."""
         try:
             yield
         except (StoreClosed, StoreUnusable):

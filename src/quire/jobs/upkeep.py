@@ -216,7 +216,7 @@ class Upkeep:
         done.delete_jobs += manifest.jobs.ensure_deletions(origins)
 
     def _checkpoints(self, done: Round) -> None:
-        """Databases with enough, or old enough, sealed WAL get a checkpoint job (DESIGN 5.7)."""
+        """Databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults)."""
         manifest, settings = self._ctx.manifest, self._ctx.settings
         oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
         due: list[int] = []

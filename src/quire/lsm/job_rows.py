@@ -39,7 +39,7 @@ class JobRows:
         """The row of the compaction that is under way, or failed; 0 for none."""
 
     def begin(self, job: Job) -> None:
-        """Rule 1."""
+        """Make the row of a compaction and take it, in one batch: no other worker gets it (rule 1)."""
         if self._job_id:
             return
         size = sum(table.size_bytes for table in job.inputs)
@@ -54,7 +54,7 @@ class JobRows:
             self._complain(error)
 
     def done(self, result: dict[str, Any]) -> None:
-        """Rule 1."""
+        """Complete the row: the compaction is published (rule 1)."""
         job_id, self._job_id = self._job_id, 0
         if job_id:
             try:

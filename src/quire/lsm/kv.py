@@ -250,7 +250,8 @@ class Kv(Reader):
 
     # ── memtables ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _make_room(self) -> None:
-        """Rule 4. REQUIRES the write lock, and lets it go while it waits: nobody else waits behind a stalled writer."""
+        """Wait while too many memtables or tables wait. REQUIRES the write lock, and lets it go meanwhile: nobody else
+        waits behind a stalled writer."""
         while self.stalls.is_due:
             self._writing.release()
             try:
@@ -415,7 +416,7 @@ class Kv(Reader):
             self.require()
 
     def _doubt(self, error: BaseException) -> None:
-        """Rule 3."""
+        """Take no more writes until the database is opened again: what is on disk is unknown (rule 3)."""
         if isinstance(error, (OutOfRange, StoreClosed)):
             return  # refused before anything was written
         hint = "repair the cause, then open the database again"

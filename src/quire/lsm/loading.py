@@ -122,7 +122,8 @@ def published(kv: Kv, number: int) -> int | None:
 
 
 def _refuse_doubles(tables: list[Table]) -> None:
-    """Rule 6. Inside a table the writer has seen to it, so only tables that overlap are read."""
+    """Refuse a key that comes twice in a load. Inside a table the writer has seen to it, so only tables that overlap
+    are read."""
     for together in clusters(tables):
         for low, high in parts(together, b"", None, first_bytes=PART_BYTES):
             keys = merged(together, low, high).column(0)

@@ -1,4 +1,4 @@
-"""The manifest of one key-value database: which WALs and tables are the database (seed 002).
+"""The manifest of one key-value database: which WALs and tables are the database (the key-value manifest document).
 
 Terms
   event       one change; logged and synced before memory shows it
@@ -27,7 +27,7 @@ Rules
   7. So a life that is not recorded yet is not covered: no checkpoint, and where rule 4 asks for one, the manifest is unusable.
 
 Threads: any; one lock for all changes. Reading `state()` gives a copy.
-Format page: `docs/formats/lsm-manifest.md`. Errors carry the seed's `kind` (see manifest_data.py).
+Format page: `docs/formats/lsm-manifest.md`. Errors carry the design document's `kind` (see manifest_data.py).
 Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`,
 `InternalError`.
 """
@@ -300,7 +300,7 @@ class Manifest:
             self._record(event)
 
     def _check_added(self, entries: Sequence[ManifestSstEntry]) -> None:
-        """Rule 2."""
+        """Refuse tables whose ids were never handed out, or that are live already, before they are logged (rule 2)."""
         for entry in entries:
             if entry.id >= self._data.next_sst_id:
                 raise _internal("a table's id was never handed out", id=entry.id, next=self._data.next_sst_id)
@@ -308,7 +308,7 @@ class Manifest:
                 raise _internal("a table of this id is live already", id=entry.id)
 
     def _record(self, *events: ManifestEvent) -> None:
-        """Rule 1. Each change has a version of its own, above the last one's."""
+        """Append, sync, apply (rule 1). Each change has a version of its own, above the last one's."""
         with self._lock:
             self._require()
             if not isinstance(events[0], Version):
@@ -336,7 +336,7 @@ class Manifest:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """The seed's nine steps. REQUIRES the lock."""
+        """The design document's nine steps. REQUIRES the lock."""
         target, disk = self._home.manifest_snapshot, self._disk
         data = self._data
         hit("lsm.checkpoint.begun")
@@ -372,7 +372,8 @@ class Manifest:
         data.dirty = False  # 9
 
     def _abandon_log(self, error: Exception) -> None:
-        """Rule 4; always raises."""
+        """Write the state without the failed event as a snapshot that covers the log, so that it never reappears;
+        always raises."""
         cause = error.__cause__ if isinstance(error, StoreUnusable) else error
         try:
             if not self.is_recorded:

@@ -1,4 +1,4 @@
-"""What a key-value database's manifest knows, and the nine events that change it (seed 002).
+"""What a key-value database's manifest knows, and the nine events that change it (the key-value manifest document).
 
 Terms
   event   one change of the metadata, as a value: logged, replayed, tested
@@ -13,7 +13,7 @@ Rules
   3. `last_lsn` and `next_sst_id` only rise. `version` rises with every change: each group of events begins with a `Version`.
   4. `dirty` says whether the last snapshot lacks something; it is not part of what is stored or compared.
 
-Error kinds: the seed's five, as the field `kind` of the error (`error.where["kind"]`); the class of an error says what
+Error kinds: the design document's five, as the field `kind` of the error (`error.where["kind"]`); the class says what
 the caller can do about it, as everywhere. `Wal` comes as `StoreUnusable`, `StorageFault` or `Corruption`, `Io` as
 `StorageFault`, `Encoding` as `Corruption`, `FormatTooNew` or `OutOfRange`, `SnapshotChecksumMismatch` under its own name,
 `Internal` as `InternalError`.
@@ -35,7 +35,7 @@ from quire.core.errors import QuireError
 
 
 class ErrorKind(StrEnum):
-    """The seed's kinds of errors."""
+    """The design document's kinds of errors."""
 
     WAL = "Wal"
     IO = "Io"
@@ -46,7 +46,7 @@ class ErrorKind(StrEnum):
 
 @contextmanager
 def of_kind(kind: ErrorKind) -> Iterator[None]:
-    """Give errors that pass through the seed's name, unless they have one."""
+    """Give errors that pass through the design document's name, unless they have one."""
     try:
         yield
     except QuireError as error:
@@ -55,7 +55,7 @@ def of_kind(kind: ErrorKind) -> Iterator[None]:
 
 
 def kind_of(error: QuireError) -> ErrorKind | None:
-    """The seed's name of an error, if it is the manifest's."""
+    """The design document's name of an error, if it is the manifest's."""
     kind = error.where.get("kind")
     return ErrorKind(kind) if kind is not None else None
 

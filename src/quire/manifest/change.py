@@ -1,7 +1,7 @@
 """The values of the change feed: one record (what one batch did), its form in JSON, a page of them, a cursor.
 
 The bytes are those of every msgpack table (u16 version + array); the operations are the very values that were applied,
-each as an array that begins with its tag, so a subscriber replays them without special adapters (seed 000).
+each as an array that begins with its tag, so a subscriber replays them without special adapters (the change-feed document).
 Layout: docs/formats/manifest.md. The form in JSON is described in docs/feed.md.
 
 Rules
@@ -60,7 +60,7 @@ class Start(Enum):
 
 
 class CursorInfo(msgspec.Struct, frozen=True):
-    """A cursor and the bounds of the feed, in one snapshot (the seed's `ChangeCursorSnapshot`)."""
+    """A cursor and the bounds of the feed, in one snapshot (the design document's `ChangeCursorSnapshot`)."""
 
     cursor_id: int
     name: str

@@ -221,7 +221,8 @@ class ManifestEnv:
             raise ManifestDamaged("the manifest is empty", hint=_RESTORE, path=self.path)
 
     def _refuse_truncated(self) -> None:
-        """Rule 4. Pages freed before they were ever written may lawfully lie beyond the end: then LMDB's verifier decides."""
+        """Refuse a file too short for its pages. Pages freed before they were ever written may lawfully lie beyond the
+        end: then LMDB's verifier decides."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         present = os.stat(self.path).st_size
         if present >= needed:
@@ -396,7 +397,7 @@ class ManifestEnv:
         self._env.close()
 
     def _forked(self) -> None:
-        """Rule 5."""
+        """Drop the environment in a forked child without touching LMDB: slots and locks are the parent's (rule 5)."""
         visitors = self.gate.visitors()
         _keep_for_ever((self._env, *visitors))
         if not self._is_over:

@@ -1,4 +1,4 @@
-"""The change feed: everything that was committed, in order, for whoever subscribes (seed 000).
+"""The change feed: everything that was committed, in order, for whoever subscribes (the change-feed document).
 
 Terms
   cursor    a subscriber: what it has acknowledged is its position, durable across restarts; a name finds it again

@@ -44,7 +44,7 @@ def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, on
 
 
 def check_position(position: int, bounds: tuple[int, int], cursor: int | str) -> None:
-    """Rule 1."""
+    """Refuse a position whose changes are no longer kept, or that the feed has not reached (rule 1)."""
     oldest, head = bounds
     if position < oldest - 1:
         raise CursorLost(

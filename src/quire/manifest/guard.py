@@ -110,7 +110,7 @@ class Bell:
             raise TimedOut(f"timed out waiting for {what}", hint="it may still happen", seconds=timeout)
 
     def refuse_writer(self) -> None:
-        """Rule 3."""
+        """Raise `WrongThread` on the writer thread: it would wait for itself (rule 3)."""
         if threading.current_thread() is self.thread:
             raise WrongThread("the manifest's writer thread cannot wait for itself", hint="wait in another thread")
 

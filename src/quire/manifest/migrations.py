@@ -114,7 +114,7 @@ def migrate(env: ManifestEnv, clock: Clock, steps: Sequence[Step] = STEPS) -> li
 
 
 def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> None:
-    """Rule 3."""
+    """Refuse a schema above ours, or a step that we do not know (rule 3)."""
     if env.handles[t.META.name] is None:
         return
     known = BASE_SCHEMA + len(steps)

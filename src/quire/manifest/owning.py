@@ -1,7 +1,7 @@
 """Becoming the owner of a manifest: what is done before anything may be written.
 
-Order (seed 001, start-up): migrate → check → mend, if the caller asked for it → bring cursors back into the range that is
-retained (seed 000) → rehydrate → start the writer. A database or a counter that breaks a rule is closed, and everything else
+Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is
+retained → rehydrate → start the writer. A database or a counter that breaks a rule is closed, and everything else
 works; a manifest that breaks any other rule is refused with the rows named.
 
 Kept apart from store.py because readers need none of what is loaded here.

@@ -1,6 +1,6 @@
 """What the owner learns from the manifest when it opens a store.
 
-Order (seed 001, start-up): open → migrate → check → rehydrate → start the writer. Nothing is served before the check has
+Order: open → migrate → check → rehydrate → start the writer. Nothing is served before the check has
 passed; a store that breaks a rule is refused with the rows named, or repaired if the caller asked for it.
 """
 

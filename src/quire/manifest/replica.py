@@ -302,7 +302,7 @@ def _register(feed: ChangeFeed, name: str) -> bool:
 
 
 def _clear_local(env: ManifestEnv) -> None:
-    """Rule 3."""
+    """Remove the source's local rows from a copy; log, bounds and marks of ids stay (rule 3)."""
     txn = env.begin_write()
     try:
         for table in CLEARED:

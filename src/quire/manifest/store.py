@@ -1,7 +1,7 @@
 """`ManifestStore`: the manifest as everyone else sees it.
 
 Reads are snapshots (`with manifest.read() as txn`), writes are batches of operations (`manifest.submit(ops)` → guard). The
-typed methods below build the batches that seed 001 names. Those that hand out an identifier wait until it is durable and
+typed methods below build the batches that the catalog has. Those that hand out an identifier wait until it is durable and
 return it (M5: an id must not leave the process before its batch has committed); the others return the guard.
 
     >>> import tempfile
@@ -227,7 +227,7 @@ class ManifestStore:
                 found = self._parts[kind] = self._parts.get(kind) or make()
         return found
 
-    # The seeds' names for what `feed`, `snapshots` and `jobs` do.
+    # The design documents' names for what `feed`, `snapshots` and `jobs` do.
     def register_change_cursor(self, start: Start | int | None = None, *, name: str = "") -> CursorInfo:
         """A new subscriber of the feed, from its oldest change on unless told otherwise."""
         from quire.manifest.change import Start

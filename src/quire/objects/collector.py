@@ -78,7 +78,8 @@ class Collector:
         return {key for key in keys if self._refusal(url, key, owned) is None}
 
     def _refusal(self, url: str, key: str, owned: Owned) -> ForeignObject | None:
-        """Rule 1; `None` if the name may go."""
+        """Why a name may not be deleted, being another store's or not confirmed to be ours; `None` if it may go (rule
+        1)."""
         if _is_below(url, key, owned.current):
             return None
         if _is_below(url, key, owned.ancestors):

@@ -1,4 +1,4 @@
-"""A remote namespace: where a family of artifacts lives, so that their rows need only a compact suffix (seed 001).
+"""A remote namespace: where a family of artifacts lives, so that their rows need only a compact suffix (the catalog document).
 
 Terms
   namespace  (id, url, prefix): a bucket or directory and a static prefix in it, recorded once in the manifest

@@ -57,7 +57,7 @@ def read_newest(chain: Sequence[ChunkReader], offset: int) -> bytes | None:
 
 
 def check_chain(chain: Sequence[ChunkReader]) -> None:
-    """Rule 1."""
+    """Refuse chunks that are not one slot's base and deltas with rising `covered_lsn` (rule 1)."""
     if not chain:
         raise InvalidInput("a chain has at least one chunk")
     for older, newer in pairwise(chain):

@@ -2,7 +2,7 @@
 
 Rules
   1. The first opening decides the page size, for ever; who asks for another one later is refused.
-  2. The hash covers page size, pages per chunk and compression (DESIGN 5.7): a row that no longer fits it is refused, because
+  2. The hash covers page size, pages per chunk and compression: a row that no longer fits it is refused, because
      every chunk would be read at the wrong places.
 """
 
@@ -61,6 +61,6 @@ def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
 
 
 def config_hash(shape: Shape, record: DbRecord) -> bytes:
-    """Rule 2."""
+    """Hash of page size, pages per chunk and compression: what every chunk depends on (rule 2)."""
     text = f"pages:{shape.page_size}:{shape.pages_per_chunk}:{int(record.compression)}"
     return hashlib.sha256(text.encode()).digest()[:16]

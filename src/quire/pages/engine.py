@@ -379,7 +379,7 @@ class PageEngine:
                 self._tick_safely(store)
 
     def _tick_safely(self, store: PageStore) -> None:
-        """Rule 3. Whatever it is, the ticker lives on: without it nothing is published, and no reader ever runs out."""
+        """Tick one database and report its failure; the ticker lives on, or nothing would be published any more."""
         try:
             self.tick(store)
             self._complaints.pop(store.db_id, None)
@@ -439,7 +439,7 @@ class PageEngine:
             raise failures[0]
 
     def _forked(self) -> None:
-        """Rule 6."""
+        """Close the engine in a forked child: files and threads are the parent's (rule 6)."""
         self._closed = True
         self._lock = threading.Lock()
         self._gates = {}

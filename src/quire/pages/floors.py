@@ -122,7 +122,7 @@ class Floors:
         return high if outside is None else min(high, outside)
 
     def _note(self, db_id: int, floor: int) -> None:
-        """Rule 5."""
+        """Record whether a plan waits for the floor: there are indexed segments, all of them above it (rule 5)."""
         with self._manifest.read() as txn:
             rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         blocked = bool(rows) and all(row.last_lsn > floor for row in rows)

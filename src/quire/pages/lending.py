@@ -68,7 +68,7 @@ def lend(
 
 
 def _hold(store: PageStore) -> Lease:
-    """Rule 2."""
+    """Hold a version in memory from before its seal until its view is made (rule 2)."""
 
     def newest() -> tuple[int, None]:
         return store.wal.durable.lsn, None
@@ -103,7 +103,8 @@ def _origins(view: SnapshotView) -> set[int]:
 
 
 def _uploaded(engine: PageEngine, manifest: ManifestStore, view: SnapshotView, objects_url: str) -> SnapshotView:
-    """Rule 4. Chunks keep their places, so only the pins are looked up again: the leaves may be gone by now."""
+    """Upload the segments a view needs. Chunks keep their places, so only the pins are looked up again: the leaves may
+    be gone by now."""
     if not (missing := without_object(view)):
         return view
     if engine._upload is None:

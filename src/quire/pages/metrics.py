@@ -1,4 +1,4 @@
-"""What the page engine counts, by the seed's names, and the same for Prometheus.
+"""What the page engine counts, by the design document's names, and the same for Prometheus.
 
 Everything is read when somebody asks: counting costs the engine nothing but a few additions. Labels are a database's id and
 name.
@@ -57,7 +57,7 @@ class PagesFigures:
     cold_wait_seconds: float
 
     def named(self) -> dict[str, dict[str, float]]:
-        """The seed's names: metric → database → value."""
+        """The design document's names: metric → database → value."""
         of = {each.name: each for each in self.databases}
         return {
             "page_index.rows": {name: each.page_index_rows for name, each in of.items()},

@@ -70,7 +70,7 @@ class Segment:
 
     file: SegmentFile
     size_pages: int = 0
-    """Rule 4."""
+    """Of the database at its end; within a transaction the larger of the sizes before and after it (rule 4)."""
     is_dirty: bool = False
     """Whether it waits for a sync; see `Wal`."""
     added: int = 0
@@ -192,7 +192,7 @@ class Publication:
         return as_rows(header, entries)
 
     def _seal_rows(self) -> None:
-        """Rule 3."""
+        """Make ended segments Sealed and Indexed, once nothing of them or before them is left to publish (rule 3)."""
         while self.ended and self.ended[0].published == self.ended[0].added:
             segment = self.ended[0]
             file, header = segment.file, segment.file.header

@@ -168,7 +168,8 @@ class PublishedReaders:
     def _open_found(
         self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
     ) -> PublishedSnapshot | ViewReader:
-        """Rule 1."""
+        """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed
+        it (rule 1)."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
             found = find(txn, db_id)
@@ -294,7 +295,7 @@ class PublishedReaders:
             each.close()
 
     def forked(self) -> None:
-        """Rule 5. The lease files were closed by their own hook."""
+        """Close the snapshots in a forked child. The lease files were closed by their own hook."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._stopping.set()

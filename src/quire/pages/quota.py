@@ -122,7 +122,8 @@ class StorageQuota:
         return os.path.join(self._root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
 
     def _give(self) -> None:
-        """Rule 2. REQUIRES the lock. A database that was never looked at gets nothing: its first writer looks."""
+        """Give each database the room its budget and the store's leave. REQUIRES the lock. A database that was never
+        looked at gets nothing: its first writer looks."""
         stores = [store for store in self._stores() if store.db_id in self._appended]
         fresh = {store.db_id: store.wal.appended_bytes - self._appended[store.db_id] for store in stores}
         left = self._settings.store_wal_bytes_max - self._total - sum(fresh.values())

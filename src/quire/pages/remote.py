@@ -127,7 +127,7 @@ class RemoteReaders:
         return held
 
     def _persist(self, db_id: int, reader_id: int, held: _Held, mark: Mark | None = None) -> None:
-        """Rule 2."""
+        """Write the reader's row with a horizon two leases ahead: the next one is due after a lease (rule 2)."""
         snapshot = held.snapshot
         horizon = self._clock.now_ms() + int(2_000 * held.ttl_seconds)
         at = mark or Mark(snapshot.lsn, snapshot.size_pages, snapshot.epoch.segment_id, snapshot.time_ms)
@@ -179,7 +179,8 @@ class RemoteReaders:
         return self._adopt(store, reader_id)
 
     def _adopt(self, store: PageStore, reader_id: int) -> _Held:
-        """Rules 3 and 4."""
+        """Give a reader of an earlier life a lease again, or refuse it if a checkpoint was allowed past its version
+        (rules 3 and 4)."""
         key = (store.db_id, reader_id)
         self._held.pop(key, None)
         row = self._row(*key)

@@ -423,7 +423,7 @@ def read_header(file: File, *, db_id: int | None = None, segment_id: int | None 
 
 
 def _second_handle(disk: Disk, file: File, header: SegmentHeader) -> File | None:
-    """Rule 8."""
+    """A handle of its own for the second sync lane; none for a small segment (rule 8)."""
     return disk.open(file.path) if header.geometry.file_bytes > TWO_HANDLES_BYTES // 2 else None
 
 

@@ -166,7 +166,7 @@ def _among(
     objects_url: str,
     checkpointed_lsn: int = -1,
 ) -> Found | None:
-    """Rules 2 and 3."""
+    """Find a snapshot that covers no more than the moment and pins every segment up to it (rules 2 and 3)."""
     before: tuple[int, SnapshotRecord] | None = None
     for snapshot_id, record in snapshots:
         if moment.includes(record.anchor_lsn, record.anchor_time_ms or record.created_at_ms):

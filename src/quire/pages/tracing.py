@@ -1,4 +1,4 @@
-"""Spans of the page engine: those of `quire.core.tracing`, by the names that the seed gives them.
+"""Spans of the page engine: those of `quire.core.tracing`, by the names of the design document.
 
 `PageStore.read_page` has the epoch that satisfied it, whoever reads; `CheckpointPlanner.select_mvcc_segments` (in
 `jobs/checkpoint`) the chosen segments and the readers in the way.

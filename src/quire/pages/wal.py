@@ -192,7 +192,7 @@ class Wal:
         order.sort()
 
     def _reserve(self, frames: int) -> None:
-        """Rule 3."""
+        """Reserve a block of lsns in the manifest before they are used (rule 3)."""
         upto = self._next_lsn + frames + LSN_BLOCK
         self._manifest.submit([AdvanceWal(self.db_id, 0, lsn_reserved=upto)]).result()
         self._reserved_lsn = upto
@@ -419,7 +419,7 @@ class Wal:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
-        """Rule 6."""
+        """Take no more writes until the database is reopened: what is on disk is unknown (rule 6)."""
         if self.failure is None:
             hint = "repair the cause, then open the database again"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)

@@ -147,7 +147,7 @@ class SegmentMaker:
         )
 
     def _discards(self) -> list[Op]:
-        """Rule 3."""
+        """Operations that discard segments of a batch of which it was unknown whether it was committed (rule 3)."""
         if not self._doubtful:
             return []
         with self._manifest.read() as txn:

@@ -146,7 +146,8 @@ class Channel:
             return self._client
 
     def _reconnect(self, failed: Any) -> None:
-        """Rule 3. The old one is left to those who still use it, and closes itself with the last of them."""
+        """Connect anew after a failed attempt. The old connection is left to those who still use it, and closes itself
+        with the last of them."""
         with self._lock:
             if self._client is failed:
                 self._client = None
@@ -182,7 +183,7 @@ class Channel:
         return self._until_answered(name, attempt, self.call_seconds if timeout is None else timeout)
 
     def _until_answered(self, name: str, attempt: Callable[[Any, float], R], seconds: float) -> R:
-        """Rules 1 and 2."""
+        """Repeat a call that can do no harm, with growing pauses, until the deadline (rules 1 and 2)."""
         deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
         while True:
             client = self._connected()

@@ -113,7 +113,7 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._refusals = refusals
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> Admission:
-        """Rule 1."""
+        """Check version, kind and token of a call before anything else; count and report refusals (rule 1)."""
         told = {name.lower(): str(values[0]) for name, values in headers.items() if values}
         method = str(getattr(info.method, "name", info.method)).lower()
         if (wrong := version_error(told.get(VERSION_HEADER, ""))) is not None:

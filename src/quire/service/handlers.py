@@ -280,7 +280,7 @@ class Handlers:
         )
 
     def do_feed_wait(self, request: m.Wait, asked: Asked) -> int:
-        """Rule 2."""
+        """Long poll for the next change; it ends when the server stops (rule 2)."""
         clock = self._manifest.clock
         deadline = clock.monotonic() + min(max(request.seconds, 0.0), self._store.settings.service.wait_seconds_max)
         while True:

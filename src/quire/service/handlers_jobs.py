@@ -225,7 +225,7 @@ def _unpacked(packed: bytes) -> Any:
 
 
 def _remote(worker: str) -> str:
-    """Rule 1."""
+    """The name of a worker elsewhere; one that could be taken for one of the owner's is refused (rule 1)."""
     if not worker or worker.startswith(OWNER_PREFIX):
         raise InvalidInput("a remote worker needs a name of its own", hint="host and pid, say", worker=worker)
     return worker

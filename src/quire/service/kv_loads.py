@@ -101,7 +101,7 @@ class KvLoads:
         return self._store.kvs.open(name, create=create)
 
     def publish(self, request: m.PublishTables) -> int:
-        """Rule 2; the number of rows."""
+        """Publish the tables that the job names, in one event and once (rule 2); the number of rows."""
         with self._lock:
             begun = self._begun.get(request.load)
         kv = self._kv(request.database, create=request.create)

@@ -75,7 +75,7 @@ class Loads:
             self._drop_idle(request.load)
 
     def insert(self, request: m.LoadRows) -> int:
-        """Rule 2; the number of rows."""
+        """Insert the parts that the job names, in one transaction and once (rule 2); the number of rows."""
         if not request.columns:
             raise InvalidInput("rows have at least one column", table=request.table)
         connection = self._store.sqlite(request.database, create=False, timeout=BUSY_SECONDS)

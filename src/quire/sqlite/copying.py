@@ -90,7 +90,7 @@ def bring_some(target: PageStore, source: PageArray, pages: Iterable[int]) -> Br
 
 
 def _write_changed(txn: WriteTxn, before: Snapshot, images: dict[int, bytes]) -> int:
-    """Rule 2; how many there were."""
+    """Write the pages that differ from what the database holds (rule 2); how many there were."""
     known = before.read_pages([page for page in images if page < before.size_pages], cold=True)
     changed = {page: image for page, image in images.items() if known.get(page) != image}
     txn.write_pages(changed)

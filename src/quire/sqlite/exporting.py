@@ -91,7 +91,7 @@ def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | N
 
 
 def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
-    """Rule 3."""
+    """Refuse to overwrite unasked, and a target beside which a -wal or -journal lies (rule 3)."""
     if os.path.isdir(path):
         raise InvalidInput("this is a directory", hint="name the file to write", path=path)
     if disk.exists(path) and not force:

@@ -173,7 +173,7 @@ class Follower:
         return position.settled and position.file == signature_of(self.path)
 
     def _valid_position(self) -> Position | None:
-        """Rule 4."""
+        """The stored position, or `None` if there is a gap and pages must be compared (rule 4)."""
         position, target = self._position, self._target
         if position is None or target is None or target.durable_version()[0] != position.lsn:
             return None

@@ -77,7 +77,7 @@ def _named(manifest: ManifestStore, name: str) -> int | None:
 
 
 def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: Snapshot) -> int:
-    """Rule 1; `version` is the lease."""
+    """Fork a version that the log still holds where it is, without copying; `version` is the lease (rule 1)."""
     mark = Mark(version.lsn, version.size_pages, version.epoch.segment_id, version.time_ms)
     engine.flush(db_id)  # a fork pins sealed segments
     for tries_left in reversed(range(ANCHOR_TRIES)):
@@ -92,7 +92,8 @@ def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name:
 
 
 def _from_kept(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: ViewReader) -> int:
-    """Rules 2 and 3."""
+    """Fork the snapshot behind a kept version and set later pages back, under an unfinished name until then (rules 2
+    and 3)."""
     snapshot_id = version.view.snapshot_id
     with engine.open_view(db_id, snapshot_id) as whole:
         if whole.lsn == version.lsn:

@@ -230,7 +230,8 @@ class LiveFile:
             raise sqlite_error(error) from error
 
     def _version(self) -> bytes:
-        """Rule 5."""
+        """The version SQLite is shown: changed whenever other hands changed the database, so that it drops its pages
+        (rule 5)."""
         here, seen = self._here(), self._seen
         if here == seen[0] and self._txn is None:
             return seen[1]
@@ -264,7 +265,7 @@ class LiveFile:
             self._put_pin()
 
     def _read_changed(self, page: int) -> bytes:
-        """Rule 6."""
+        """Read a page of the overlay, of the transaction, or of the version that it builds on (rule 6)."""
         image = self._overlay.get(page)
         if image is not None:
             return image
@@ -348,7 +349,7 @@ class LiveFile:
         """Nothing: SQLite may still roll back after it (rule 1)."""
 
     def _commit(self) -> None:
-        """Rules 1 and 2."""
+        """Commit the overlay to the page engine, and wait for the disk if `synchronous` says so (rules 1 and 2)."""
         txn, pin, images, database = self._txn, self._pin, self._overlay, self._database
         if txn is None or pin is None or (not images and self._is_whole):
             return

@@ -65,7 +65,7 @@ class NewestPages:
         recall.upto = lsn
 
     def rest(self) -> None:
-        """Rule 4."""
+        """Forget the pages when nobody has committed since the last call (rule 4)."""
         upto = self.recall.upto
         if upto == self._rested:
             self.forget()

@@ -116,7 +116,7 @@ class PublishedFile:
             raise sqlite_error(error) from error
 
     def _version(self, pin: Published) -> bytes:
-        """Rule 3."""
+        """The version SQLite is shown: the lsn's, so that it drops its pages whenever that changes (rule 3)."""
         seen_lsn, seen = self._seen
         version = read_part(pin.read_page, pin.page_size, pin.size_pages, VERSION_BYTES, VERSION_OFFSET)
         self._seen = (pin.lsn, version)

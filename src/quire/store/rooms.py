@@ -67,7 +67,7 @@ class Rooms:
         self._closed = False
 
     def _once(self, name: str, make: Callable[[], R]) -> R:
-        """Rules 1 and 2."""
+        """Make a part when it is first asked for, once, and remember it to be closed (rules 1 and 2)."""
         found: R | None = self._made.get(name)
         if found is None:
             with self._making:

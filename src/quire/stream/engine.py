@@ -211,7 +211,7 @@ class StreamEngine:
         raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at)
 
     def figures(self) -> list[LogFigures]:
-        """The figures of the manifest logs of open streams, by the seed's names."""
+        """The figures of the manifest logs of open streams, by the design document's names."""
         return [stream.figures() for stream in self.streams()]
 
     # ── the mover ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,7 +308,7 @@ class StreamEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """Rule 5."""
+        """Close the streams in a forked child (rule 5)."""
         self._closed = True
         self._lock = threading.RLock()
         self._mover = None

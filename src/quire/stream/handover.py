@@ -164,7 +164,7 @@ class Handover:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Rule 3."""
+        """Wake the next sleeper only; it wakes the one behind it (rule 3)."""
         try:
             while True:
                 sleeper = self._served.popleft()

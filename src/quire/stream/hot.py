@@ -237,7 +237,7 @@ class HotLog:
         self._group.until(*self._pending.end())
 
     def _sync(self) -> None:
-        """Rule 2. One at a time: `Handover` calls it."""
+        """Write and sync everything that is pending, for all who wait (rule 2). One at a time: `Handover` calls it."""
         with self._writing:
             self._write_out(sync=True)
         if self.waiters:
@@ -374,7 +374,8 @@ class HotLog:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
-        """Rule 5. A full disk is told as what it is here: nobody knows what is on it, and `DiskFull` would say "not done"."""
+        """Take no more records until the stream is reopened. A full disk is told as what it is here: nobody knows what
+        is on it, and `DiskFull` would say "not done"."""
         if self.failure is None:
             what = f"the stream's segment failed: {error}"
             hint = "repair the cause, then open the stream again, and see what it holds before you repeat anything"

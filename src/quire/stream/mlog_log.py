@@ -243,7 +243,7 @@ class ManifestLog:
             self._retries += 1
 
     def figures(self) -> LogFigures:
-        """What is measured, by the seed's names."""
+        """What is measured, by the design document's names."""
         with self._lock:
             taken_ms = self.index.snapshot_ms
             return LogFigures(

@@ -1,4 +1,4 @@
-"""What a manifest log counts, by the seed's names, and the same for Prometheus.
+"""What a manifest log counts, by the design document's names, and the same for Prometheus.
 
   manifest_chunks_active          chunks on this disk
   manifest_replay_seconds         how long rebuilding the state took when the stream was opened
@@ -53,7 +53,7 @@ class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
     manifest_shadow_divergence: int = 0
 
     def named(self) -> dict[str, float]:
-        """The seed's names in the seed's namespace."""
+        """The design document's names, in its namespace."""
         return {f"{NAMESPACE}.{name}": getattr(self, name) for name in (*_GAUGES, *_COUNTERS)}
 
 

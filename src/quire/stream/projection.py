@@ -7,7 +7,7 @@ Terms
 Rules
   1. Log first, LMDB second. What LMDB missed is folded at the next move or opening: `ops` is the difference, and of what is
      equal there is none.
-  2. A row is made when its segment is sealed: then it is in its final form (seed 001). Record ids are the row's lsns.
+  2. A row is made when its segment is sealed: then it is in its final form. Record ids are the row's lsns.
   3. An object is announced (`suffix`) before its first byte is sent, so that whoever deletes the row looks for it.
   4. LMDB has no word for a tier 1 copy or an etag: what is in the directories says the one, nothing says the other.
   5. Bytes that something else holds, a snapshot or a fork, are pinned: their count is above the one of the stream itself.

@@ -294,7 +294,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
 
 
 def _missing(files: StreamFiles, ledger: Ledger, segment: Segment, tier: Tier) -> None:
-    """Rule 4."""
+    """Tell a missing copy as evicted if there is another one; else report damage and go on (rule 4)."""
     segment_id = segment.segment_id
     others = (segment.is_warm if tier is Tier.HOT else segment.is_hot) or segment.is_remote
     path = files.segment(tier, segment_id)

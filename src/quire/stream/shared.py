@@ -169,7 +169,7 @@ class SharedReader:
         return found
 
     def _tiers(self, segment: SharedSegment | None) -> list[int]:
-        """Rule 1."""
+        """The order of copies to try: hot file, compressed file, object (rule 1)."""
         if segment is None:
             return []
         return ([_HOT, _WARM] if self._files is not None else []) + ([_REMOTE] if segment.key else [])

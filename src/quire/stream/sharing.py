@@ -54,7 +54,7 @@ def share(
 
 
 def _upload(stream: Stream, begin: int, last: int) -> None:
-    """Rule 2."""
+    """Upload every record that was asked for, sealing the open segment first if it has some of them (rule 2)."""
     view = stream.ledger.view.segments
     if view and not view[-1].is_sealed and last > view[-1].base_record:
         stream.seal()

@@ -314,7 +314,7 @@ class Stream:
         return self.ledger.compare()
 
     def figures(self) -> LogFigures:
-        """The manifest log's figures, by the seed's names."""
+        """The manifest log's figures, by the design document's names."""
         return self.ledger.gated.figures()
 
     def info(self) -> StreamInfo:

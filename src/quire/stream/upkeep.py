@@ -111,7 +111,8 @@ class Upkeep:
         return done.retired
 
     def _reconcile(self, done: Moved) -> None:
-        """Rule 4. What the object store cannot do now is tried in a later round."""
+        """Compare tier 2 with the log and send again what is missing there. What the object store cannot do now is
+        tried in a later round."""
         if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
             return
         there: dict[str, int] = {}

@@ -166,7 +166,7 @@ def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:
 
 
 def floors(txn: ReadTxn) -> Iterator[Difference]:
-    """Rule 3."""
+    """Floors outside the range between what was absorbed and what was published (rule 3)."""
     for (db_id,), row in txn.scan(t.SNAPSHOT_FLOOR):
         wal = txn.wal_state(db_id)
         low, high = (wal.checkpointed_lsn, wal.last_applied_lsn) if wal is not None else (0, 0)

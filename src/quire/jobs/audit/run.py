@@ -65,7 +65,7 @@ def piece_of(rows: Numbers) -> Numbers:
 
 
 def split_block(block: Block, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
-    """Rule 1."""
+    """Cut a block by database and piece of its ids or pages, so that no task holds more than one piece (rule 1)."""
     rows = block.rows
     if not len(rows):
         return

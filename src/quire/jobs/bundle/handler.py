@@ -89,7 +89,7 @@ def bundle_job(
 
 
 def _note(total: dict[str, Any], stream_id: int, error: QuireError, first: QuireError | None) -> QuireError:
-    """Rule 2."""
+    """Record that a log could not be bundled; the others go on, and the attempt fails at its end (rule 2)."""
     total["failed"].append(stream_id)
     emit("warning", "stream.mlog.bundle_failed", stream=stream_id, error=str(error))
     return first or error

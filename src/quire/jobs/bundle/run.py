@@ -49,7 +49,7 @@ class MakeTask:
 
 
 def look(task: LookTask, tools: Tools) -> Looked:
-    """Rule 1."""
+    """List the objects of one log and read its newest snapshot; the listing stays in the task (rule 1)."""
     objects = LogObjects(tools.open_store(task.url), task.stream_id, task.prefixes)
     due = plan(objects, now_ms=task.now_ms, period_seconds=task.period_seconds)
     chunks = objects.own_listing().chunks
@@ -60,7 +60,7 @@ def look(task: LookTask, tools: Tools) -> Looked:
 
 
 def make(task: MakeTask, tools: Tools) -> BundleResult:
-    """Rule 2."""
+    """Read chunks and write one bundle; a repeated task gives the same bytes and adopts what is there (rule 2)."""
     made = run(task.task, tools.open_store(task.url))
     hit("jobs.bundle.made")
     return made

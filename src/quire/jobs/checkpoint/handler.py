@@ -87,7 +87,7 @@ def merge_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners
 
 
 def chooser(ctx: JobContext, runners: Runners, wish: str) -> Choose:
-    """Rule 6; what was chosen first is kept, so that an attempt counts and writes with the same one."""
+    """Choose the runner by wish and size, once: an attempt counts and writes with the same one (rule 6)."""
     chosen: list[Runner] = []
 
     def threads() -> Runner:
@@ -331,7 +331,7 @@ def has_ended(ctx: JobContext, job_id: int) -> bool:
 def _rebuild(
     ctx: JobContext, job: Job, generation: int, record: PlanRecord, runner_for: Choose
 ) -> CheckpointPlan | None:
-    """Rule 1."""
+    """Build a stored plan again; `None` if its digest or names come out differently (rule 1)."""
     db_id = job.db_id
     with ctx.manifest.read() as txn:
         if is_merge(job):

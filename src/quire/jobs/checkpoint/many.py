@@ -248,7 +248,7 @@ class _Run(Together[Held]):
         self.let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
 
     def _start_over(self, held: Held) -> None:
-        """Rule 3."""
+        """Abandon a stored plan that comes out differently and put its job back for the next run (rule 3)."""
         assert held.stored is not None
         one.abandon(self._ctx, held.job, held.stored[0])
         self._put_off(held, 0)

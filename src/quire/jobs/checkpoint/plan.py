@@ -8,7 +8,7 @@ Terms
 Rules
   1. A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
   2. A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
-     gets a delta (DESIGN 5.7). Slots beyond the size at `covered` are cleared (P15).
+     gets a delta. Slots beyond the size at `covered` are cleared (P15).
   3. The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
      covers the segments (which never change), what becomes of each slot, and the chain it had; another answer to any of them
      is another plan. No row of the page index is needed for it: those never come to where plans are made (K2).
@@ -40,7 +40,7 @@ from quire.pages.sources import ChunkPlace, SegmentPlace
 
 DIRTY_RATIO = 0.25
 CHAIN_MAX = 8
-"""DESIGN 5.7: beyond these a slot is rewritten."""
+"""Beyond these a slot is rewritten (docs/design.md, defaults)."""
 
 PLAN_FRAMES_MAX = 1 << 19
 """Frames of WAL that one plan of threads looks at: 2 GiB of 4 KiB pages, whose rows are in this process's memory."""
@@ -271,7 +271,7 @@ def _task(
 
 
 def is_rewritten(dirty: int, pages: int, chain: Chain, places: Sequence[ChunkPlace]) -> bool:
-    """Rule 2."""
+    """Whether a slot gets a new base: it has none, much of it is dirty, or its chain is long or heavy (rule 2)."""
     if not chain or dirty > DIRTY_RATIO * pages or len(chain) >= CHAIN_MAX:
         return True
     return sum(place.size_bytes for place in places[1:]) >= places[0].size_bytes
@@ -305,7 +305,7 @@ def _digest(
     cleared: Sequence[int],
     held: Slots,
 ) -> bytes:
-    """Rule 3."""
+    """Identify a plan by its segments, the choice for each slot and the chains it starts from (rule 3)."""
     fixed = (shape.page_size, shape.pages_per_chunk, int(shape.compression))
     digest = hashlib.sha256(repr((db_id, shape.generation, covered, size_pages, fixed, tuple(cleared))).encode())
     for segment_id, row in segments:

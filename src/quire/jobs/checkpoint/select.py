@@ -6,7 +6,7 @@ Rules
      a floor that was given out, and from then on the kept snapshot answers for those versions (P14). What is sealed is kept
      before the floor is asked for, so that only what was committed at that very moment has to be asked for twice.
 
-Seed 003 calls this `CheckpointPlanner::select_mvcc_segments`; so is its span called.
+The page-versions document calls this `CheckpointPlanner::select_mvcc_segments`; so is its span called.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def compaction_job(
 
 
 def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
-    """Rule 2."""
+    """Do what the background of a dead process left; nothing, if nothing is due by now (rule 2)."""
     done = 0
     while kv.upkeep.compact_due(told=False):
         done += 1

@@ -64,7 +64,7 @@ def restore(
 
 
 def need_no_file(disk: Disk, target: str) -> None:
-    """Rule 2."""
+    """Refuse to replace an existing file (rule 2)."""
     if disk.exists(target):
         raise AlreadyExists("there is a file of this name already", hint="name another, or replace it", path=target)
 
@@ -83,7 +83,7 @@ def _are_same(disk: Disk, one: str, two: str) -> bool:
 
 
 def parts(view: SnapshotView, path: str) -> list[RestoreTask]:
-    """Rule 3."""
+    """One task for each slot, so that each chunk is read by one task (rule 3)."""
     step = view.pages_per_chunk or max(CHUNK_BYTES // max(view.page_size, 1), 1)
     return [
         RestoreTask(view=view, first=first, stop=min(first + step, view.size_pages), path=path)

@@ -1,4 +1,4 @@
-"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form (seed 001).
+"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form (the catalog document).
 
 What is there after a crash, step by step
   planned, seen            nothing; the next attempt plans anew

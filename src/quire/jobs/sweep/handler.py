@@ -122,13 +122,13 @@ def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wav
 
 
 def _unstage(ctx: JobContext, url: str) -> int:
-    """Rule 4; the number of files removed."""
+    """Remove old staging files of puts that crashed, where the object store is a directory; how many there were."""
     store = ctx.open_store(url)
     return local.sweep_temporary() if (local := path_store(store)) is not None else 0
 
 
 def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None:
-    """Rule 2."""
+    """Have the runner join listings with known names, and look up the differences that come back (rule 2)."""
     total, strays, missing = sweep.total, list[Stray](), array("Q")
     names = np.unique(np.concatenate([each.known for each in wave.ranges]))
     for number, told in runner.unmatched(list_range, [each.task for each in wave.ranges], names, tick=tick):
@@ -148,7 +148,7 @@ def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None
 
 
 def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
-    """Rule 6."""
+    """Look missing objects up once more, and report those that are still missing (rule 6)."""
     ctx, total = sweep.ctx, sweep.total
     with ctx.manifest.read() as txn:
         places = still_promised(ctx, txn, missing, wave.namespaces, wave.space[1], wave.since, wave.next)

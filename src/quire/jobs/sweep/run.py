@@ -55,7 +55,7 @@ class Listed:
 
 
 def name_hash(key: str) -> int:
-    """Rule 1."""
+    """Eight bytes that stand for a name. A collision hides an orphan and never deletes anything (rule 1)."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 

@@ -38,7 +38,7 @@ class MovePlan:
 
     task: MoveTask
     is_done: bool = False
-    """Rule 1."""
+    """Its goal has been reached: a success without work (rule 1)."""
     must_wait: bool = False
     """What has to come first is on its way."""
     announce: tuple[int, str] | None = None

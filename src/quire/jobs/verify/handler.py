@@ -173,7 +173,7 @@ def _look(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
 
 
 def _second_look(ctx: JobContext, findings: Sequence[Finding]) -> list[Finding]:
-    """Rule 1."""
+    """Keep a bad verdict only if a second look, at the row as it is by then, gives the same (rule 1)."""
     doubtful = [each.place.key for each in findings if each.is_bad]
     return [each for each in findings if not each.is_bad] + (_look_once(ctx, doubtful) if doubtful else [])
 

@@ -121,7 +121,7 @@ def bitmap_of(txn: ReadTxn, key: ArtifactKey) -> int:
 
 
 def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
-    """Rules 2 and 3."""
+    """Whether an artifact was there when it was asked for, has bytes of its own, and is neither doomed nor being written."""
     if isinstance(row, WalRecord):
         return row.state is not WalState.OPEN and row.sealed_at_ms <= asked_at_ms and not _is_doomed(txn, key)
     return bool(row.created_at_ms <= asked_at_ms) and not borrows(key, row) and not _is_doomed(txn, key)

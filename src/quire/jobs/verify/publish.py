@@ -32,5 +32,5 @@ def verdict_ops(ctx: JobContext, txn: ReadTxn, findings: Iterable[Finding], aske
 
 
 def still_holds(ctx: JobContext, txn: ReadTxn, place: Place) -> bool:
-    """Rule 1."""
+    """Whether the artifact is where it was when its bytes were looked at, and is not about to be deleted (rule 1)."""
     return place_to_verify(ctx, txn, place.key) == place

@@ -175,7 +175,7 @@ class LoseCursor(Op, frozen=True, tag=99):
 
 
 class ClampCursor(Op, frozen=True, tag=155):
-    """Bring a cursor back into the range that is retained (seed 000); one that has missed changes is lost (rule 4)."""
+    """Bring a cursor back into the range that is retained; one that has missed changes is lost (rule 4)."""
 
     logged = False
     cursor_id: UInt

@@ -222,7 +222,7 @@ class CompleteJob(Op, frozen=True, tag=73):
                 _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms if failed else 0)
 
     def _refuse_left_over(self, tables: Overlay, db_id: int) -> None:
-        """Rule 6."""
+        """Refuse to end a delete job while artifacts of its database are at zero (rule 6)."""
         if tables.gc_zero.any(t.DB.key.pack(db_id)):
             raise StillReferenced(
                 "artifacts of the database are still to be deleted", hint="delete them first", job_id=self.job_id

@@ -37,7 +37,7 @@ from quire.manifest.records import (
 
 
 def _require_attempt(tables: Overlay, job_id: int, attempt: int) -> None:
-    """Rule 2."""
+    """Refuse a batch that does not come from the running attempt of the plan's job (rule 2)."""
     _, job = job_of(tables, job_id)
     if job.state is not JobState.IN_FLIGHT or job.attempt != attempt:
         raise StalePlan(

@@ -81,7 +81,7 @@ class OpenSegment(Op, frozen=True, tag=40):
 
 
 class AppendWalChunk(Op, frozen=True, tag=41):
-    """A segment is sealed (seed 001): ordered under its generation, its range and size known.
+    """A segment is sealed (the catalog document): ordered under its generation, its range and size known.
 
     A segment that was never opened in the catalog (one already in its final form, as streams make them) is entered here.
     """

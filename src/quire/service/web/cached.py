@@ -60,6 +60,6 @@ class Cached:
             return value
 
     def forget(self) -> None:
-        """Rule 3."""
+        """Drop everything, values under way included: what was just changed must be seen (rule 3)."""
         with self._lock:
             self._epoch += 1

@@ -47,7 +47,7 @@ class WebGate:
         self.asks_readers = asks_readers
 
     def check_site(self, headers: Headers) -> None:
-        """Rules 1 and 2."""
+        """Refuse names that are not ours, against DNS rebinding, and pages of other origins (rules 1 and 2)."""
         host = headers.get("Host") or ""
         if not self._is_ours(host):
             hint = "ask by address, or add the name to service.http_hosts in quire.toml"

@@ -104,7 +104,7 @@ class Connection(BaseHTTPRequestHandler):
         return asset_answer(name, self.headers.get("If-None-Match")) if name else None
 
     def _body(self) -> bytes:
-        """Rule 2."""
+        """The body: JSON of a declared, bounded length (rule 2)."""
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             wrong = InvalidInput("the body is not JSON", hint="Content-Type: application/json")

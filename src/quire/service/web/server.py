@@ -143,7 +143,7 @@ class WebServer:
         return self._web.figures()
 
     def _sample(self) -> None:
-        """Rule 4."""
+        """Look at the figures every `http_sample_seconds`, for the history that pages show (rule 4)."""
         sight = self._web.sight
         while not self._stopping.is_set():
             try:
@@ -155,7 +155,8 @@ class WebServer:
             self._stopping.wait(self._sample_seconds)
 
     def close(self) -> None:
-        """Rule 3. A second time, and in a forked child: nothing."""
+        """Stop listening and hang up on who stays beyond `stop_seconds`. A second time, and in a forked child:
+        nothing."""
         if self._pid != os.getpid():
             self._listener.socket.close()  # the child's copy; connections and threads are the parent's
             return

@@ -65,7 +65,7 @@ class ChangesStreamReader(FollowingReader):
 
     # ── offsets ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
-        """Rule 5."""
+        """Where the cursor stands; one that is not there is registered at `start` (rule 5)."""
         feed = self._owner().feed
         try:
             found = feed.cursor(self.cursor)
@@ -91,7 +91,7 @@ class ChangesStreamReader(FollowingReader):
         return {"store": self._owner().server.store_id, "sequence": position}
 
     def position(self, offset: Offset) -> int:
-        """Rule 4."""
+        """The sequence of an offset; one with another store's id is refused (rule 4)."""
         theirs, ours = offset.get("store"), self._owner().server.store_id
         if theirs != ours:
             raise InvalidInput(

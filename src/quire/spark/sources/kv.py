@@ -120,7 +120,7 @@ class KvReader(DataSourceReader):
         self._wanted = options.number("partitions", default_partitions(), least=1)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Rules 1 and 2."""
+        """Pieces of one version, cut at the tables' blocks so that no key is in two of them (rules 1 and 2)."""
         if self.range.is_empty:
             return [InputPartition(None)]
         lease_id, version = self._version()

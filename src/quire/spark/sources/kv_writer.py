@@ -91,7 +91,7 @@ class KvWriter(DataSourceArrowWriter):
             client.publish_tables(self.load, self.database, ids, create=self.create)
 
     def abort(self, _: list[WriterCommitMessage | None]) -> None:
-        """Rule 3."""
+        """Have the owner remove the tables that the tasks wrote (rule 3)."""
         with self.access.connect() as client:
             client.drop_tables(self.load)
 

@@ -81,7 +81,7 @@ class PagesReader(DataSourceReader):
         self._stop = options.number("end", PAGES_MAX)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Rule 1."""
+        """Runs of slots: each chunk is read by one task, without the owner (rule 1)."""
         with self.access.connect() as client:
             versions = self.asked.versions(client, self.asked.names(client))
         pieces = [piece for version in versions for piece in _pieces(version, self._first, self._stop)]

@@ -52,7 +52,7 @@ def changed_rows(
 
 
 def merged(before: Iterator[Keyed], after: Iterator[Keyed]) -> Iterator[Row]:
-    """Rule 1.
+    """Differences of a table with rowids: both versions are walked side by side, and nothing is kept (rule 1).
 
     >>> list(merged(iter([(1, ("a",)), (2, ("b",))]), iter([(2, ("c",)), (3, ("d",))])))
     [('delete', 1, 'a'), ('update_before', 2, 'b'), ('update_after', 2, 'c'), ('insert', 3, 'd')]
@@ -73,7 +73,7 @@ def merged(before: Iterator[Keyed], after: Iterator[Keyed]) -> Iterator[Row]:
 
 
 def looked_up(before: dict[Any, Row], after: Iterator[Keyed]) -> Iterator[Row]:
-    """Rule 2."""
+    """Differences of a table without rowids, matched by primary key through a dictionary (rule 2)."""
     for key, row in after:
         old = before.pop(key, None)
         if old is None:
@@ -86,7 +86,7 @@ def looked_up(before: dict[Any, Row], after: Iterator[Keyed]) -> Iterator[Row]:
 
 
 def _same(one: Row, other: Row) -> bool:
-    """Rule 3."""
+    """Whether type and value of every column are the same: 1 and 1.0 are not (rule 3)."""
     return one == other and all(type(a) is type(b) for a, b in zip(one, other))
 
 

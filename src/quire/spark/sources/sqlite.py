@@ -117,7 +117,7 @@ class SqliteReader(DataSourceReader):
         self._wanted = options.number("partitions", default_partitions(), least=1)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Rules 2 and 3."""
+        """Pieces of tables, large ones cut by the upper pages of their trees (rules 2 and 3)."""
         with self.access.connect() as client:
             versions = self.asked.versions(client, self.asked.names(client))
         if self.query.where:
@@ -171,7 +171,7 @@ class SqliteReader(DataSourceReader):
     def _rows(
         self, connection: Connection, table: Table, piece: Piece[Rowids], wanted: pa.Schema
     ) -> Iterator[pa.RecordBatch]:
-        """Rule 5."""
+        """Read a piece: whole numbers and texts as columns put together by SQLite, the rest row by row (rule 5)."""
 
         def as_rows(rowids: Rowids) -> Iterator[pa.RecordBatch]:
             sql, values = self._sql(table, piece.version.database, rowids)

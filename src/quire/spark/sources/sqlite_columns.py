@@ -67,7 +67,7 @@ class ColumnQuery:
 
     @property
     def is_allowed(self) -> bool:
-        """Rule 1."""
+        """Whether the table has rowids and its wanted columns come through JSON unchanged (rule 1)."""
         columns = [(field, self.table.column(field.name)) for field in self.stored]
         is_plain = all(column and _KINDS.get(field.type) == affinity(column.declared) for field, column in columns)
         return bool(self.table.rowid and self.table.root and columns) and is_plain

@@ -107,7 +107,7 @@ def find_table(connection: Connection, name: str, database: str) -> Table:
 
 
 def spark_type(declared: str) -> DataType:
-    """Rule 1.
+    """Spark's type of a declared SQLite type; `string` for what is unknown (rule 1).
 
     >>> [spark_type(each).simpleString() for each in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
     ['string', 'bigint', 'double', 'string', 'boolean', 'binary']

@@ -130,7 +130,7 @@ class SqliteWriter(DataSourceArrowWriter):
             )
 
     def abort(self, _: list[WriterCommitMessage | None]) -> None:
-        """Rule 3."""
+        """Remove the parts of a job that failed (rule 3)."""
         with self.access.connect() as client:
             client.drop_load(self.load)
 

@@ -107,7 +107,7 @@ class Records:
         self.upload = options.one_of("upload", ("auto", "true", "false"))
         self.wanted = options.number("partitions", default_partitions(), least=1)
         self.since_ms = 0
-        """Rule 4; streaming queries have none, they begin where their consumer stands."""
+        """The option `since` (rule 4); streaming queries have none, they begin where their consumer stands."""
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> Share:
         """Where records are; no more segments than one answer has room for."""

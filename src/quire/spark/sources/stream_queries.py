@@ -81,7 +81,7 @@ class StreamQueryReader(FollowingReader):
 
     # ── offsets ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
-        """Rule 5."""
+        """Where the consumer stands; one that is not there is registered at `start` (rule 5)."""
         request = RegisterConsumer(self.records.stream, self.consumer, self._start)
         return self.offset(self._owner().ask(STREAM_REGISTER, request))
 
@@ -104,7 +104,7 @@ class StreamQueryReader(FollowingReader):
         return {"store": ours.store_id, "stream": ours.stream_id, "record": position}
 
     def position(self, offset: Offset) -> int:
-        """Rule 4."""
+        """The record of an offset; one of another store or stream is refused (rule 4)."""
         theirs, found = (offset.get("store"), offset.get("stream")), self._ours()
         if theirs != (found.store_id, found.stream_id):
             raise InvalidInput(

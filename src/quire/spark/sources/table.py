@@ -85,7 +85,7 @@ class TableReader(DataSourceReader):
         self._wanted = options.number("partitions", default_partitions(), least=1)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Rule 2."""
+        """Windows cut at keys of the table; one partition for few rows (rule 2)."""
         window = self.window
         with self.access.connect() as client:
             cuts = client.table_cuts(
