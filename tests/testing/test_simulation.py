@@ -8,8 +8,9 @@ import time
 import pytest
 
 from quire.testing import simulation
+from quire.testing.faults import ObjectFault
 from quire.testing.simulation import SimulationFailed, simulate
-from quire.testing.simulation_damage import KINDS, files_by_kind
+from quire.testing.simulation_damage import KINDS, WRITTEN, files_by_kind
 from tests.testing import plants
 
 SECONDS = float(os.environ.get("QUIRE_SIMULATION_SECONDS", "300"))
@@ -28,6 +29,19 @@ def test_a_seed_does_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate(3, lives=1, steps=15, branches=0)
         runs.append(steps)
     assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*ObjectFault], ids=lambda fault: fault.name)
+def test_an_object_store_that_fails_in_every_life_finds_nothing(fault: ObjectFault) -> None:
+    simulate(5, faults=(simulation.Trouble(1, fault, calls=10),), branches=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_writes_that_the_disk_loses_or_misplaces_are_noticed(kind: str) -> None:
+    """After a clean close: the same data, or a typed error."""
+    simulate(6, lives=6, kinds=[kind], branches=1.0)
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ Rules
   4. Silent faults raise nothing: a write that is acknowledged and lost or lands elsewhere in its file, a read that is
      answered with what was there before or with the bytes of another place. They happen to calls of their kind only
      (`operation` "write" or "read"), and not to bytes that are read through a mapping.
+  5. An object store fails above its disk: `FaultyStore` is a store below a path, one call of which goes wrong.
 
-Threads: any; the counter is under a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`.
+Threads: any; the counter is under a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`, `ObjectStoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
 from fnmatch import fnmatch
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+from quire.core.errors import ObjectNotFound, ObjectStoreUnavailable
 from quire.durable.files import Disk, File, translate
+from quire.objects import open as opening
+from quire.objects.local import LocalStore
 
 T = TypeVar("T")
 
@@ -235,3 +240,156 @@ def each_fault(
         yield disk
         if not disk.fired:
             return
+
+
+# ── object stores ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class ObjectFault(Enum):
+    """How a call of an object store fails."""
+
+    UNAVAILABLE = "retries have run out, nothing done"
+    LOST_ANSWER = "done, and told as if it were not known"
+    STALE_LIST = "a list without the newest objects, and with those that were deleted last"
+    STALE_READ = "an object is said not to be there that was put just now"
+    SHORT_READ = "half of what was asked for, without an error"
+
+
+_READS = ("get", "get_range", "get_ranges", "get_verified")
+_CALLS: dict[ObjectFault, tuple[str, ...]] = {
+    ObjectFault.UNAVAILABLE: ("put", "put_file", *_READS, "head", "list_pages", "list_prefixes", "delete_many"),
+    ObjectFault.LOST_ANSWER: ("put", "put_file", "delete_many"),
+    ObjectFault.STALE_LIST: ("list_pages",),
+    ObjectFault.STALE_READ: (*_READS, "head"),
+    ObjectFault.SHORT_READ: ("get", "get_range", "get_ranges"),
+}
+"""To which calls a fault may happen."""
+RECENT = 8
+"""How many of the last puts and deletions a stale answer does not know."""
+
+
+class ObjectFaults:
+    """The calls of all object stores of a process, of which one fails."""
+
+    def __init__(self, fault: ObjectFault) -> None:
+        self.fault = fault
+        self.fired = False
+        """Whether the fault has happened."""
+        self._fail_at = 0
+        self._calls = 0
+        self._lock = threading.Lock()
+        self.put: list[str] = []
+        """The keys of the last puts."""
+        self.deleted: list[Any] = []
+        """What was known of the objects that were deleted last."""
+
+    def fail_in(self, calls: int) -> None:
+        """Fail the `calls`-th call from now on that the fault can happen to; 0: none."""
+        with self._lock:
+            self._fail_at = self._calls + calls if calls else 0
+
+    def install(self) -> None:
+        """Let every store below a path that this process opens from now on fail so: for processes that end with their test."""
+        vars(opening)["LocalStore"] = partial(FaultyStore, self)
+
+    def fails(self, call: str) -> bool:
+        """Count a call; whether the fault happens to it."""
+        with self._lock:
+            if call not in _CALLS[self.fault]:
+                return False
+            self._calls += 1
+            if self._calls != self._fail_at:
+                return False
+            self.fired = True
+            return True
+
+
+class FaultyStore(LocalStore):
+    """An object store below a path, one call of which fails."""
+
+    __slots__ = ("_faults",)
+
+    def __init__(self, faults: ObjectFaults, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._faults = faults
+
+    def put(self, key: str, *given: Any, **more: Any) -> Any:
+        return self._put_one("put", key, lambda: super(FaultyStore, self).put(key, *given, **more))
+
+    def put_file(self, key: str, *given: Any, **more: Any) -> Any:
+        return self._put_one("put_file", key, lambda: super(FaultyStore, self).put_file(key, *given, **more))
+
+    def get(self, key: str) -> bytes:
+        return self._read_one("get", key, lambda: super(FaultyStore, self).get(key))
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self._read_one("get_range", key, lambda: super(FaultyStore, self).get_range(key, offset, length))
+
+    def get_ranges(self, key: str, ranges: Any) -> list[bytes]:
+        return self._read_one("get_ranges", key, lambda: super(FaultyStore, self).get_ranges(key, ranges))
+
+    def get_verified(self, key: str, **more: Any) -> bytes:
+        return self._read_one("get_verified", key, lambda: super(FaultyStore, self).get_verified(key, **more))
+
+    def head(self, key: str) -> Any:
+        return self._read_one("head", key, lambda: super(FaultyStore, self).head(key))
+
+    def list_prefixes(self, prefix: str = "") -> list[str]:
+        if self._faults.fails("list_prefixes"):
+            raise self._unavailable("list_prefixes", prefix)
+        return super().list_prefixes(prefix)
+
+    def list_pages(self, prefix: str = "", *, start_after: str = "", **more: Any) -> Iterator[Any]:
+        fails = self._faults.fails("list_pages")
+        if fails and self._faults.fault is ObjectFault.UNAVAILABLE:
+            raise self._unavailable("list_pages", prefix)
+        pages = super().list_pages(prefix, start_after=start_after, **more)
+        return self._stale(pages, prefix, start_after) if fails else pages
+
+    def delete_many(self, keys: Any) -> None:
+        keys = list(keys)
+        fails = self._faults.fails("delete_many")
+        if fails and self._faults.fault is ObjectFault.UNAVAILABLE:
+            raise self._unavailable("delete_many", keys[0] if keys else "")
+        for key in keys:
+            try:
+                self._faults.deleted.append(super().head(key))
+            except ObjectNotFound:
+                continue
+        del self._faults.deleted[:-RECENT]
+        super().delete_many(keys)
+        if fails:
+            raise self._unavailable("delete_many", keys[0] if keys else "")
+
+    def _put_one(self, call: str, key: str, step: Callable[[], T]) -> T:
+        fails = self._faults.fails(call)
+        if fails and self._faults.fault is ObjectFault.UNAVAILABLE:
+            raise self._unavailable(call, key)
+        done = step()
+        self._faults.put.append(key)
+        del self._faults.put[:-RECENT]
+        if fails:
+            raise self._unavailable(call, key)
+        return done
+
+    def _read_one(self, call: str, key: str, step: Callable[[], T]) -> T:
+        if not self._faults.fails(call):
+            return step()
+        if self._faults.fault is ObjectFault.UNAVAILABLE:
+            raise self._unavailable(call, key)
+        if self._faults.fault is ObjectFault.STALE_READ and key in self._faults.put:
+            raise ObjectNotFound("there is no such object (injected)", key=key)
+        whole: Any = step()
+        if self._faults.fault is not ObjectFault.SHORT_READ:
+            return whole  # type: ignore[no-any-return]
+        short: Any = [part[: len(part) // 2] for part in whole] if isinstance(whole, list) else whole[: len(whole) // 2]
+        return short  # type: ignore[no-any-return]
+
+    def _stale(self, pages: Iterator[Any], prefix: str, start_after: str) -> Iterator[Any]:
+        known = [info for page in pages for info in page if info.key not in self._faults.put]
+        back = [info for info in self._faults.deleted if info.key.startswith(prefix) and info.key > start_after]
+        listed = {info.key: info for info in [*back, *known]}
+        if listed:
+            yield [listed[key] for key in sorted(listed)]
+
+    @staticmethod
+    def _unavailable(call: str, key: str) -> ObjectStoreUnavailable:
+        return ObjectStoreUnavailable("the object store does not answer (injected)", call=call, key=key)

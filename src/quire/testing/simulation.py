@@ -6,7 +6,8 @@
 Terms
   life     from opening a store to its end: closed, killed, without power, on a full or failing disk
   step     one thing that a user, a job or the clock does (`Steps`); a life is a few dozen of them
-  branch   a life on a copy whose bytes were damaged; afterwards the run goes on with the original
+  branch   a life on a copy whose bytes are damaged, at rest or by a disk that loses or misplaces a write; afterwards the
+           run goes on with the original
   doubt    a step that a fault interrupted: what it meant to do is done, or not, and nothing else
 
 Rules
@@ -34,7 +35,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import quire
@@ -47,12 +49,13 @@ from quire.core.settings import (
     StoreSettings,
     StreamSettings,
 )
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
+from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, keep_all
-from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from quire.testing.simulation_damage import KINDS, ROW, Damage, choose_damage, inflict
+from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
+from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, Damage, choose_damage, inflict
 from quire.testing.simulation_model import Model, is_refusal, observe
 from quire.testing.simulation_steps import Doubt, Reader, Steps
 
@@ -74,6 +77,8 @@ SETTINGS = StoreSettings(
 NO_CALL = 10**9
 START_MS = 4_102_444_800_000
 """In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
+BETWEEN_LIVES = (0.0,) * 8 + (-86_400.0, -60.0, 60.0, 86_400.0)
+"""Seconds by which the wall clock may be set while nobody has the store open."""
 LIVES = 12
 STEPS = 30
 
@@ -83,7 +88,7 @@ class Trouble:
     """What may happen once in a life."""
 
     weight: int
-    fault: Fault | None
+    fault: Fault | ObjectFault | None
     operation: str = "*"
     """To which calls of the disk: a pattern."""
     calls: int = 1_500
@@ -99,6 +104,7 @@ FAULTS: tuple[Trouble, ...] = (
     Trouble(1, Fault.SHORT_WRITE, "write", 300),
     Trouble(1, Fault.EIO),
     Trouble(1, Fault.LOST_ANSWER),
+    *(Trouble(1, fault, calls=20) for fault in ObjectFault),
 )
 
 
@@ -116,6 +122,8 @@ class Ending:
     directory: str
     findings: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
+    damage: Damage | None = None
+    """What is done to the copy of a branch."""
 
 
 def simulate(
@@ -141,7 +149,7 @@ def simulate(
         done = 0
         for number in range(lives + 1):
             if number and draw.random() < branches:
-                _judge(seed, number, _in_process(partial(_branch, f"{seed}/{number}", last, kinds, plant)))
+                _branch(seed, number, last, kinds, plant)
             drawn: Sequence[Trouble] = faults if number < lives else (Trouble(1, None),)
             last = _in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, drawn, plant))
             _judge(seed, number, last)
@@ -172,6 +180,7 @@ def _live(
     """Open the store as the last life left it, check it, work, and end in one way or another."""
     draw = random.Random(seed)
     clock = ManualClock(before.now_ms)
+    clock.jump(draw.choice(BETWEEN_LIVES) if number else 0.0)
     here = before.directory
     if not os.path.exists(
         os.path.join(here, "store", MANIFEST)
@@ -182,7 +191,12 @@ def _live(
     trouble = draw.choices(faults, [trouble.weight for trouble in faults])[0]
     fault = trouble.fault
     inner = CrashDisk(here)
-    disk = FaultyDisk(inner, fault or Fault.EIO, operation=trouble.operation, path=trouble.path)
+    disk = FaultyDisk(
+        inner, fault if isinstance(fault, Fault) else Fault.EIO, operation=trouble.operation, path=trouble.path
+    )
+    objects = ObjectFaults(fault if isinstance(fault, ObjectFault) else ObjectFault.UNAVAILABLE)
+    objects.install()
+    faulty = objects if isinstance(fault, ObjectFault) else disk
     fails_in = draw.randint(1, trouble.calls)
     if fault is Fault.POWER_CUT:  # recovery too may be cut off; an error in it is a refusal, and nothing to go on with
         disk.fail_in(fails_in)
@@ -201,11 +215,11 @@ def _live(
                 for finding in findings
             ]
             return ending
-        life = Steps(store, matching[0], clock, draw, ending.steps, reader)
+        life = Steps(store, matching[0], clock, draw, ending.steps, reader, number)
         if fault is not None and fault is not Fault.POWER_CUT:
-            disk.fail_in(fails_in)
+            faulty.fail_in(fails_in)
         life.run(steps)
-        disk.fail_in(NO_CALL)  # what did not happen during the steps does not happen while they are checked
+        faulty.fail_in(NO_CALL)  # what did not happen during the steps does not happen while they are checked
         ending.findings += life.findings or observe(store, life.model)
         if final and not ending.findings:
             ending.findings += life.drop_everything(here)
@@ -214,7 +228,7 @@ def _live(
         store.close()
     except BaseException as error:
         ending.steps.append(f"ends with {type(error).__name__}: {error}"[:300])
-        is_expected = isinstance(error, PowerCut) or (disk.fired and (isinstance(error, Doubt) or is_refusal(error)))
+        is_expected = isinstance(error, PowerCut) or (faulty.fired and (isinstance(error, Doubt) or is_refusal(error)))
         if not is_expected and not disk.has_power_cut:
             ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
         cut = isinstance(error, PowerCut)
@@ -246,38 +260,101 @@ def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
 
 
 # ── a branch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _branch(seed: str, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> Ending:
+def _branch(seed: int, number: int, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> None:
     """Damage a copy, and see that nothing wrong is read from it (rule 3)."""
-    draw, copy = random.Random(f"branch {seed}"), f"{before.directory}.branch"
-    shutil.rmtree(copy, ignore_errors=True)
+    copy = f"{before.directory}.branch"
     shutil.copytree(before.directory, copy)
-    clock = ManualClock(before.now_ms)
-    root = os.path.join(copy, "store")
+    name = f"branch {seed}/{number}"
+    try:
+        ending = _in_process(partial(_recover, name, replace(before, directory=copy), kinds, plant))
+        _judge(seed, number, ending)
+        assert ending.damage is not None
+        if ending.damage.is_written:
+            ending = _in_process(partial(_write_astray, name, ending, number, plant))
+            _judge(seed, number, ending)
+        if ending.models:
+            _judge(seed, number, _in_process(partial(_look, name, ending, plant)))
+    finally:
+        shutil.rmtree(copy)
+
+
+def _recover(name: str, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> Ending:
+    """Open and close the copy, so that what is on disk is whole, and choose what happens to it."""
     if plant is not None:
         plant()
-    with quire.open(root, settings=SETTINGS, clock=clock) as store:  # recovered and closed: what is on disk is whole
+    with quire.open(
+        os.path.join(before.directory, "store"), settings=SETTINGS, clock=ManualClock(before.now_ms)
+    ) as store:
         models = [model for model in before.models if not observe(store, model)]
         store.maintain()  # what retention takes now, it does not take after the damage
         models = [{name: database.retained() for name, database in model.items()} for model in models]
-    ending = Ending(models, before.now_ms, before.directory)
-    damage: Damage = choose_damage(copy, draw, kinds)
-    ending.steps.append(f"branch: {damage}")
-    disk: Disk = inflict(damage, copy, draw, OsDisk())
+    damage = choose_damage(before.directory, random.Random(f"damage {name}"), kinds)
+    return Ending(models[:1], before.now_ms, before.directory, [], [f"branch: {damage}"], damage)
+
+
+def _write_astray(name: str, before: Ending, number: int, plant: Callable[[], None] | None) -> Ending:
+    """Live on a disk that loses or misplaces a write without a word. Only what was closed cleanly is looked at afterwards.
+
+    A process that ends otherwise leaves the newest bytes without a witness: they cannot be told from what it never wrote.
+    """
+    if plant is not None:
+        plant()
+    assert before.damage is not None
+    draw = random.Random(f"{name} writes")
+    clock = ManualClock(before.now_ms)
+    disk = FaultyDisk(OsDisk(), Fault[before.damage.how], operation="write", path=before.damage.path)
+    reader = Reader(os.path.join(before.directory, "store"))
+    ending = replace(before, models=[], steps=list(before.steps))
+    life: Steps | None = None
     try:
-        for _ in range(2):  # what recovery decides the first time holds the second time
-            with quire.open(root, settings=SETTINGS, clock=clock, disk=disk) as store:
-                ending.findings += observe(store, models[0], damaged=True)
-                clock.advance(120.0)
-                store.maintain()
-                ending.findings += [
-                    f"after maintenance, {finding}" for finding in observe(store, models[0], damaged=True)
-                ]
+        with quire.open(os.path.join(before.directory, "store"), settings=SETTINGS, clock=clock, disk=disk) as store:
+            life = Steps(store, before.models[0], clock, draw, ending.steps, reader, 500 + number, lambda: disk.fired)
+            disk.fail_in(draw.randint(1, 20))
+            with suppress(Doubt):
+                life.run(STEPS)
+            disk.fail_in(NO_CALL)
+            ending.findings += life.findings or observe(store, life.model, damaged=True)
+        ending.models = life.possible
     except Exception as error:
         ending.steps.append(f"refused: {type(error).__name__}: {error}"[:300])
         if not is_refusal(error):
             ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
-    shutil.rmtree(copy, ignore_errors=True)
+    if not disk.fired:
+        ending.models = []  # nothing of this kind was written
+    ending.now_ms = clock.now_ms()
     return ending
+
+
+def _look(name: str, before: Ending, plant: Callable[[], None] | None) -> Ending:
+    """Open what was damaged, twice: what recovery decides the first time holds the second time."""
+    if plant is not None:
+        plant()
+    assert before.damage is not None
+    clock, draw = ManualClock(before.now_ms), random.Random(f"{name} look")
+    ending = replace(before, steps=list(before.steps), findings=[])
+    disk = inflict(before.damage, before.directory, draw, OsDisk())
+    models = before.models
+    try:
+        for _ in range(2):
+            with quire.open(
+                os.path.join(before.directory, "store"), settings=SETTINGS, clock=clock, disk=disk
+            ) as store:
+                ending.findings += _differences(store, models, "")
+                clock.advance(120.0)
+                store.maintain()
+                models = [{name: database.retained() for name, database in model.items()} for model in models]
+                ending.findings += _differences(store, models, "after maintenance, ")
+    except Exception as error:
+        ending.steps.append(f"refused: {type(error).__name__}: {error}"[:300])
+        if not is_refusal(error):
+            ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
+    return ending
+
+
+def _differences(store: Store, models: list[Model], when: str) -> list[str]:
+    """What a damaged store has of none of the models."""
+    differences = [observe(store, model, damaged=True) for model in models]
+    return [] if [] in differences else [f"{when}{finding}" for findings in differences for finding in findings]
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,8 +396,8 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="KIND",
-        choices=[*KINDS, ROW],
-        help="damage only files of this kind, before every life; may be repeated",
+        choices=[*KINDS, *WRITTEN, ROW],
+        help="do only damage of this kind, before every life; may be repeated",
     )
     options = parser.parse_args(arguments)
     branches = 1.0 if options.damage else 0.5

@@ -24,7 +24,7 @@ from quire.durable.files import Disk
 from quire.durable.names import MANIFEST
 from quire.manifest import tables as t
 from quire.manifest.store import ManifestStore
-from quire.testing.faults import Fault, FaultyDisk
+from quire.testing.faults import SILENT_WRITES, Fault, FaultyDisk
 
 KINDS: dict[str, str] = {
     "WAL segment": r"store/pages/\w+/wal/.*\.seg",
@@ -43,10 +43,25 @@ KINDS: dict[str, str] = {
 }
 """Kind of file → where such files are below a simulated machine's root."""
 
+WRITTEN: dict[str, str] = {
+    "write of WAL segment": "*/pages/*/wal/*",
+    "write of object": "*/bucket/.tmp/*",
+    "write of hot segment": "*/streams/*/hot/*",
+    "write of warm segment": "*/streams/*/warm/*",
+    "write of manifest log": "*.mlog*",
+    "write of manifest log snapshot": "*/manifest/snapshot_*",
+    "write of stream settings": "*/streams/*.json*",
+    "write of kv log": "*/lsm/*/wal/*",
+    "write of kv table": "*/lsm/*/sst/*",
+    "write of kv manifest": "*/lsm/*/manifest/*",
+    "write of kv snapshot": "*/lsm/*/snapshots/*",
+}
+"""Kind of write → what matches the paths of its files; objects have no name of their own while they are written."""
+
 ROW = "row"
 AT_REST = ("flip", "zero", "cut", "empty", "remove", "swap")
-STEERING = (t.RETENTION, t.GC_REFCOUNTS, t.GC_ZERO, t.SNAPSHOT_INDEX, t.CHECKPOINT_PLAN, t.DB)
-"""Tables whose rows decide what is deleted."""
+STEERING = (t.RETENTION, t.GC_REFCOUNTS, t.GC_ZERO, t.SNAPSHOT_INDEX, t.CHECKPOINT_PLAN, t.DB, t.LSM_ENDS)
+"""Tables whose rows decide what is deleted, or what a recovery believes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,12 @@ class Damage:
     how: str
     kind: str
     path: str
-    """Of the file below the root; the name of the table for a row."""
+    """Of the file below the root; the name of the table for a row; a pattern for writes."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it happens while a store lives and writes."""
+        return self.how in {fault.name for fault in SILENT_WRITES}
 
     def __str__(self) -> str:
         return f"{self.how}, {self.kind}: {self.path}"
@@ -77,10 +97,14 @@ def files_by_kind(root: str) -> dict[str, list[str]]:
 def choose_damage(root: str, draw: random.Random, only: Collection[str] = ()) -> Damage:
     """A way to damage what is below `root`; `only` of these kinds, where there are such files."""
     kinds = files_by_kind(root)
-    chosen = sorted(kinds.keys() & set(only)) or sorted(kinds)
-    if ROW in only or not kinds or (not only and draw.random() < 0.15):
-        return Damage("flip", ROW, draw.choice(STEERING).name)
+    chosen = sorted((kinds.keys() | WRITTEN.keys()) & set(only))
+    if not chosen:
+        chosen = sorted(kinds) if draw.random() < 0.7 else sorted(WRITTEN)
+        if ROW in only or not kinds or (not only and draw.random() < 0.15):
+            return Damage("flip", ROW, draw.choice(STEERING).name)
     kind = draw.choice(chosen)
+    if kind in WRITTEN:
+        return Damage(draw.choice(SILENT_WRITES).name, kind, WRITTEN[kind])
     path = draw.choice(kinds[kind])
     if draw.random() < 0.7:
         return Damage(draw.choice(AT_REST), kind, path)
@@ -93,7 +117,7 @@ def inflict(damage: Damage, root: str, draw: random.Random, disk: Disk) -> Disk:
         flip_row(os.path.join(root, "store", MANIFEST), t.TABLES[damage.path], draw)
     elif damage.how in AT_REST:
         _damage_file(damage, root, draw)
-    else:
+    elif not damage.is_written:
         path = os.path.join(root, damage.path)
         return FaultyDisk(disk, Fault[damage.how], fail_at=draw.randint(1, 4), operation="read", path=path)
     return disk

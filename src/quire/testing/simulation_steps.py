@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import quire
-from quire.core.errors import DiskFull, QuireError
+from quire.core.errors import DiskFull, ObjectStoreUnavailable, QuireError
 from quire.manifest.check import check
 from quire.manifest.records import RetentionRecord
 from quire.store.store import Store
@@ -40,8 +40,17 @@ class Steps:
     """A store, what it must hold, and what can be done with it."""
 
     def __init__(
-        self, store: Store, model: Model, clock: ManualClock, draw: random.Random, log: list[str], reader: Reader
+        self,
+        store: Store,
+        model: Model,
+        clock: ManualClock,
+        draw: random.Random,
+        log: list[str],
+        reader: Reader,
+        life: int,
+        is_damaged: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`life` is its number, for names that no other life has; `is_damaged` says whether bytes may be wrong by now."""
         self.store = store
         self.model = model
         self.possible: list[Model] = [model]
@@ -55,7 +64,8 @@ class Steps:
         """States of page databases in this life, the oldest first: what a second process may see."""
         self._held: tuple[str, Any, State] | None = None
         """A connection with an open read transaction, and what it must go on to see."""
-        self._next = 1_000 * draw.randrange(1_000)
+        self._next = 1_000 * life
+        self._is_damaged = is_damaged
 
     def run(self, steps: int) -> None:
         """Do so many steps, until something is found."""
@@ -87,8 +97,15 @@ class Steps:
         return True
 
     def _work(self, act: Callable[[], object], what: str = "") -> None:
-        """Do something that changes no contents; an error ends the life, a full disk does not."""
-        self._change(self.model, act, what)
+        """Do something that changes no contents; an error ends the life, a full disk or a silent object store does not."""
+
+        def unless_unavailable() -> None:
+            try:
+                act()
+            except ObjectStoreUnavailable as error:
+                self._log[-1] += f": {error}"[:160]
+
+        self._change(self.model, unless_unavailable, what)
 
     def _with(self, name: str, database: Database) -> Model:
         return {**self.model, name: database}
@@ -302,7 +319,7 @@ class Steps:
     def verify(self) -> None:
         """Verification reads every byte and finds nothing."""
         self._work(lambda: self.store.heavy.verify(runner="threads"))
-        if damaged := self.store.heavy.damaged():
+        if (damaged := self.store.heavy.damaged()) and not self._is_damaged():
             self.findings.append(f"verification found damage: {damaged[:3]}")
         with self.store.manifest.read() as txn:
             self.findings += [f"the manifest breaks a rule: {problem}" for problem in check(txn) if not problem.leak]
@@ -312,7 +329,7 @@ class Steps:
         self._clock.advance(self._draw.choice((1.0, 30.0, 90.0, 4_000.0)))
 
     def jump(self) -> None:
-        self._clock.jump(self._draw.choice((-3_600.0, -5.0, 5.0, 3_600.0)))
+        self._clock.jump(self._draw.choice((-86_400.0, -3_600.0, -5.0, 5.0, 3_600.0, 86_400.0)))
 
     def read_beside(self) -> None:
         """Another process reads: each database as it was at some moment of this life."""
@@ -328,6 +345,7 @@ class Steps:
             self.store.drop(name, snapshots=True)
         self.model = {}
         self.possible = [{}]
+        self._clock.advance(30 * 86_400.0)  # a clock that was set back makes every grace late by as much
         for _ in range(6):
             self._clock.advance(7_200.0)
             self.store.maintain()
@@ -359,7 +377,7 @@ STEPS: tuple[tuple[int, Callable[[Steps], None]], ...] = (
     (14, Steps.write_pairs), (5, Steps.snapshot), (2, Steps.drop_snapshot), (3, Steps.fork), (3, Steps.travel),
     (1, Steps.retain), (3, Steps.hold_reader), (5, Steps.checkpoint), (2, Steps.merge), (4, Steps.flush_or_compact),
     (8, Steps.move_segments), (5, Steps.maintain), (1, Steps.sweep), (1, Steps.verify), (3, Steps.advance),
-    (1, Steps.jump), (1, Steps.read_beside),
+    (2, Steps.jump), (1, Steps.read_beside),
 )  # fmt: skip
 """(weight, step)."""
 
