@@ -182,9 +182,8 @@ def _live(
     clock = ManualClock(before.now_ms)
     clock.jump(draw.choice(BETWEEN_LIVES) if number else 0.0)
     here = before.directory
-    if not os.path.exists(
-        os.path.join(here, "store", MANIFEST)
-    ):  # made without the crash disk: LMDB's file is not on it
+    if not os.path.exists(os.path.join(here, "store", MANIFEST)):
+        # made without the crash disk: LMDB's file is not on it
         quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock).close()
     if plant is not None:
         plant()
@@ -206,16 +205,10 @@ def _live(
     cut = False
     try:
         store = quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock, disk=disk)
-        found = {str(index): observe(store, model) for index, model in enumerate(before.models)}
-        matching = [model for model, findings in zip(before.models, found.values()) if not findings]
-        if not matching:
-            ending.findings = [
-                f"if the interrupted step was {'done' if index else 'not done'}: {finding}"
-                for index, findings in enumerate(found.values())
-                for finding in findings
-            ]
+        model, ending.findings = _held(store, before.models)
+        if model is None:
             return ending
-        life = Steps(store, matching[0], clock, draw, ending.steps, reader, number)
+        life = Steps(store, model, clock, draw, ending.steps, reader, number)
         if fault is not None and fault is not Fault.POWER_CUT:
             faulty.fail_in(fails_in)
         life.run(steps)
@@ -239,6 +232,19 @@ def _live(
         ending.directory = _crash(inner, here, number, _chooser(draw))
     ending.now_ms = clock.now_ms()
     return ending
+
+
+def _held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]]:
+    """Which of the models a store holds; if none, how it differs from each."""
+    differences = [observe(store, model) for model in models]
+    for model, findings in zip(models, differences):
+        if not findings:
+            return model, []
+    return None, [
+        f"if the interrupted step was {'done' if index else 'not done'}: {finding}"
+        for index, findings in enumerate(differences)
+        for finding in findings
+    ]
 
 
 def _chooser(draw: random.Random) -> Chooser:
