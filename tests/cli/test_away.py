@@ -23,6 +23,7 @@ from quire.core.errors import AccessDenied, InvalidInput, Unavailable
 from quire.service.commands import Command
 from tests.cli.conftest import Ended, quire_program
 from tests.house.tree import SRC
+from tests.manifest.helpers import eventually
 from tests.service.world import served
 
 
@@ -134,13 +135,34 @@ def test_files_are_those_of_who_asks(root: Path, tmp_path: Path, monkeypatch: py
     [
         (["jobs", "work", "--once"], "runs its jobs itself"),
         (["serve"], "has one owner"),
-        (["sqlite", "follow", "x.db", "--once"], "stop the owner"),
     ],
 )
 def test_what_cannot_be_done_there_says_what_to_do(root: Path, arguments: list[str], said: str) -> None:
     ended = run(root, *arguments, code=5)
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_following_beside_a_server_is_done_by_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 19, A4: a file was followed by a process that owned the store, so nobody could make a snapshot meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with closing(sqlite3.connect("live.db")) as app:
+        app.executescript("PRAGMA journal_mode=wal; create table t(x); insert into t values(1);")
+        said = run(root, "sqlite", "follow", "live.db", "live", "--interval", "0.01").out
+        assert "the server follows" in said
+        assert "quire sqlite unfollow live" in said
+        app.execute("insert into t values(2)")
+        app.commit()
+        assert eventually(lambda: run(root, "sqlite", "shell", "live", "select count(*) from t").out.strip() == "2")
+        run(root, "snapshot", "create", "live", "meanwhile")
+        assert json.loads(run(root, "sqlite", "follow", "live.db", "live", "--once", "--json").out)["lsn"] >= 2
+        (row,) = [row for row in json.loads(run(root, "ls", "--json").out) if row["name"] == "live"]
+        assert row["follows"] == str(tmp_path / "live.db")
+        assert str(tmp_path / "live.db") in run(root, "ls").out.replace("\n", "")
+        assert "1 SQLite file" in run(root, "info").out
+        assert "no more" in run(root, "sqlite", "unfollow", "live").out
+        assert json.loads(run(root, "info", "--json").out)["followed_files"] == 0
+        assert "follows no file" in run(root, "sqlite", "unfollow", "live", code=3).err
 
 
 def test_a_shell_beside_the_owner_reads(root: Path) -> None:

@@ -36,7 +36,8 @@ from tests.house.tree import SRC
 IN_ORDER = (
     "init", "create", "jobs ls", "jobs show", "jobs cancel", "jobs retry", "jobs work",
     "sqlite import", "ls", "info", "why", "snapshot create", "snapshot ls", "snapshot show", "snapshot diff",
-    "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "restore", "checkpoint", "merge", "retention set",
+    "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "sqlite unfollow",
+    "restore", "checkpoint", "merge", "retention set",
     "retention show", "retention plan", "retention apply", "retention clear", "stats", "verify",
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
     "kv repair", "kv prune", "kv delete",
@@ -122,6 +123,9 @@ def prepare(words: str) -> None:
     if words == "takeover":
         with quire.open("restored", settings=StoreSettings(object_store="../bucket")) as store:
             store.create("shop", "pages")
+    if words == "sqlite unfollow":
+        with quire.open("data") as store:
+            store.followers.follow("app.db", "app")
     if words == "rename":
         assert run("create", "shop").code == 0
 

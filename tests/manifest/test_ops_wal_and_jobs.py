@@ -38,7 +38,15 @@ from quire.manifest.ops.cursors import (
 )
 from quire.manifest.ops.databases import DropDb, RegisterDb
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.local import (
+    DropReader,
+    FollowSqliteFile,
+    PruneIdempotency,
+    PutReader,
+    RecordMetric,
+    SetFloor,
+    SetObjectPlace,
+)
 from quire.manifest.ops.lsm import RecordLsmEnds
 from quire.manifest.ops.registry import OPS, AnyOp
 from quire.manifest.ops.wal import NEXT_STATES, AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
@@ -292,6 +300,7 @@ LOCAL: list[Op] = [
     ResumeCursor(8),
     ClampCursor(8),
     ReserveLocalIds(Counter.READER, 7),
+    FollowSqliteFile(1, "/srv/app.db", 250),
 ]
 
 

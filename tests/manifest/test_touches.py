@@ -51,7 +51,15 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.local import (
+    DropReader,
+    FollowSqliteFile,
+    PruneIdempotency,
+    PutReader,
+    RecordMetric,
+    SetFloor,
+    SetObjectPlace,
+)
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
@@ -247,6 +255,7 @@ def _later() -> Iterator[Op]:
     # a key-value database
     yield RegisterDb(4, DbRecord("fir", DbKind.LSM, 0))
     yield from (FoldLsm(4, [(n, LsmTableRecord(0, 9, 0, 100, n, n)) for n in (1, 2)]), FoldLsm(4, [], [1]))
+    yield FollowSqliteFile(1, "/srv/app.db", 250)
     yield from (RecordLsmEnds(4, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3))), DropDb(4))
     # jobs
     yield from (EnqueueJob(7, JobRecord(JobKind.CHECKPOINT, 1, 1)), StartJob(7, "w", 9), RequeueJob(7, 1, 5, "again"))

@@ -4,8 +4,9 @@ Terms
   there   the owner, reached through the store's socket: a `quire serve`, which runs commands for others
 
 Rules
-  1. Only commands listed here are done there: those that begin, do one thing and end. A command that would stay (`follow`,
-     `jobs work`) or that takes the store apart (`manifest check --repair`) is not; `sqlite shell` reads beside the owner.
+  1. Only commands listed here are done there: those that begin, do one thing and end; `sqlite follow` has the owner follow the
+     file, and ends. A command that would stay (`jobs work`) or that takes the store apart (`manifest check --repair`) is not;
+     `sqlite shell` reads beside the owner.
   2. What is written, and the exit code, are those of the command done here; an error is raised here as it was there. Questions
      are asked here.
   3. Paths are made absolute first: the owner's directory is another one.
@@ -47,18 +48,23 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "feed": ("drop",),
     "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
     "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
-    "sqlite": ("import_", "export"),
+    "sqlite": ("import_", "export", "follow", "unfollow"),
     "mlog": ("bundle",),
     "stats": ("stats",),
 }
 """Module → its functions that are done there (rule 1)."""
 
-PATHS = {"sqlite.import_": "file", "sqlite.export": "out", "restore.restore": "file", "verify.verify": "report"}
+PATHS = {
+    "sqlite.import_": "file",
+    "sqlite.export": "out",
+    "sqlite.follow": "file",
+    "restore.restore": "file",
+    "verify.verify": "report",
+}
 """Function → its argument that is a path (rule 3)."""
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
-    "sqlite.follow": "stop the owner, or follow into a store of its own",
     "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
     "objects.takeover": "this directory has an owner already: stop that process first",
     "objects.moved": "stop the owner first: it writes to the place it knows",

@@ -17,6 +17,7 @@ from quire.cli.declared import Group, Option, command
 from quire.cli.logging import Log, log_to
 from quire.cli.output import Note
 from quire.cli.plain import count_of
+from quire.core.events import emit
 
 
 def add_to(app: Group) -> None:
@@ -66,6 +67,8 @@ def serve(
     log_to(log)
     install(run_here)
     with until_interrupted() as ending, cli.owner(upkeep=True) as store:
+        for file in store.followers.resume():
+            emit("info", "sqlite.follow.resumed", path=file.path, database=file.database)
         servers: list[Server | WebServer] = [store.serve()]
         if listen:
             tls = {"tls_cert_file": tls_cert, "tls_key_file": tls_key}

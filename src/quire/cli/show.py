@@ -25,9 +25,10 @@ def ls(cli: Cli) -> Listing:
 
     with Glance(cli.path) as store:
         found = store.databases()
+    followed = any(database.follows for database in found)  # else the column would take room from the others
     return Listing(
-        columns=["name", "kind", "status", ">snapshots", "created", "forked from"],
-        rows=[Row(_cells(each), each) for each in found],
+        columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
+        rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in found],
         empty="no databases yet: `quire create NAME --kind pages` makes one",
     )
 
@@ -66,6 +67,7 @@ def info(cli: Cli) -> Facts:
             ("artifacts", ", ".join(artifacts)),
             ("unreferenced", f"{count_of(found.unreferenced, 'artifact')} waiting for the collector"),
             ("jobs", f"{found.jobs:,}"),
+            *([("follows", count_of(found.followed_files, "SQLite file"))] if found.followed_files else []),
             ("change feed", changes),
             ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
             ("readers", f"{count_of(found.readers, 'slot')} in use"),

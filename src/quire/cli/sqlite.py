@@ -12,7 +12,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, Verdict, on_terminal
+from quire.cli.command import ELSEWHERE, Cli, Verdict, on_terminal
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK
 from quire.cli.logging import Log, log_to
@@ -40,6 +40,7 @@ def add_to(app: Group) -> None:
     command(group, "import", example="quire sqlite import ./shop.db")(import_)
     command(group, "export", example="quire sqlite export shop ./monday.db --at monday")(export)
     command(group, "follow", example="quire sqlite follow ./app.db app")(follow)
+    command(group, "unfollow", example="quire sqlite unfollow app")(unfollow)
     command(group, "shell", example="quire sqlite shell shop --at monday")(shell)
     app.add("sqlite", group)
 
@@ -118,6 +119,8 @@ def follow(
 
     Until Ctrl-C, or `--once`. Each of its transactions becomes a version here, as soon as it is seen. The program is not
     disturbed.
+
+    Beside a `quire serve` of the store the server does it, until `quire sqlite unfollow DB`, also after its next start.
     """
     from quire.cli.working import until_interrupted
     from quire.sqlite.follow import Follower
@@ -126,6 +129,11 @@ def follow(
     if not interval >= INTERVAL_SECONDS_MIN:
         hint = f"say {INTERVAL_SECONDS_MIN} or more"
         raise InvalidInput("`--interval` takes seconds", hint=hint, given=interval)
+    if ELSEWHERE.get() is not None and not once:
+        with cli.owner() as store:
+            kept = store.followers.follow(file, name, interval_seconds=interval)
+        text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` ends it"
+        return Note(text=text, data=kept)
     with cli.owner(upkeep=True) as store, Bars() as bars:
         follower = Follower(
             manifest=store.manifest, pages=store.pages, root=store.path, path=file, name=name, progress=bars
@@ -139,6 +147,13 @@ def follow(
                 follower.run(stop, interval)
     data = {"name": follower.name, "path": follower.path, **plain(follower.done)}
     return Note(text=followed_text(follower.done, file, follower.name), data=data)
+
+
+def unfollow(cli: Cli, database: Database) -> Note:
+    """Have the server follow a SQLite file no more. The database stays."""
+    with cli.owner() as store:
+        ended = store.followers.stop(database)
+    return Note(text=f"{database} follows {ended.path} no more", data=ended)
 
 
 def followed_text(done: Followed, file: str, name: str) -> str:

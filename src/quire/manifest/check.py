@@ -251,6 +251,7 @@ def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
         t.SNAPSHOT_INDEX,
         t.LSM_CATALOG,
         t.LSM_ENDS,
+        t.FOLLOWED_FILES,
         t.PAGE_VERSION_INDEX,
         t.PAGE_VERSION_HEAD,
     ):

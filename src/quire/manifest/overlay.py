@@ -339,6 +339,7 @@ class Overlay:
         self.retention = view(t.RETENTION)
         self.lsm_catalog = view(t.LSM_CATALOG)
         self.lsm_ends = view(t.LSM_ENDS)
+        self.followed_files = view(t.FOLLOWED_FILES)
         self.audit = view(t.AUDIT)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)

@@ -20,6 +20,7 @@ from typing import Any, Generic
 
 from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
+from quire.manifest.followed_records import FollowedFileRecord
 from quire.manifest.keys import KeyCodec, Width
 from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.namespace_records import NamespaceRecord
@@ -195,6 +196,9 @@ IDEMPOTENCY = Table("idempotency", (("key", "raw"),), r.IdempotencyRecord, _LOCA
 JOB_LEASES = Table("job_leases", (("job_id", "u64"),), r.JobLeaseRecord, _LOCAL, "who works on a job, and progress")
 LSM_ENDS = Table(
     "lsm_ends", (("db_id", "u32"),), LsmEndsRecord, _LOCAL, "acknowledged ends of key-value databases' logs"
+)
+FOLLOWED_FILES = Table(
+    "followed_files", (("db_id", "u32"),), FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
 )
 META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
 OBJECT_PLACE = "object_place"

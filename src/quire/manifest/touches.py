@@ -140,11 +140,13 @@ TOUCHES: dict[type[Op], Touches] = {
         t.AUDIT,
         t.LSM_CATALOG,
         t.LSM_ENDS,
+        t.FOLLOWED_FILES,
         *_COUNTS,
         databases=_DB,
     ),
     lsm.FoldLsm: _touches(t.LSM_CATALOG, databases=_DB),
     lsm.RecordLsmEnds: _touches(t.LSM_ENDS, databases=_DB),
+    local.FollowSqliteFile: _touches(t.FOLLOWED_FILES, databases=_DB),
     databases.RemoveDb: _touches(t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, *_COUNTS, databases=_DB),
     # artifacts, slots, counts
     artifacts.PutChunk: _touches(t.CHUNK_CATALOG, t.GC_REFCOUNTS, databases=_ORIGIN),

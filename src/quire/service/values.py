@@ -40,6 +40,7 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent_db_id: int
     parent: str
     tags: dict[str, str]
+    follows: str = ""
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     map_bytes: int
     readers: int
     disk_bytes: int = 0
+    followed_files: int = 0
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):

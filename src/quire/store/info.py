@@ -49,6 +49,8 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent: str
     """That database's name; empty if it is no fork, or the parent is gone."""
     tags: dict[str, str]
+    follows: str = ""
+    """The SQLite file that the owner follows into it, if there is one."""
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Reader slots of the manifest in use, over all processes."""
     disk_bytes: int = 0
     """What the file system has given to everything in the store's directory, as `du` says."""
+    followed_files: int = 0
+    """SQLite files that the owner follows."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +149,7 @@ def database_info(txn: ReadTxn, db_id: int) -> DatabaseInfo:
 
 def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
     parent = txn.database(record.parent_db_id) if record.parent_db_id else None
+    followed = txn.get(t.FOLLOWED_FILES, db_id)
     return DatabaseInfo(
         db_id=db_id,
         name=record.name,
@@ -156,6 +161,7 @@ def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
         parent_db_id=record.parent_db_id,
         parent=parent.name if parent is not None and parent.status is not DbStatus.TOMBSTONED else "",
         tags=dict(record.tags),
+        follows=followed.path if followed is not None else "",
     )
 
 
@@ -203,6 +209,7 @@ def store_info(
         map_bytes=figures["map_size"],
         readers=figures["num_readers"],
         disk_bytes=sum(given for _, given in given_below(path)),
+        followed_files=txn.count(t.FOLLOWED_FILES),
     )
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from quire.objects.collector import Collector
     from quire.pages.engine import PageEngine
     from quire.sqlite.connect import SqliteRoom
+    from quire.sqlite.followers import FileFollowers
     from quire.store.object_rights import ObjectRights
     from quire.stream.engine import StreamEngine
 
@@ -215,6 +216,16 @@ class Rooms:
                 page_size=self._settings.pages.page_size,
                 read_only=self._manifest.read_only,
             ),
+        )
+
+    @property
+    def followers(self) -> FileFollowers:
+        """SQLite files that are followed."""
+        from quire.sqlite.followers import FileFollowers
+
+        return self._once(
+            "followers",
+            lambda: FileFollowers(manifest=self._manifest, root=self._path, pages=lambda: self.pages),
         )
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────

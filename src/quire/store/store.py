@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from quire.service.server import Credentials, Server
     from quire.service.web.server import WebServer
     from quire.sqlite.connect import At, Connection
+    from quire.sqlite.followers import FileFollowers
     from quire.store.heavy import Heavy
     from quire.store.object_rights import ObjectRights
     from quire.store.rooms import Rooms
@@ -213,6 +214,11 @@ class Store:
     def sqlite_vfs(self) -> str:
         """For SQLite connections of other making: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
         return self._need_rooms().sqlite.vfs_name
+
+    @property
+    def followers(self) -> FileFollowers:
+        """SQLite files of other programs, followed by this process: `follow`, `stop`, `files`; `resume` after a restart."""
+        return self._need_rooms().followers
 
     @property
     def kvs(self) -> KvEngine:

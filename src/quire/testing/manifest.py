@@ -58,7 +58,7 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.local import FollowSqliteFile, PutReader, RecordMetric, SetFloor, SetObjectPlace
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
@@ -164,7 +164,7 @@ class BatchMaker:
     STORIES = (
         "register", "rename", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
         "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
-        "ensure", "work", "metric", "cursor", "reader", "lsm",
+        "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file",
     )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
@@ -442,3 +442,6 @@ class BatchMaker:
     def reader(self, txn: ReadTxn) -> list[Op]:
         db_id = self._db(txn)
         return [PutReader(db_id, self.rng.randint(1, 3), 5, 99), SetFloor(db_id, 1, 9), SetObjectPlace("objects")]
+
+    def followed_file(self, txn: ReadTxn) -> list[Op]:
+        return [FollowSqliteFile(self._db(txn), self.rng.choice(("", "/srv/app.db")), 250)]

@@ -173,6 +173,7 @@ class DropDb(Op, frozen=True, tag=15):
         for key, _ in list(tables.lsm_catalog.scan(t.LSM_CATALOG.key.prefix(self.db_id))):
             tables.lsm_catalog.delete(key)
         tables.lsm_ends.delete(t.LSM_ENDS.key.pack(self.db_id))
+        tables.followed_files.delete(t.FOLLOWED_FILES.key.pack(self.db_id))
         tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
         tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
         tables.put_db(self.db_id, replace(record, status=DbStatus.TOMBSTONED, dropped_at_ms=at_ms))

@@ -1,4 +1,6 @@
-"""Operations on local tables: readers, metrics, answers to keyed batches, where the objects are. None of them enters the feed.
+"""Operations on local tables: readers, metrics, answers to keyed batches, followed files, where the objects are.
+
+None of them enters the feed.
 
 Rules
   1. Metrics merge: sums and counts add, extremes widen, buckets add.
@@ -6,11 +8,19 @@ Rules
 
 import math
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, WrongKind
 from quire.manifest import tables as t
+from quire.manifest.followed_records import FollowedFileRecord
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import FloorRecord, MetaRecord, MetricRecord, ReaderRecord, UInt
+from quire.manifest.records import (
+    DbKind,
+    FloorRecord,
+    MetaRecord,
+    MetricRecord,
+    ReaderRecord,
+    UInt,
+)
 
 METRIC_BUCKETS = 64
 
@@ -117,3 +127,22 @@ class SetObjectPlace(Op, frozen=True, tag=120):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.meta.put(t.META.key.pack(t.OBJECT_PLACE), MetaRecord(text=self.place))
+
+
+class FollowSqliteFile(Op, frozen=True, tag=170):
+    """A SQLite file is followed into a page database from now on; none any more, if the path is empty."""
+
+    logged = False
+    db_id: UInt
+    path: str = ""
+    interval_ms: UInt = 0
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key = t.FOLLOWED_FILES.key.pack(self.db_id)
+        if not self.path:
+            tables.followed_files.delete(key)
+            return
+        record = tables.writable(self.db_id)
+        if record.kind is not DbKind.PAGES:
+            raise WrongKind("not a page database", db_id=self.db_id, kind=record.kind.name.lower())
+        tables.followed_files.put(key, FollowedFileRecord(self.path, self.interval_ms, at_ms))

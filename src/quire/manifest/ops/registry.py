@@ -30,7 +30,15 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import DropReader, PruneIdempotency, PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.local import (
+    DropReader,
+    FollowSqliteFile,
+    PruneIdempotency,
+    PutReader,
+    RecordMetric,
+    SetFloor,
+    SetObjectPlace,
+)
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
@@ -108,6 +116,7 @@ AnyOp = (
     | SetFloor
     | PruneIdempotency
     | SetObjectPlace
+    | FollowSqliteFile
 )
 
 OPS: dict[int, type[Op]] = {op.__struct_config__.tag: op for op in get_args(AnyOp)}

@@ -57,6 +57,7 @@ def database_page(sight: Sight, name: str) -> dict[str, Any]:
     }
     if info.kind is DbKind.PAGES:
         page["pages"] = _pages(sight, info)
+        page["followed"] = plain(sight.store.followers.file(name)) if info.follows else None
     elif info.kind is DbKind.STREAM:
         page["stream"] = stream_page(sight, info.db_id)
         opened = open_stream(sight, info.db_id)

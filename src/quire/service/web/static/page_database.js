@@ -42,7 +42,8 @@ function figures(data) {
     ["In the WAL", number(engine.wal_pages), wal.last_success_at_ms ? `pages since the checkpoint ${ago(wal.last_success_at_ms, data.now_ms)}` : "pages; no checkpoint yet"],
     ["Floor", number(engine.floor_lsn), "lsn somebody may still ask for"],
     ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "nothing is blocked", blocked ? "warn" : undefined],
-    ["Chunks", number(engine.slots.length), chained(engine.chain_lengths)]);
+    ["Chunks", number(engine.slots.length), chained(engine.chain_lengths)],
+    ...(data.followed ? [["Follows", data.followed.path.split("/").pop(), data.followed.trouble || data.followed.path, data.followed.trouble ? "warn" : undefined]] : []));
 }
 
 function streamFigures({ figures: open }) {

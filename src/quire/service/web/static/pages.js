@@ -48,7 +48,7 @@ function databaseRow(each, ui) {
     h("b", {}, link(each.name)), chip(each.kind === "lsm" ? "key-value" : each.kind, `d-${each.kind}`), bytes(each.size_bytes), bytes(each.disk_bytes),
     isPages ? bytes(each.wal_bytes) : quiet("–"), isPages ? number(each.wal_pages) : quiet("–"), isPages ? number(each.floor_lsn) : quiet("–"),
     each.readers ? h("span", { class: each.segments_blocked ? "warn" : undefined }, number(each.readers)) : quiet("0"), number(each.snapshots),
-    each.parent ? link(each.parent) : "", h("button", { type: "button", class: "small", "data-key": `snap-${each.name}`, "aria-label": `New snapshot of ${each.name}`, onclick: () => ui.snapshot(each.name) }, "Snapshot"),
+    each.follows ? quiet(`follows ${each.follows}`) : each.parent ? link(each.parent) : "", h("button", { type: "button", class: "small", "data-key": `snap-${each.name}`, "aria-label": `New snapshot of ${each.name}`, onclick: () => ui.snapshot(each.name) }, "Snapshot"),
   ];
 }
 

@@ -1,0 +1,187 @@
+"""SQLite files that the owner of a store follows by itself, each in a thread, until it is told to stop or closes.
+
+Terms
+  kept     a row of the manifest says that the file is followed: who opens the store to serve it goes on with it
+
+Rules
+  1. A file is kept after its first look has succeeded, so a database that cannot follow it is not promised to. Stopping removes
+     the row first: a crash in between leaves a follower that ends with the process.
+  2. How far a follower is stands in the position it saves (position.py): a restart goes on where it was.
+  3. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another page
+     size, the database dropped) ends the follower; the row stays, unless the database is gone, and says so by its `trouble`.
+
+Threads: any; one for each file. Raises what a look does, `NotFound`, `Conflict`, `StoreClosed`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed, Unavailable
+from quire.core.events import emit
+from quire.manifest import tables as t
+from quire.manifest.ops.local import FollowSqliteFile
+from quire.manifest.store import ManifestStore
+from quire.pages.engine import PageEngine
+from quire.sqlite.follow import INTERVAL_SECONDS, Followed, Follower
+
+RETRY_SECONDS = 5.0
+"""After a fault of the disk."""
+
+
+class FollowedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is kept, and what its follower does."""
+
+    db_id: int
+    database: str
+    path: str
+    interval_seconds: float
+    since_ms: int
+    running: bool
+    """Whether this process follows it now."""
+    trouble: str = ""
+    """Why it does not get on, if it does not."""
+    done: Followed | None = None
+    """Since this process began."""
+
+
+class _Task:
+    """One follower and its thread."""
+
+    def __init__(self, follower: Follower, interval_seconds: float) -> None:
+        self.follower = follower
+        self.trouble = ""
+        self.stop = threading.Event()
+        self._interval_seconds = interval_seconds
+        self.thread = threading.Thread(target=self._run, name=f"quire-follow-{follower.name}", daemon=True)
+
+    def _run(self) -> None:
+        wait = self._interval_seconds
+        while not self.stop.wait(wait):
+            wait = self._interval_seconds
+            try:
+                self.follower.look()
+                self.trouble = ""
+            except (Unavailable, NotFound) as error:
+                self._say(error, "info", "sqlite.follow.waiting")
+            except StorageFault as error:
+                self._say(error, "warning", "sqlite.follow.waiting")
+                wait = max(wait, RETRY_SECONDS)
+            except StoreClosed:
+                return
+            except QuireError as error:
+                self._say(error, "error", "sqlite.follow.ended")
+                return
+
+    def _say(self, error: QuireError, level: str, event: str) -> None:
+        if str(error) != self.trouble:
+            self.trouble = str(error)
+            emit(level, event, path=self.follower.path, database=self.follower.name, reason=error.what)
+
+
+class FileFollowers:
+    """The files that one store follows; `store.followers`."""
+
+    def __init__(self, *, manifest: ManifestStore, root: str, pages: Callable[[], PageEngine]) -> None:
+        self._manifest = manifest
+        self._root = root
+        self._pages = pages
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._tasks: dict[int, _Task] = {}
+        self._closed = False
+
+    def follow(
+        self, path: str | os.PathLike[str], name: str = "", *, interval_seconds: float = INTERVAL_SECONDS
+    ) -> FollowedFile:
+        """Take over what a SQLite file has, and go on with what comes, until `stop`; also after a restart of the server."""
+        follower = self._follower(os.fspath(path), name)
+        known = next((file for file in self.files() if file.database == follower.name), None)
+        if known is None:
+            follower.look()  # without the lock: the first one may take minutes
+        elif known.path != follower.path:
+            hint = f"`quire sqlite unfollow {known.database}` first, or follow under another name"
+            raise Conflict("the database follows another file", hint=hint, path=known.path)
+        with self._lock:
+            self._require_open()
+            with self._manifest.read() as txn:
+                db_id = txn.database_id(follower.name)
+            interval_ms = round(interval_seconds * 1000)
+            self._manifest.submit([FollowSqliteFile(db_id, follower.path, interval_ms)]).result()
+            self._end(db_id)
+            self._begin(db_id, follower, interval_seconds)
+        return self.file(follower.name)
+
+    def stop(self, name: str) -> FollowedFile:
+        """Follow a database's file no more; what was followed. The database stays as it is."""
+        found = self.file(name)
+        self._manifest.submit([FollowSqliteFile(found.db_id)]).result()
+        with self._lock:
+            self._end(found.db_id)
+        return msgspec.structs.replace(found, running=False)
+
+    def resume(self) -> list[FollowedFile]:
+        """Go on with every file that is kept; what a server does when it begins."""
+        with self._lock:
+            self._require_open()
+            for known in self.files():
+                if known.db_id not in self._tasks:
+                    follower = self._follower(known.path, known.database)
+                    self._begin(known.db_id, follower, known.interval_seconds)
+        return self.files()
+
+    def files(self) -> list[FollowedFile]:
+        """The files that are kept, by the names of their databases."""
+        with self._manifest.read() as txn:
+            rows = [(key[0], row, txn.database(key[0])) for key, row in txn.scan(t.FOLLOWED_FILES)]
+        kept = [
+            FollowedFile(
+                db_id=db_id,
+                database=record.name if record is not None else "",
+                path=row.path,
+                interval_seconds=row.interval_ms / 1000,
+                since_ms=row.since_ms,
+                running=(task := self._tasks.get(db_id)) is not None and task.thread.is_alive(),
+                trouble=task.trouble if task is not None else "",
+                done=task.follower.done if task is not None else None,
+            )
+            for db_id, row, record in rows
+        ]
+        return sorted(kept, key=lambda file: file.database)
+
+    def file(self, name: str) -> FollowedFile:
+        """What a database follows; raises if it follows nothing."""
+        for known in self.files():
+            if known.database == name:
+                return known
+        raise NotFound("the database follows no file", hint="`quire sqlite follow FILE DB` begins it", database=name)
+
+    def close(self) -> None:
+        """End the threads; the files stay kept."""
+        with self._lock:
+            self._closed = True
+            for db_id in list(self._tasks):
+                self._end(db_id)
+
+    def _follower(self, path: str, name: str) -> Follower:
+        return Follower(manifest=self._manifest, pages=self._pages(), root=self._root, path=path, name=name)
+
+    def _begin(self, db_id: int, follower: Follower, interval_seconds: float) -> None:
+        """REQUIRES the lock."""
+        self._tasks[db_id] = task = _Task(follower, interval_seconds)
+        task.thread.start()
+
+    def _end(self, db_id: int) -> None:
+        """REQUIRES the lock."""
+        task = self._tasks.pop(db_id, None)
+        if task is not None:
+            task.stop.set()
+            task.thread.join()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed", hint="open it again", path=self._root)

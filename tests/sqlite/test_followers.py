@@ -1,0 +1,139 @@
+"""Files that the owner follows by itself: until it is told to stop, across restarts, beside everything else it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import Conflict, NotFound, WrongKind
+from quire.manifest import tables as t
+from quire.manifest.ops.local import FollowSqliteFile
+from quire.store.store import Store
+from tests.house.tree import SRC
+from tests.manifest.helpers import eventually
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(tmp_path / "app.db", isolation_level=None, check_same_thread=False)) as made:
+        made.executescript("PRAGMA journal_mode=wal; create table t(x); insert into t values(1);")
+        yield made
+
+
+def rows(store: Store, name: str = "app") -> int:
+    with store.sqlite(name) as db:
+        return int(db.execute("select count(*) from t").get)
+
+
+def has(wanted: int, count: Callable[[], int]) -> bool:
+    return count() == wanted
+
+
+def test_a_file_is_followed_while_snapshots_are_made(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+    with quire.open(path) as store:
+        kept = store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
+        assert (kept.database, kept.path, kept.running) == ("app", str(tmp_path / "app.db"), True)
+        for wanted in (2, 3):
+            app.execute("insert into t values(0)")
+            assert eventually(partial(has, wanted, partial(rows, store)))
+            store.snapshot("app", f"at {wanted}")
+        assert store.database("app").follows == kept.path
+        assert store.info().followed_files == 1
+        assert [snapshot.name for snapshot in store.manifest.snapshots.of("app")] == ["at 2", "at 3"]
+        with pytest.raises(Conflict, match="another file"):
+            store.followers.follow(tmp_path / "other.db", "app")
+        store.followers.stop("app")
+        assert store.database("app").follows == ""
+        app.execute("insert into t values(0)")
+        assert store.followers.files() == []
+        with pytest.raises(NotFound, match="follows no file"):
+            store.followers.stop("app")
+        assert rows(store) == 3
+        assert store.manifest.check() == []
+
+
+def test_a_file_that_cannot_be_followed_is_not_promised_to_be(path: Path, tmp_path: Path) -> None:
+    with quire.open(path) as store:
+        with pytest.raises(NotFound):
+            store.followers.follow(tmp_path / "nowhere.db")
+        assert store.followers.files() == []
+        store.create("clicks", "stream")
+        with pytest.raises(WrongKind):
+            store.manifest.submit([FollowSqliteFile(store.database("clicks").db_id, "/x.db", 1)]).result()
+
+
+def test_a_file_that_goes_away_is_waited_for_and_says_so(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+    with quire.open(path) as store:
+        store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
+        app.close()
+        os.rename(tmp_path / "app.db", tmp_path / "aside.db")
+        assert eventually(lambda: "no database yet" in store.followers.file("app").trouble)
+        os.rename(tmp_path / "aside.db", tmp_path / "app.db")
+        assert eventually(lambda: not store.followers.file("app").trouble)
+        assert store.followers.file("app").running
+
+
+def test_dropping_the_database_ends_it(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+    with quire.open(path) as store:
+        store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
+        db_id = store.database("app").db_id
+        store.drop("app")
+        assert store.followers.files() == []
+        with store.manifest.read() as txn:
+            assert txn.get(t.FOLLOWED_FILES, db_id) is None
+        app.execute("insert into t values(0)")
+        assert "app" not in [database.name for database in store.databases()]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_goes_on_after_its_restart(
+    path: Path, tmp_path: Path, app: sqlite3.Connection, end: signal.Signals
+) -> None:
+    with quire.open(path) as store:
+        store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
+        store.rename("app", "site")
+    app.execute("insert into t values(2)")
+    for wanted in (2, 3):
+        with served_by(path) as serving:
+            assert eventually(partial(has, wanted, partial(published, path)))
+            serving.send_signal(end)
+            serving.wait(30)
+        app.execute("insert into t values(3)")
+    with quire.open(path) as store:
+        assert not store.followers.file("site").running, "who opens the store is no server"
+        assert store.followers.stop("site").path == str(tmp_path / "app.db")
+    with served_by(path) as serving:
+        with quire.open(path, mode="r") as reader:
+            assert reader.database("site").follows == ""
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(30) == 0
+
+
+def served_by(path: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
+    serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    assert serving.stdout is not None
+    assert serving.stdout.readline().startswith("listening on")
+    return serving
+
+
+def published(path: Path) -> int:
+    """What a process beside the server reads."""
+    with quire.open(path, mode="r") as reader, reader.sqlite("site") as db:
+        return int(db.execute("select count(*) from t").get)
