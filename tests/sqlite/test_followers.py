@@ -37,7 +37,8 @@ def app(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 
 def rows(store: Store, name: str = "app") -> int:
     with store.sqlite(name) as db:
-        return int(db.execute("select count(*) from t").get)
+        count = db.execute("select count(*) from t").get
+    return int(count)
 
 
 def has(wanted: int, count: Callable[[], int]) -> bool:
@@ -136,4 +137,5 @@ def served_by(path: Path) -> subprocess.Popen[str]:
 def published(path: Path) -> int:
     """What a process beside the server reads."""
     with quire.open(path, mode="r") as reader, reader.sqlite("site") as db:
-        return int(db.execute("select count(*) from t").get)
+        count = db.execute("select count(*) from t").get
+    return int(count)
