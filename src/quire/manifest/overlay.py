@@ -5,8 +5,7 @@ Terms
   inserted  pending rows that their op claims are new
   undo      how pending rows looked before the current batch
   kept      decoded rows of small, hot tables that stay in memory across groups
-  encoded   a pending row that is `bytes` already, without its checksum: an op that makes thousands of rows makes them with
-            numpy, not one by one
+  encoded   a pending row that is `bytes` already, without its checksum: thousands of rows are made with numpy
 
 Rules
   1. A batch reads its own writes and those of the batches before it, in every table.
