@@ -421,3 +421,14 @@ def test_records_of_uploads_carry_the_base_of_their_segment(world: StreamWorld) 
         row for row in inspect(log.files, log.objects) if row.record == "LocalEvicted" and row.segment_id == 3
     ]
     assert evicted.logical_offset == world.segments()[2].durable_bytes
+
+
+def test_a_compression_is_no_job_of_the_queue(world: StreamWorld) -> None:
+    """docs/decisions/032: the record's `job_id` is 0, and the queue has no row."""
+    world.fill(1)
+    world.stream.compress()
+    log = world.stream.ledger.log
+    log.commit()
+    (begun,) = [row for row in inspect(log.files, log.objects) if row.record == "CompressionStarted"]
+    assert begun.fields["job_id"] == 0
+    assert world.manifest.jobs.jobs() == []
