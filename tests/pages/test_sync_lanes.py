@@ -146,7 +146,7 @@ def test_a_second_writer_does_not_wait_for_the_sync_under_way() -> None:
 
 
 def test_with_every_lane_taken_the_next_sync_serves_all_who_came_meanwhile() -> None:
-    """P7."""
+    """One sync serves a group (P7)."""
     log = Log(held=True)
     leaders, group = flying(log, LANES), sleeping(log, 5)
     assert len(log.syncs) == LANES

@@ -202,7 +202,7 @@ def _read_alone(view: SnapshotView, cwd: Path, options: StoreOptions | None = No
 
 
 def test_a_view_that_was_uploaded_is_read_after_the_owners_directory_is_gone(tmp_path: Path) -> None:
-    """P16."""
+    """A view is opened with nothing but the object store (P16)."""
     settings = StoreSettings(
         object_store=str(tmp_path / "objects"),
         pages=PagesSettings(page_size=PAGE),

@@ -45,7 +45,7 @@ def test_a_segment_goes_from_open_to_indexed_and_its_row_says_what_it_holds(page
 
 
 def test_nothing_that_is_not_durable_is_published(pages: Pages) -> None:
-    """P5."""
+    """Nothing that names an lsn enters the manifest before that lsn is synced (P5)."""
     store = pages.database()
     with store.begin() as txn:
         txn.write_page(0, image())
@@ -97,7 +97,7 @@ def test_publication_is_asked_for_once_until_it_begins(pages: Pages) -> None:
 
 
 def test_readers_see_durable_versions_and_writers_what_is_written(pages: Pages) -> None:
-    """P7; Q2 for readers that ask for it."""
+    """Readers open at what is durable (P7), or at what is written if they ask for it (Q2)."""
     store, model = pages.database(), Model()
     write(store, model, {0: image("old")})
     txn = store.begin()

@@ -235,7 +235,7 @@ def _check_databases(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
-    """D2."""
+    """Rows that belong to no database, and databases without a WAL state (D2)."""
     databases = set(_owners(txn, t.DB))
     states = {key[0] for key, _ in txn.scan(t.WAL_STATE)}
     for db_id in databases - states:

@@ -142,7 +142,7 @@ def own_references(txn: ReadTxn) -> list[int]:
 
 # ── what is counted ───────────────────────────────────────────────────────────────────────────────────────────────────
 def _compare_counts(txn: ReadTxn, held: Tally[Code]) -> Iterator[Finding]:
-    """R1, R2, R3."""
+    """Counts that differ from the holders and the outstanding uploads, and a wrong `gc_zero` (R1, R2, R3)."""
     stored = dict(_stored_counts(txn))
     uploads = outstanding_uploads(txn)
     # R3 first: a corrected count puts its own index row right, whatever was done to it before.

@@ -262,7 +262,7 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
 
 
 def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) -> Iterator[Finding]:
-    """R1, R2, R3."""
+    """Counts that differ from the holders and the outstanding uploads, and a wrong `gc_zero` (R1, R2, R3)."""
     stored, in_use, pending = _stored_counts(txn)
     uploads = outstanding_uploads(txn)
     # R3 first: a corrected count puts its own index row right, whatever was done to it before.

@@ -136,7 +136,7 @@ class _Pass:
         self._hash(footer.offset, self.size_bytes)
 
     def _header(self, footer: ChunkFooter) -> Iterator[ChunkProblem]:
-        """C2."""
+        """The header has its checksum and is the one that the footer copies (C2)."""
 
         def checked() -> bytes:
             data = read_exactly(self.read_range, 0, HEADER_BYTES, self.name)
@@ -152,7 +152,7 @@ class _Pass:
             self._hash(0, HEADER_BYTES)
 
     def _frame(self, footer: ChunkFooter, place: FramePlace, stored: Bytes) -> Iterator[ChunkProblem]:
-        """C3 and C4."""
+        """A frame has its checksum and unpacks to its pages, and each of those has its own (C3, C4)."""
         pages = footer.offsets_in(place.number)
         whose = {"first_page": pages[0], "last_page": pages[-1]}
         try:
@@ -175,7 +175,7 @@ class _Pass:
                 yield ChunkProblem("C4", "a page fails its checksum", {"object": self.name, **where})
 
     def _promises(self) -> Iterator[ChunkProblem]:
-        """C5 and C6."""
+        """The chunk is the artifact that its row names, with that size, hash and bitmap (C5, C6)."""
         expected, footer = self.expected, self.footer
         found: list[tuple[str, str, object, object]] = [
             ("C6", "size_bytes", expected.size_bytes, self.size_bytes),
