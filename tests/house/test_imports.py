@@ -6,7 +6,11 @@ one line, and this walk also sees imports through importlib.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
 
 from tests.house.tree import Source, imports, modules, parse
 
@@ -51,6 +55,45 @@ def climbed_fences(source: Source) -> Iterator[str]:
 def inside() -> list[Source]:
     """All modules but the root's lazy door, which is above every room."""
     return [source for source in modules() if source.module != "quire"]
+
+
+def at_once(body: Iterable[ast.stmt]) -> Iterator[int]:
+    """The lines of the imports that are done when a module is imported: not those of functions, nor for types only."""
+    for node in body:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                yield node.lineno
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from at_once(node.orelse)
+            case ast.If() | ast.With() | ast.Try():
+                below = [*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])]
+                handlers = [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+                yield from at_once([*below, *handlers])
+
+
+def import_order(files: Iterable[Source]) -> list[str]:
+    """The modules, each behind those that it imports at once; `CycleError` if there is no such order."""
+    files = list(files)
+    names = {source.module for source in files}
+    needs: dict[str, set[str]] = {}
+    for source in files:
+        lines = set(at_once(source.tree.body))
+        named = [found.name for found in imports(source) if found.line in lines]
+        needs[source.module] = {
+            name for name in (*named, *(name.rpartition(".")[0] for name in named)) if name in names
+        }
+        needs[source.module].discard(source.module)
+    return list(TopologicalSorter(needs).static_order())
+
+
+def test_imports_go_in_no_circle() -> None:
+    """Else the module that a process happens to import first decides whether it can be imported: executors begin anywhere."""
+    assert len(import_order(modules())) == len(modules())
+    circle = [parse("src/quire/a.py", "from quire.b import x"), parse("src/quire/b.py", "import quire.a")]
+    with pytest.raises(CycleError):
+        import_order(circle)
+    late = parse("src/quire/b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import quire.a\n")
+    assert import_order([circle[0], late]) == ["quire.b", "quire.a"]
 
 
 def test_every_room_has_a_place_in_the_order() -> None:

@@ -53,7 +53,7 @@ def calls(*names: str) -> Callable[[Source], Iterator[int]]:
     pairs = [tuple(name.rpartition(".")[::2]) for name in names]
 
     def find(source: Source) -> Iterator[int]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
                     if (owner, name) in pairs:
@@ -79,7 +79,7 @@ def module_lines(source: Source) -> int:
 
 def function_lines(source: Source) -> Iterator[tuple[str, int, int]]:
     """Each function as (path:name, first line, number of lines)."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{source.path}:{node.name}", node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -101,26 +101,26 @@ def no_docstring(source: Source) -> Iterator[int]:
 
 
 def bare_except(source: Source) -> Iterator[int]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             yield node.lineno
 
 
 def swallowed(source: Source) -> Iterator[int]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         match node:
             case ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException"), body=[ast.Pass()]):
                 yield node.lineno
 
 
 def star_import(source: Source) -> Iterator[int]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and any(each.name == "*" for each in node.names):
             yield node.lineno
 
 
 def takes_filters(source: Source) -> Iterator[int]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         match node:
             case ast.FunctionDef(name="pushFilters"):
                 yield node.lineno
@@ -130,7 +130,7 @@ def takes_filters(source: Source) -> Iterator[int]:
 
 def deletes_objects(source: Source) -> Iterator[int]:
     """Calls of `.delete` and `.delete_many` of anything but a collector."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         match node:
             case ast.Call(func=ast.Attribute(value=receiver, attr="delete" | "delete_many")):
                 match receiver:
