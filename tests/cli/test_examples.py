@@ -38,7 +38,7 @@ IN_ORDER = (
     "sqlite import", "ls", "info", "why", "snapshot create", "snapshot ls", "snapshot show", "snapshot diff",
     "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "sqlite unfollow",
     "restore", "checkpoint", "merge", "retention set",
-    "retention show", "retention plan", "retention apply", "retention clear", "stats", "verify",
+    "retention show", "retention plan", "retention apply", "retention clear", "stats", "metrics", "verify",
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
     "kv repair", "kv prune", "kv delete",
     "stream append", "stream read", "stream tail", "stream seal", "stream ls", "stream info", "stream tier",

@@ -48,7 +48,8 @@ NAMES = [" ".join(words) for words in COMMANDS]
 def test_the_commands_are_these() -> None:
     assert NAMES == [
         "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "restore",
-        "verify", "stats", "gc", "audit", "takeover", "serve", "doctor", "tour", "completion", "snapshot create", "snapshot ls",
+        "verify", "stats", "metrics", "gc", "audit", "takeover", "serve", "doctor", "tour", "completion", "snapshot create",
+        "snapshot ls",
         "snapshot show", "snapshot drop", "snapshot diff", "sqlite import", "sqlite export", "sqlite follow",
         "sqlite shell", "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair",
         "kv backup", "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",

@@ -24,7 +24,8 @@ COLUMNS = 80
 ORDERS, CLICKS, CARTS = "customer-orders-2026-eu-central", "clickstream-of-the-whole-company", "cart-of-all-users"
 
 LISTINGS = [
-    "ls", "info", "tree", "tree --sizes --all", "stats", "stats --snapshots", "audit", "gc --dry-run", "doctor --no-objects",
+    "ls", "info", "tree", "tree --sizes --all", "stats", "stats --snapshots", "metrics",
+    "audit", "gc --dry-run", "doctor --no-objects",
     f"snapshot ls {ORDERS}", f"snapshot show {ORDERS} 1", f"snapshot diff {ORDERS} 1 2", f"retention show {ORDERS}",
     f"retention plan {ORDERS}", f"why {ORDERS}", "why pages/00000001/wal/00000001.seg", "why {chunk}", "why {log}",
     "jobs ls", "jobs show 1", "feed tail -n 0", "feed cursors", "manifest tables", "manifest check", "manifest verify",

@@ -135,3 +135,15 @@ def test_doctor_tells_of_damaged_artifacts_and_of_failed_jobs(run: Run, shop: Pa
     chunk.write_bytes(body)
     assert run("verify").code == 0
     assert {each["check"]: each["state"] for each in run("doctor", "--json").data}["verification"] == "ok"
+
+
+def test_metrics_are_shown_and_exported(run: Run, shop: Path) -> None:
+    rows = {row["metric"]: row for row in run("metrics", "--json").data}
+    assert rows["snapshots"]["record"]["last"] == 1
+    assert rows["checkpoint_ms"]["record"]["count"] == rows["wal_lag"]["record"]["count"] == 1
+    assert "shop" in run("metrics").out
+    assert 'quire_rolling_snapshots_last{db="1",name="shop"} 1.0' in run("metrics", "--prometheus").out.splitlines()
+
+
+def test_a_store_without_observations_says_so(run: Run) -> None:
+    assert run("metrics").out == "nothing was observed yet\n"

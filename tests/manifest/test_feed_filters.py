@@ -91,7 +91,7 @@ def test_an_unknown_database_is_refused_and_nothing_registered(
     assert mixed.feed.cursors() == []
 
 
-@pytest.mark.parametrize("table", ["nothing", "metrics"])
+@pytest.mark.parametrize("table", ["nothing", "idempotency"])
 def test_a_table_that_never_shows_is_refused_and_nothing_registered(mixed: ManifestStore, table: str) -> None:
     with pytest.raises(InvalidInput, match="table"):
         mixed.feed.follow("app", tables=[table])

@@ -24,7 +24,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint", "merge"),
     "restore": ("restore",),
     "verify": ("verify",),
-    "stats": ("stats",),
+    "stats": ("stats", "metrics"),
     "gc": ("gc",),
     "jobs": ("jobs",),
     "audit": ("audit",),

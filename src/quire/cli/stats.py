@@ -1,26 +1,30 @@
-"""The command `stats`: where the bytes are, database by database."""
+"""The commands `stats`, where the bytes are, and `metrics`, what was observed, database by database."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.bar import bar
 from quire.cli.checkpoint import DryRun, Runner, need_runner
-from quire.cli.command import Cli
+from quire.cli.command import Cli, Verdict
 from quire.cli.declared import Group, Option, command
-from quire.cli.output import Facts, Listing, Report, Row
+from quire.cli.exits import OK
+from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import plain, size
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
     from quire.jobs.stats.compute import Usage
+    from quire.manifest.metrics import RollingMetric
     from quire.manifest.store import ManifestStore
 
 
 def add_to(app: Group) -> None:
     """Register this command."""
     command(app, "stats", example="quire stats --snapshots")(stats)
+    command(app, "metrics", example="quire metrics")(metrics)
 
 
 def stats(
@@ -87,3 +91,44 @@ def _cells(each: Usage) -> list[str]:
     amounts = (each.size_bytes, each.exclusive_bytes, each.shared_bytes, each.wal_bytes)
     disk = "-" if each.snapshot else size(each.disk_bytes)
     return [name, *(size(amount) for amount in amounts), disk, ratio, size(each.churn_bytes), tiers or "-"]
+
+
+def metrics(
+    cli: Cli,
+    prometheus: Annotated[bool, Option("--prometheus", help="As Prometheus reads it, and `/metrics` says it.")] = False,
+) -> Listing | Note | Verdict:
+    """Show the rolling metrics that the manifest keeps: WAL lag, latency of checkpoints and merges, snapshots.
+
+    They are written in the transactions that they are about, and read without disturbing the writer.
+    """
+    from quire.manifest.metrics import RollingCollector, rolling
+
+    with cli.reader() as manifest:
+        if prometheus:
+            from prometheus_client import CollectorRegistry, generate_latest
+
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(RollingCollector(manifest))
+            text = generate_latest(registry).decode()
+            if cli.as_json:
+                return Note(text="", data={"prometheus": text})
+            sys.stdout.write(text)  # as it is: this is for a program
+            return Verdict(None, OK)
+        with manifest.read() as txn:
+            kept = rolling(txn)
+    return Listing(
+        columns=["database", "metric", ">count", ">mean", ">min", ">max", ">last"],
+        rows=[Row(_metric_cells(metric), {**plain(metric), "mean": metric.mean}) for metric in kept],
+        empty="nothing was observed yet",
+    )
+
+
+def _metric_cells(metric: RollingMetric) -> list[str]:
+    record = metric.record
+    shown = [f"{value:,.0f}" for value in (metric.mean, record.min, record.max, record.last)]
+    return [
+        metric.database or (f"database {metric.db_id}" if metric.db_id else "-"),
+        metric.metric,
+        f"{record.count:,}",
+        *shown,
+    ]

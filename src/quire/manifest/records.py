@@ -441,6 +441,8 @@ class MetricRecord(Record, frozen=True):
     min: float = 0.0
     max: float = 0.0
     buckets: list[int] = []
+    last: float = 0.0
+    updated_at_ms: UInt = 0
 
 
 class GenerationRecord(Record, frozen=True):

@@ -147,7 +147,9 @@ TOUCHES: dict[type[Op], Touches] = {
     lsm.FoldLsm: _touches(t.LSM_CATALOG, databases=_DB),
     lsm.RecordLsmEnds: _touches(t.LSM_ENDS, databases=_DB),
     local.FollowSqliteFile: _touches(t.FOLLOWED_FILES, databases=_DB),
-    databases.RemoveDb: _touches(t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, *_COUNTS, databases=_DB),
+    databases.RemoveDb: _touches(
+        t.DB, t.WAL_STATE, t.SNAPSHOT_FLOOR, t.SNAPSHOT_READERS, t.METRICS, *_COUNTS, databases=_DB
+    ),
     # artifacts, slots, counts
     artifacts.PutChunk: _touches(t.CHUNK_CATALOG, t.GC_REFCOUNTS, databases=_ORIGIN),
     artifacts.PutDelta: _touches(
@@ -169,9 +171,9 @@ TOUCHES: dict[type[Op], Touches] = {
     wal.AppendWalChunk: _touches(t.WAL_CATALOG, t.WAL_MANIFEST, t.WAL_STATE, t.GC_REFCOUNTS, databases=_DB),
     wal.MoveWalState: _touches(t.WAL_CATALOG, t.WAL_MANIFEST, *_COUNTS, databases=_DB),
     wal.AdvanceWal: _touches(t.WAL_STATE, databases=_DB),
-    wal.AdvanceCheckpoint: _touches(t.WAL_STATE, databases=_DB),
+    wal.AdvanceCheckpoint: _touches(t.WAL_STATE, t.METRICS, databases=_DB),
     plans.BeginPlan: _touches(t.CHECKPOINT_PLAN, t.DB, t.WAL_CATALOG, databases=_DB),
-    plans.FinishPlan: _touches(t.CHECKPOINT_PLAN, t.WAL_CATALOG, databases=_DB),
+    plans.FinishPlan: _touches(t.CHECKPOINT_PLAN, t.WAL_CATALOG, t.METRICS, databases=_DB),
     plans.AbandonPlan: _touches(t.CHECKPOINT_PLAN, *_CATALOGS, *_COUNTS, databases=_DB),
     wal.DiscardSegment: _touches(t.WAL_CATALOG, *_COUNTS, databases=_DB),
     pageindex.PublishPages: _touches(*_PAGES, databases=_DB),
@@ -179,9 +181,9 @@ TOUCHES: dict[type[Op], Touches] = {
     pageindex.ForgetPages: _touches(*_PAGES, databases=_DB),
     # snapshots and forks
     snaps.PublishSnapshot: _touches(
-        t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.DB, t.AUDIT, t.GC_REFCOUNTS, databases=_pinned("db_id")
+        t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.DB, t.AUDIT, t.METRICS, t.GC_REFCOUNTS, databases=_pinned("db_id")
     ),
-    snaps.DropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, *_COUNTS, databases=_DB),
+    snaps.DropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, t.METRICS, *_COUNTS, databases=_DB),
     snaps.ForkDb: _touches(
         t.DB,
         t.DB_NAMES,

@@ -6,6 +6,7 @@ from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOf
 from quire.core.ids import ArtifactKind, some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
+from quire.manifest.metrics import MetricKind
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace
 from quire.manifest.overlay import Overlay
@@ -226,5 +227,7 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
         for key, _ in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
             tables.snapshot_readers.delete(key)
+        for kind in MetricKind:
+            tables.metrics.delete(t.METRICS.key.pack(self.db_id, kind))
         if record.namespace_id:
             release(tables, namespace_key(record.namespace_id), at_ms)

@@ -1,9 +1,6 @@
 """Operations on local tables: readers, metrics, answers to keyed batches, followed files, where the objects are.
 
 None of them enters the feed.
-
-Rules
-  1. Metrics merge: sums and counts add, extremes widen, buckets add.
 """
 
 import math
@@ -11,18 +8,10 @@ import math
 from quire.core.errors import InvalidInput, WrongKind
 from quire.manifest import tables as t
 from quire.manifest.followed_records import FollowedFileRecord
+from quire.manifest.metrics import observe
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import (
-    DbKind,
-    FloorRecord,
-    MetaRecord,
-    MetricRecord,
-    ReaderRecord,
-    UInt,
-)
-
-METRIC_BUCKETS = 64
+from quire.manifest.records import DbKind, FloorRecord, MetaRecord, ReaderRecord, UInt
 
 
 class RecordMetric(Op, frozen=True, tag=90):
@@ -36,31 +25,7 @@ class RecordMetric(Op, frozen=True, tag=90):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         if not self.values or not all(map(math.isfinite, self.values)):
             raise InvalidInput("a metric needs finite observations", values=self.values[:5])
-        key = t.METRICS.key.pack(self.scope, self.metric_kind)
-        before = tables.metrics.get(key)
-        buckets = list(before.buckets) if before else [0] * METRIC_BUCKETS
-        for value in self.values:
-            buckets[bucket_of(value)] += 1
-        low, high = min(self.values), max(self.values)
-        tables.metrics.put(
-            key,
-            MetricRecord(
-                sum=(before.sum if before else 0.0) + math.fsum(self.values),
-                count=(before.count if before else 0) + len(self.values),
-                min=min(before.min, low) if before else low,
-                max=max(before.max, high) if before else high,
-                buckets=buckets,
-            ),
-        )
-
-
-def bucket_of(value: float) -> int:
-    """Powers of two: bucket 0 holds values below 1, bucket i those in [2^(i-1), 2^i).
-
-    >>> [bucket_of(v) for v in (0.5, 1, 2, 3, 4)]
-    [0, 1, 2, 2, 3]
-    """
-    return 0 if value < 1 else min(math.frexp(value)[1], METRIC_BUCKETS - 1)
+        observe(tables, self.scope, self.metric_kind, self.values, at_ms)
 
 
 class PutReader(Op, frozen=True, tag=95):

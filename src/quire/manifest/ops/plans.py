@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from quire.core.errors import IllegalTransition, StalePlan
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.metrics import MetricKind, observe
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.databases import burn_generation
 from quire.manifest.ops.jobs import job_of
@@ -94,6 +95,9 @@ class FinishPlan(Op, frozen=True, tag=47):
         key, record = _plan_of(tables, self.db_id, self.generation)
         _require_attempt(tables, record.job_id, self.attempt)
         _move_segments(tables, self.db_id, record.segments, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED)
+        if record.created_at_ms:
+            kind = MetricKind.CHECKPOINT_MS if record.segments else MetricKind.MERGE_MS
+            observe(tables, self.db_id, kind, [max(at_ms - record.created_at_ms, 0)], at_ms)
         tables.checkpoint_plan.delete(key)
 
 

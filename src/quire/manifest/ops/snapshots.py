@@ -20,6 +20,7 @@ from quire.core.errors import (
 from quire.core.ids import ArtifactKind, some_u32
 from quire.durable.names import check_name
 from quire.manifest import tables as t
+from quire.manifest.metrics import observe_snapshots
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.databases import claim_name
 from quire.manifest.ops.refs import release, retain, retain_namespace
@@ -139,6 +140,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
             tags=self.tags,
         )
         tables.snapshot_index.put(key, record)
+        observe_snapshots(tables, self.db_id, +1, at_ms)
         tables.notes.append((self.component, self.db_id, AuditAction.SNAPSHOT_CREATED, self.name, self.snapshot_id, 0))
         tables.put_db(self.db_id, replace(db, next_snapshot_id=self.snapshot_id + 1))
 
@@ -169,6 +171,7 @@ class DropSnapshot(Op, frozen=True, tag=51):
         if record.kind is SnapshotKind.NAMED:
             tables.snapshot_names.delete(t.SNAPSHOT_NAMES.key.pack(self.db_id, record.name))
         tables.snapshot_index.delete(key)
+        observe_snapshots(tables, self.db_id, -1, at_ms)
         tables.notes.append(
             (self.component, self.db_id, AuditAction.SNAPSHOT_DROPPED, record.name, self.snapshot_id, 0)
         )

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from quire.core.errors import AlreadyExists, IllegalTransition, InvalidInput, UnknownArtifact, UnknownDatabase
 from quire.core.ids import ArtifactKind, some_u32, u64
 from quire.manifest import tables as t
+from quire.manifest.metrics import MetricKind, observe
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.refs import release, retain
 from quire.manifest.overlay import Overlay
@@ -266,6 +267,7 @@ class AdvanceCheckpoint(Op, frozen=True, tag=44):
                 lsn=self.checkpointed_lsn,
                 last_applied_lsn=state.last_applied_lsn,
             )
+        observe(tables, self.db_id, MetricKind.WAL_LAG, [state.last_applied_lsn - state.checkpointed_lsn], at_ms)
         tables.wal_state.put(
             key,
             replace(state, last_checkpoint_generation=self.generation, checkpointed_lsn=self.checkpointed_lsn),

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.manifest import tables as t
+from quire.manifest.metrics import RollingCollector
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.stats import ManifestCollector
 from quire.service.web.engines import FlightCollector, KvCollector, StreamCollector
@@ -152,6 +153,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
     manifest = sight.manifest
     collectors: tuple[Any, ...] = (
         ManifestCollector(manifest.writer.stats, manifest.env.info, manifest.feed.lag),
+        RollingCollector(manifest),
         sight.store.pages.collector(),
         ManifestLogCollector(sight.log_figures),
         StoreCollector(sight),
