@@ -16,7 +16,6 @@ from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
-from quire.manifest.metrics import MetricKind
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
@@ -267,26 +266,14 @@ def _later() -> Iterator[Op]:
     yield from (AppendWalChunk(1, 0, 4, 1, 40, 49, 4096), MoveWalState(1, 4, WalState.INDEXED))
     yield from (EnqueueJob(12, JobRecord(JobKind.CHECKPOINT, 1, 1)), StartJob(12, "w", 9))
     yield BeginPlan(1, 5, PlanRecord(12, 1, 49, 8, b"digest", [4], [(5, 0, False), (6, 1, True)]))
-    yield from (
-        AbandonPlan(1, 5),
-        BeginPlan(1, 6, PlanRecord(12, 1, 49, 8, b"digest", [4], [], 1)),
-        FinishPlan(1, 6, 1),
-    )
+    plan = PlanRecord(12, 1, 49, 8, b"digest", [4], [], 1)
+    yield from (AbandonPlan(1, 5), BeginPlan(1, 6, plan), FinishPlan(1, 6, 1))
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
     yield BeginOwnerEpoch(1, [(4, NamespaceRecord("", "e1", owner_epoch=1))])
     yield BeginOwnerEpoch(2, [(5, NamespaceRecord("", "e2", owner_epoch=2))])
     # the end
-    yield from (
-        PutReader(2, 7, 5, 99),
-        SetFloor(2, 1, 9),
-        RecordMetric(2, MetricKind.WAL_LAG, [1.0]),
-        DropDb(2),
-        RemoveDb(2),
-        DropDb(1),
-        ForgetPages(1),
-        PruneAudit(1, 2**50),
-        DropDb(3),
-    )
+    yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
+    yield from (DropDb(1), ForgetPages(1), PruneAudit(1, 2**50), DropDb(3))
     count = t.GC_REFCOUNTS.key.pack(3, ArtifactKind.BASE, 99, 1, 0)
     yield from (CorrectRefcount(count, 0, 0), CorrectRefcount(count, 0, 0, remove=True))
 
