@@ -85,3 +85,18 @@ def test_only_streams_have_a_manifest_log(run: Run) -> None:
     assert run("manifest", "verify", "nobody").code == 3
     ended = run("manifest", "inspect", "clicks")
     assert (ended.code, ended.out) == (0, "clicks has no manifest log on this disk\n")
+
+
+def test_the_mode_of_manifest_logs_is_switched_for_the_whole_store_and_stays(run: Run, path: Path) -> None:
+    assert run("manifest", "mode", "--json").data["mode"] == "on"
+    assert run("manifest", "mode", "shadow").out == "manifest logs are shadow\n"
+    with quire.open(path) as store:
+        assert store.stream("clicks").mode.value == "shadow"
+        store.streams.switch("off")
+        assert store.stream("clicks").mode.value == "off"
+        assert store.stream("others", create=True).mode.value == "off"
+    assert run("manifest", "mode", "--json").data == {"mode": "off", "streams": {}}
+    assert run("manifest", "mode", "half").code == 2
+    assert run("manifest", "mode", "on").code == 0
+    with quire.open(path) as store:
+        assert store.stream("clicks").mode.value == "on"

@@ -102,3 +102,13 @@ def test_a_token_for_reading_reads(store: Store) -> None:
                 reader.ask(action, request)
     finally:
         reader.close()
+
+
+def test_manifest_logs_are_switched_from_elsewhere(store: Store) -> None:
+    stream = store.stream("clicks")
+    client = quire.connect(store.serve("grpc://127.0.0.1:0").address, token_file=str(Path(store.path, "admin.token")))
+    assert client.manifest_log_mode() == "on"
+    assert client.manifest_log_mode("shadow") == "shadow"
+    assert (stream.mode.value, store.streams.mode.value) == ("shadow", "shadow")
+    with pytest.raises(InvalidInput, match="no such mode"):
+        client.manifest_log_mode("half")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.core.errors import ObjectNotFound, ObjectStoreUnavailable
+from quire.core.errors import DiskFull, ManifestIntegrityError, ObjectNotFound, ObjectStoreUnavailable, StoreUnusable
 from quire.durable.failpoints import armed
 from quire.objects.api import list_objects
 from quire.stream.ledger import facts_of_index
-from quire.stream.mlog_modes import Divergence, compare
+from quire.stream.mlog_modes import Divergence, Mode, compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted, UploadDone, UploadStarted
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
@@ -288,3 +288,106 @@ def test_a_comparison_sees_what_either_side_alone_knows(world: StreamWorld) -> N
     for field, value in others:
         changed = compare(index, {**known, 1: dataclasses.replace(known[1], **{field: value})})
         assert [each.segment_id for each in changed] == [1], field
+
+
+def damage_the_log(world: StreamWorld) -> None:
+    for path in Path(world.stream_root).glob("streams/*/manifest/*.mlog"):
+        path.write_bytes(b"?" * path.stat().st_size)
+    for path in Path(world.stream_root).glob("streams/*/manifest/*.bin"):
+        path.write_bytes(b"?")
+
+
+def log_bytes(world: StreamWorld) -> dict[Path, bytes]:
+    files = Path(world.stream_root).glob("streams/*/manifest/*")
+    return {path: path.read_bytes() for path in files if path.suffix != ".lock"}
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_log_that_is_off_is_not_even_looked_at(world: StreamWorld, crash: bool) -> None:
+    """It was opened, replayed and swept all the same, and damage in it kept the stream closed."""
+    work(world)
+    world.reopen("off")
+    work(world)
+    expected = world.payloads()
+    again = world.crash if crash else world.reopen
+    world.stream.close()
+    damage_the_log(world)
+    before = log_bytes(world)
+    world.stream = world.open("off")
+    again("off")
+    assert world.payloads() == expected
+    work(world)
+    world.stream.tick()
+    assert log_bytes(world) == before
+    with pytest.raises(ManifestIntegrityError):
+        world.stream.switch("on")
+    assert world.stream.mode is Mode.OFF
+    world.stream.append(b"and it goes on").result()
+
+
+def test_ids_of_segments_are_not_given_out_again_while_the_log_is_off(world: StreamWorld) -> None:
+    world.fill(1)
+    world.stream.append(b"x").result()
+    opened = world.stream.ledger.log.index.opened_max
+    world.crash("off")
+    world.crash("off")
+    world.fill(1)
+    assert world.segments()[-1].segment_id > opened
+    world.stream.switch("on")
+    assert world.stream.compare() == []
+
+
+def fails_at_opening(world: StreamWorld) -> None:
+    world.stream.close()
+    damage_the_log(world)
+    world.stream = world.open("shadow")
+
+
+def fails_at_commit(world: StreamWorld) -> None:
+    def broken() -> None:
+        raise DiskFull("no room", hint="free some", path="x")
+
+    vars(world.stream.ledger.log)["commit"] = broken
+
+
+def fails_at_append(world: StreamWorld) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise StoreUnusable("the log is broken", hint="open it again")
+
+    vars(world.stream.ledger.log)["append"] = broken
+    vars(world.stream.ledger.log)["reserve"] = broken
+    vars(world.stream.ledger.log)["tick"] = broken
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("fail", [fails_at_opening, fails_at_commit, fails_at_append])
+def test_a_shadow_never_harms_the_stream(world: StreamWorld, fail: Callable[[StreamWorld], None], crash: bool) -> None:
+    """Only a step that the log did not allow was passed over: a full disk, a failed sync or damage stopped the stream."""
+    world.reopen("shadow")
+    work(world)
+    fail(world)
+    work(world)
+    world.stream.tick()
+    assert world.stream.figures().manifest_shadow_divergence > 0, "the alert sees it"
+    expected = world.payloads()
+    if fail is fails_at_opening:
+        for path in Path(world.stream_root).glob("streams/*/manifest/*"):
+            path.unlink()
+    (world.crash if crash else world.reopen)("shadow")
+    assert world.payloads() == expected
+    assert world.stream.compare() == [], "what it has missed was told at the next opening"
+    world.reopen("on")
+    assert world.payloads() == expected
+
+
+def test_a_shadow_that_failed_is_tried_again_after_a_while(world: StreamWorld) -> None:
+    world.reopen("shadow")
+    work(world)
+    fails_at_commit(world)
+    work(world)
+    world.stream.tick()
+    world.clock.advance(61)
+    world.stream.tick()
+    assert world.stream.figures().manifest_shadow_divergence == 0
+    work(world)
+    assert world.stream.compare() == []

@@ -49,7 +49,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
     "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
     "sqlite": ("import_", "export", "follow", "unfollow"),
-    "mlog": ("bundle",),
+    "mlog": ("bundle", "mode"),
     "stats": ("stats",),
 }
 """Module → its functions that are done there (rule 1)."""

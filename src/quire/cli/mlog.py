@@ -40,6 +40,7 @@ def add_to(group: Group) -> None:
     """Register these commands in the group `manifest`."""
     command(group, "inspect", example="quire manifest inspect clicks --limit 20")(inspect)
     command(group, "verify", example="quire manifest verify clicks")(verify)
+    command(group, "mode", example="quire manifest mode shadow")(mode)
     command(group, "bundle", example="quire manifest bundle clicks")(bundle)
 
 
@@ -102,6 +103,24 @@ def verify(
         closing=count_of(len(rows), "problem") if rows else "",
     )
     return Verdict(shown, PROBLEMS if rows else OK)
+
+
+def mode(
+    cli: Cli,
+    wanted: Annotated[str, Argument(metavar="[MODE]", help="off, shadow or on; shown if none is named.")] = "",
+) -> Note:
+    """Show or change how much the manifest logs of all streams are believed.
+
+    The change is remembered in the store and counts before quire.toml. Streams that are open follow at once.
+    """
+    with cli.owner() as store:
+        engine = store.streams
+        if wanted:
+            engine.switch(wanted)
+        modes = {str(stream.stream_id): stream.mode.value for stream in engine.streams()}
+        now = engine.mode.value
+    followed = f"; {count_of(len(modes), 'open stream')}" if modes else ""
+    return Note(text=f"manifest logs are {now}{followed}", data={"mode": now, "streams": modes})
 
 
 def bundle(

@@ -35,6 +35,7 @@ from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
 from quire.service.remote_jobs import LeasedReader, RemoteJobs
 from quire.service.sockets import SCHEME, where_owner_listens
+from quire.service.stream_messages import LogMode
 from quire.service.values import DatabaseInfo, Hello, StoreInfo
 
 if TYPE_CHECKING:
@@ -239,6 +240,11 @@ class Client:
                 raise TimedOut("the job has not ended in time", hint=hint, job_id=job.job_id, seconds=timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, 1.0)
+
+    def manifest_log_mode(self, mode: str = "") -> str:
+        """How much the owner believes the manifest logs of its streams; with `mode` (off, shadow, on) that is changed first."""
+        now: str = self._channel.call("stream.log_mode", LogMode(mode))
+        return now
 
     def submit(
         self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None

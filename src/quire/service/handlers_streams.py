@@ -78,3 +78,10 @@ class StreamHandlers:
 
     def do_stream_ack(self, request: m.AckRecords, _: Asked) -> None:
         self._store.stream(request.name).ack(request.consumer, request.position)
+
+    def do_stream_log_mode(self, request: m.LogMode, _: Asked) -> str:
+        engine = self._store.streams
+        if request.mode:
+            engine.switch(request.mode)
+        mode: str = engine.mode.value
+        return mode

@@ -49,10 +49,17 @@ class AckRecords(Request, frozen=True):
     position: int
 
 
+class LogMode(Request, frozen=True):
+    """How much manifest logs are believed: `off`, `shadow` or `on`; empty only asks."""
+
+    mode: str = ""
+
+
+STREAM_LOG_MODE = Action("stream.log_mode", LogMode, str)
 STREAM_SHARE = Action("stream.share", OfStream, Share, Access.READ)
 STREAM_WAIT = Action("stream.wait", WaitForRecord, int, Access.READ)
 STREAM_POSITION = Action("stream.position", OfConsumer, int, Access.READ)
 STREAM_REGISTER = Action("stream.register", RegisterConsumer, int)
 STREAM_ACK = Action("stream.ack", AckRecords, None)
 
-STREAM_ACTIONS = (STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK)
+STREAM_ACTIONS = (STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK, STREAM_LOG_MODE)

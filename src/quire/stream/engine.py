@@ -23,11 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
     DatabaseTombstoned,
     ForeignObject,
+    InvalidInput,
     QuireError,
     ReadOnly,
     StorageFault,
@@ -51,9 +54,10 @@ from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
+from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
-from quire.stream.state import begins_of
+from quire.stream.state import begins_of, load_mode, save_mode
 from quire.stream.stream import Stream
 from quire.stream.upkeep import Moved
 
@@ -90,7 +94,8 @@ class StreamEngine:
         self.collect = collect
         """Has objects of streams and their logs deleted (A3)."""
         self._settings = settings
-        self._log_settings = log_settings
+        stored = load_mode(disk, root)
+        self._log_settings = log_settings if stored is None else replace(log_settings, mode=stored)
         self._background = background
         self._store_locked = store_locked
         self._stopping = threading.Event()
@@ -213,6 +218,37 @@ class StreamEngine:
     def figures(self) -> list[LogFigures]:
         """The figures of the manifest logs of open streams, by the design document's names."""
         return [stream.figures() for stream in self.streams()]
+
+    # ── manifest logs ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def mode(self) -> Mode:
+        """How much manifest logs are believed, of all streams: what `switch` said last, else quire.toml."""
+        return Mode(self._log_settings.mode)
+
+    def switch(self, mode: Mode | str) -> None:
+        """Change that, for the whole store: now for streams that are open, for the others when they are opened.
+
+        It is remembered, before the first stream is switched. A stream that cannot follow keeps its mode, and the first such
+        failure is raised after all were asked.
+        """
+        try:
+            wanted = Mode(mode)
+        except ValueError:
+            raise InvalidInput("there is no such mode", hint=f"modes: {', '.join(Mode)}", mode=mode) from None
+        if self._manifest.read_only:
+            raise ReadOnly("the owner of the store switches manifest logs", hint='open the store with mode="rw"')
+        failures: list[QuireError] = []
+        with self._lock:
+            self._require()
+            save_mode(self._disk, self._root, wanted.value)
+            self._log_settings = replace(self._log_settings, mode=wanted.value)
+            for stream in self._open.values():
+                try:
+                    stream.switch(wanted)
+                except QuireError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
 
     # ── the mover ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self) -> None:

@@ -8,7 +8,8 @@ Rules
   1. A step is checked against the transition table, logged and synced before anything depends on it (S1).
   2. In mode `on` LMDB follows when somebody calls `project`: it can be folded again at any time. Otherwise it follows at
      once, because it is what the next opening believes.
-  3. In `shadow` the log is written beside; a step that it does not allow is told and counted, and stops nothing.
+  3. In `shadow` the log is written beside, and stops nothing: a step that it does not allow is told and counted; one that
+     cannot be written, for whatever reason, ends the shadow for a while (`AbsentLog`), which all segments differ from then.
   4. A shadow is compared with LMDB by every round of upkeep that follows a step, and every `WATCH_SECONDS` without one.
   5. Switching to a mode in which the log is written first brings the log up to the truth, by records. The mode is remembered
      on disk before the log falls behind, and after it has caught up.
@@ -24,14 +25,15 @@ import copy
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import TypeVar
 
-from quire.core.errors import IllegalTransition, QuireError
+from quire.core.errors import IllegalTransition, QuireError, StoreFenced
 from quire.core.events import emit, listening
 from quire.stream.catalogue import Segment, View, view_of
 from quire.stream.files import StreamClock
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_log import AbsentLog, ManifestLog
 from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import Position
 from quire.stream.mlog_records import (
@@ -51,6 +53,7 @@ from quire.stream.projection import Projection
 WATCH_SECONDS = 60.0
 """Somebody else may have written into the log, or into LMDB."""
 
+Done = TypeVar("Done")
 Step = tuple[Payload, int] | tuple[Payload, int, int]
 """(what, segment), and a logical offset if it has one."""
 
@@ -67,12 +70,14 @@ class Ledger:
         mode: Mode,
         own: ManifestIndex | None = None,
         remember: Callable[[Mode, Collection[int]], None] = lambda _, __: None,
+        reopen: Callable[[], ManifestLog],
     ) -> None:
         # constant after construction
         self.gated = GatedLog(log, mode)
         self.projection = projection
         self._clock = clock
         self._remember = remember
+        self._reopen = reopen
         self.told: Callable[[], None] = lambda: None
         """Called after every step; set once, by the stream."""
         # guarded by _lock
@@ -84,7 +89,7 @@ class Ledger:
         """Steps that the log did not allow while it was a shadow."""
         self._watched = (-1, -1)
         """Records of the log, and steps that it refused, at the last comparison of a shadow."""
-        self._watched_at = clock.monotonic()
+        self._watched_at = self._lost_at = clock.monotonic()
         # replaced under _lock, read by all
         self.view: View = view_of(self.index)
 
@@ -109,10 +114,9 @@ class Ledger:
             for step in steps:
                 value, segment_id, offset = step if len(step) == 3 else (*step, 0)
                 places.append(self._tell(value, segment_id, offset))
-            if self.mode is not Mode.OFF:
-                self.log.commit()
+            self.guarded(self.log.commit)
             if self.mode is not Mode.ON and any(isinstance(step[0], Tier2DeleteQueued) for step in steps):
-                self._remember(self.mode, self.going())
+                self._remember(self._remembered(), self.going())
             if listening():
                 self._announce(steps, places)
             changed = frozenset(step[1] for step in steps)
@@ -124,12 +128,52 @@ class Ledger:
 
     def rotate_when_due(self) -> float | None:
         """Seal the log's chunk if its time has come; else in how many seconds that is."""
-        return None if self.mode is Mode.OFF else self.log.rotate_when_due()
+        return self.guarded(self.log.rotate_when_due)
 
     def reserve(self) -> None:
         """Have room in the log for a few steps: `DiskFull` comes here, and changes nothing."""
-        if self.mode is not Mode.OFF:
-            self.log.reserve()
+        self.guarded(self.log.reserve)
+
+    def guarded(self, step: Callable[[], Done]) -> Done | None:
+        """Have the log do something. Off: nothing is done. A shadow that fails is left (rule 3), and what it did is `None`."""
+        if self.mode is Mode.OFF:
+            return None
+        try:
+            return step()
+        except Exception as error:
+            if self._own is None or isinstance(error, StoreFenced):
+                raise
+            self._lose(error)
+            return None
+
+    def close(self) -> None:
+        """Close the log. A shadow whose last commit fails is told to have missed something."""
+        if self._own is None:
+            self.log.close()
+        else:
+            self.guarded(self.log.commit)
+            self.log.close()
+
+    def _lose(self, error: Exception) -> None:
+        """The shadow cannot be written: go on without it. That it has missed something is on disk before anything else is."""
+        if isinstance(self.log, AbsentLog):
+            return
+        with self._lock:
+            emit("error", "stream.mlog.shadow_failed", stream=self.log.files.stream_id, error=str(error))
+            self._remember(Mode.OFF, self.going())
+            self._lost_at = self._clock.monotonic()
+            self.leave_log()
+
+    def leave_log(self) -> None:
+        """Close the log; an `AbsentLog` stands in for it."""
+        with self._lock:
+            log = self.log
+            try:
+                log.close()
+            except Exception as error:  # what it held is not believed
+                emit("warning", "stream.mlog.left", stream=log.files.stream_id, error=str(error))
+                log.abandon()
+            self.gated.log = AbsentLog(log.files, log.objects, self._clock, self._reopen)
 
     def _tell(self, value: Payload, segment_id: int, offset: int) -> Position | None:
         """Where in the log the step stands, if it does."""
@@ -137,12 +181,18 @@ class Ledger:
             return self.log.append(value, segment_id, logical_offset=offset)
         self._own.check(value, segment_id)
         fold(self._own, value, segment_id, offset, self._clock.now_ms())
+        if isinstance(self.log, AbsentLog):
+            return None
         try:
             return self.gated.append(value, segment_id, logical_offset=offset)
         except IllegalTransition as error:  # rule 3
             self.shadow_refused += 1
             emit("warning", "stream.mlog.shadow_refused", stream=self.log.files.stream_id, error=str(error))
-            return None
+        except StoreFenced:
+            raise
+        except Exception as error:
+            self._lose(error)
+        return None
 
     def _announce(self, steps: tuple[Step, ...], places: list[Position | None]) -> None:
         """One event for each step, with the place of its record: from there `quire manifest inspect` goes on."""
@@ -182,17 +232,20 @@ class Ledger:
     def switch(self, mode: Mode) -> None:
         """Change the mode, now (rule 5)."""
         with self._lock:
-            former = self.mode
-            if mode is former:
+            if mode is self.mode:
                 return
             self._project()
-            if mode is not Mode.ON:
+            if mode is Mode.OFF:
                 self._remember(mode, self.going())
             if self._own is None:
                 self._own = copy.deepcopy(self.log.index)
             if mode is not Mode.OFF:
-                bring_up(self.log, self._own)
+                self._bring_up()
+            if mode is Mode.SHADOW:
+                self._remember(mode, self.going())
             self.gated.switch(mode)
+            if mode is Mode.OFF:
+                self.leave_log()
             if mode is Mode.ON:
                 left = compare(self.log.index, facts_of_index(self._own))
                 self._own = None
@@ -200,6 +253,23 @@ class Ledger:
                 self._remember(mode, ())
                 for each in left:
                     emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
+
+    def _bring_up(self) -> None:
+        """Have the log open, and as far as the truth is. What fails leaves everything as it was."""
+        assert self._own is not None
+        if isinstance(self.log, AbsentLog):
+            absent = self.log
+            try:
+                log = absent.open_again()
+            except BaseException:
+                self.gated.log = AbsentLog(absent.files, absent.objects, self._clock, self._reopen)
+                raise
+            self.gated.log = log
+        bring_up(self.log, self._own)
+
+    def _remembered(self) -> Mode:
+        """The mode that the next opening is told: a shadow that failed has missed something, as one that is off."""
+        return Mode.OFF if isinstance(self.log, AbsentLog) else self.mode
 
     def compare(self) -> list[Divergence]:
         """Where log and LMDB differ; the figure `manifest_shadow_divergence` is their number."""
@@ -219,6 +289,13 @@ class Ledger:
             now, told = self._clock.monotonic(), (self.log.index.records, self.shadow_refused)
             if told != self._watched or now - self._watched_at >= WATCH_SECONDS:
                 self._watched, self._watched_at = told, now
+                if isinstance(self.log, AbsentLog) and now - self._lost_at >= WATCH_SECONDS:  # it failed: try again
+                    self._lost_at = now
+                    try:
+                        self._bring_up()
+                        self._remember(self.mode, self.going())
+                    except QuireError as error:
+                        emit("warning", "stream.mlog.shadow_failed", stream=self.log.files.stream_id, error=str(error))
                 self.compare()
 
 

@@ -6,7 +6,7 @@ Terms
   divergence   segments of which log and projection say different things
 
   mode     appends              believed at opening
-  off      go nowhere           the projection
+  off      go nowhere           the projection; the log is not even opened
   shadow   go to the log        the projection; `compare` says where the two differ
   on       go to the log        the log
 
@@ -85,6 +85,7 @@ class SegmentFacts:
     key: str | None = None
     """Key of the tier 2 copy, `None` if there is none."""
     etag: str = ""
+    """Empty where nobody remembers it: LMDB does not."""
     packed: tuple[int, int] | None = field(default=None, compare=False)
     """(size, dictionary) of the tier 2 copy, for whoever knows it: LMDB does not, so it is no part of a comparison."""
 
@@ -130,8 +131,15 @@ def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> lis
     return [
         Divergence(segment_id, log.get(segment_id), projection.get(segment_id))
         for segment_id in sorted(log.keys() | projection.keys())
-        if log.get(segment_id) != projection.get(segment_id)
+        if not _agree(log.get(segment_id), projection.get(segment_id))
     ]
+
+
+def _agree(log: SegmentFacts | None, projection: SegmentFacts | None) -> bool:
+    """Whether the two are equal, as far as the projection knows."""
+    if log is not None and projection is not None and not projection.etag:
+        return replace(log, etag="") == projection
+    return log == projection
 
 
 def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
@@ -147,7 +155,7 @@ def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> li
         wanted = projection.get(segment_id)
         if info is None and segment_id <= index.opened_max:
             continue  # retired in the log: ids do not come back
-        if info is None or wanted is None or facts_of(info) != wanted:
+        if info is None or wanted is None or not _agree(facts_of(info), wanted):
             told += [(value, segment_id) for value in _becoming(info, wanted)]
     return told
 

@@ -11,6 +11,7 @@ Rules
      here and raised by whoever reads it. Opening goes on: the rest of the stream is sound.
   5. LMDB is folded again (S1), after the log was found to know all that LMDB knows (`witnesses.py`): else the stream is not
      opened, nothing is removed, and the error names the repair.
+  6. A log that is off is neither read nor written: damage in it is nobody's concern until it is switched on again.
 
 Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise.
 """
@@ -18,11 +19,12 @@ Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, a
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
-from quire.core.errors import Corruption
+from quire.core.errors import Corruption, QuireError, StoreLocked
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
@@ -35,7 +37,7 @@ from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import Collect, ManifestLog
+from quire.stream.mlog_log import AbsentLog, Collect, ManifestLog
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_records import (
     CompressionFailed,
@@ -74,11 +76,17 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recover_stream(
-    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock, mode: Mode
+    files: StreamFiles,
+    log: ManifestLog,
+    projection: Projection,
+    state: StreamState,
+    clock: StreamClock,
+    mode: Mode,
+    reopen: Callable[[], ManifestLog],
 ) -> Recovered:
     """Open what is there, or nothing yet."""
     clock.raise_to(log.index.last_ms)
-    ledger = _believe(files, log, projection, state, clock, mode)
+    ledger = _believe(files, log, projection, state, clock, mode, reopen)
     torn = sum(_settle(files, ledger, clock, segment) for segment in ledger.view if not segment.is_sealed)
     _sweep(files, ledger, clock)
     ledger.fold_all()
@@ -86,7 +94,7 @@ def recover_stream(
     return Recovered(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
-        next_segment=max(ledger.index.opened_max, log.index.opened_max, projection.last_segment()) + 1,
+        next_segment=max(ledger.index.opened_max, state.log_segment, projection.last_segment()) + 1,
         next_record=max([projection.next_record(), *(each.end_record for each in segments)]),
         epoch=max((each.epoch for each in segments), default=0) + 1,
         torn_bytes=torn,
@@ -95,6 +103,31 @@ def recover_stream(
 
 # ── the log and its witnesses ─────────────────────────────────────────────────────────────────────────────────────────
 def open_log(
+    at: LogFiles,
+    objects: LogObjects,
+    state: StreamState,
+    clock: StreamClock,
+    mode: Mode,
+    reopen: Callable[[], ManifestLog],
+) -> ManifestLog:
+    """The manifest log. One that is off, and was not believed before, is not looked at (rule 6); neither is a shadow's that
+    cannot be opened: that is told, and the next opening brings it up.
+    """
+    former = Mode(state.mode)
+    if Mode.ON in (mode, former):
+        return reopen()
+    if former is Mode.SHADOW or mode is Mode.SHADOW:
+        try:
+            return reopen()  # of one that is left for good, to know which ids it has given out
+        except StoreLocked:
+            raise
+        except QuireError as error:
+            emit("error", "stream.mlog.shadow_failed", stream=at.stream_id, error=str(error))
+            state.remember_mode(Mode.OFF.value, state.going)
+    return AbsentLog(at, objects, clock, reopen)
+
+
+def open_checked(
     files: StreamFiles,
     at: LogFiles,
     objects: LogObjects,
@@ -102,9 +135,9 @@ def open_log(
     state: StreamState,
     clock: StreamClock,
     settings: ManifestLogSettings,
-    collect: Collect = lambda _: None,
+    collect: Collect,
 ) -> ManifestLog:
-    """The manifest log, if it knows what its witnesses know (rule 5).
+    """The log, if it knows what its witnesses know (rule 5).
 
     One that is behind is completed from tier 2, where its sealed chunks are; if that is not enough, the stream is not opened.
     """
@@ -138,24 +171,39 @@ def log_behind(files: StreamFiles, log: ManifestLog, projection: Projection, sta
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _believe(
-    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock, mode: Mode
+    files: StreamFiles,
+    log: ManifestLog,
+    projection: Projection,
+    state: StreamState,
+    clock: StreamClock,
+    mode: Mode,
+    reopen: Callable[[], ManifestLog],
 ) -> Ledger:
     """The ledger in its mode, with the state of the last opening (rule 1)."""
     former = Mode(state.mode)
     own: ManifestIndex | None = None
     if former is not Mode.ON:
         own = _from_projection(files, log, projection, state, clock)
-        if mode is Mode.ON or former is Mode.OFF is not mode:
+        if not isinstance(log, AbsentLog) and (mode is Mode.ON or former is Mode.OFF is not mode):
             bring_up(log, own)
         if mode is Mode.ON:
             own = None
     elif mode is not Mode.ON:
         own = copy.deepcopy(log.index)
     ledger = Ledger(
-        log, projection, clock, mode=mode, own=own, remember=lambda new, ids: state.remember_mode(new.value, ids)
+        log,
+        projection,
+        clock,
+        mode=mode,
+        own=own,
+        remember=lambda new, ids: state.remember_mode(new.value, ids, ledger.log.index.opened_max),
+        reopen=reopen,
     )
     ledger.fold_all()  # before the mode is remembered: LMDB may be what the next opening believes
-    state.remember_mode(mode.value, ledger.going() if mode is not Mode.ON else ())
+    told = Mode.OFF if isinstance(log, AbsentLog) else mode  # a log that is not written falls behind, whatever the mode
+    state.remember_mode(told.value, ledger.going() if mode is not Mode.ON else (), log.index.opened_max)
+    if mode is Mode.OFF and not isinstance(log, AbsentLog):
+        ledger.leave_log()
     return ledger
 
 

@@ -18,6 +18,7 @@ Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `In
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -27,11 +28,14 @@ import msgspec
 from quire.core.clock import Clock
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
 from quire.durable.checksums import crc64
-from quire.durable.files import read_all, write_atomic
-from quire.durable.names import check_name
+from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.names import STREAMS, check_name
 from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
+
+MODE_FILE = f"{STREAMS}/manifest_log.json"
+"""Store-wide: {"mode": "off" | "shadow" | "on"}."""
 
 
 class Consumer(msgspec.Struct, frozen=True):
@@ -68,6 +72,8 @@ class _Stored(msgspec.Struct, frozen=True):
     """How many records the manifest log had at the last clean close; it never has fewer."""
     begins: tuple[EpochBegin, ...] = ()
     """Where the manifest log went on for owner epochs that took over."""
+    log_segment: int = 0
+    """The highest segment that the manifest log had opened when it was left: it is not asked while it is off."""
     crc64: str = ""
     """Of the file with nothing in its place, in hex (rule 5). Empty in memory, and in files from before."""
 
@@ -101,6 +107,28 @@ def begins_of(files: StreamFiles) -> tuple[EpochBegin, ...]:
     return _load(files).begins
 
 
+class _StoreWide(msgspec.Struct, frozen=True):
+    mode: Literal["off", "shadow", "on"]
+
+
+def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
+    """How much the manifest logs of all streams are believed, if somebody has said so for this store."""
+    path = os.path.join(root, MODE_FILE)
+    try:
+        return msgspec.json.decode(read_all(disk, path), type=_StoreWide).mode
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        hint = "write it again with `quire manifest mode`, after you have removed it"
+        raise Corruption(f"the mode of manifest logs cannot be read: {error}", hint=hint, path=path) from error
+
+
+def save_mode(disk: Disk, root: str, mode: Literal["off", "shadow", "on"]) -> None:
+    """Have every later opening of a stream know it, in place of what quire.toml says."""
+    disk.make_dirs(os.path.join(root, STREAMS))
+    write_atomic(disk, os.path.join(root, MODE_FILE), msgspec.json.encode(_StoreWide(mode)))
+
+
 class StreamState:
     """The memory of one stream."""
 
@@ -129,10 +157,18 @@ class StreamState:
         """Segments that retention had begun to take, if the log was not believed then: LMDB has no word for it."""
         return self._stored.going
 
-    def remember_mode(self, mode: Literal["off", "shadow", "on"], going: Iterable[int] = ()) -> None:
-        """Have the next opening know both."""
+    @property
+    def log_segment(self) -> int:
+        """The highest segment that the manifest log had opened when it was left: ids are not used again."""
+        return self._stored.log_segment
+
+    def remember_mode(
+        self, mode: Literal["off", "shadow", "on"], going: Iterable[int] = (), log_segment: int = 0
+    ) -> None:
+        """Have the next opening know all three."""
         with self._lock:
-            stored = msgspec.structs.replace(self._stored, mode=mode, going=tuple(sorted(going)))
+            highest = max(log_segment, self._stored.log_segment)
+            stored = msgspec.structs.replace(self._stored, mode=mode, going=tuple(sorted(going)), log_segment=highest)
             if stored != self._stored:
                 self._save(stored)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.core.clock import Clock
@@ -39,7 +40,7 @@ from quire.stream.hot import HotLog
 from quire.stream.info import StreamInfo, info_of
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_log import Collect
+from quire.stream.mlog_log import AbsentLog, Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
@@ -48,7 +49,7 @@ from quire.stream.open_segment import Opened, Sealed
 from quire.stream.pending import Records
 from quire.stream.projection import Projection
 from quire.stream.reader import Record, StreamReader, is_going
-from quire.stream.recovery import Recovered, open_log, recover_stream
+from quire.stream.recovery import Recovered, open_checked, open_log, recover_stream
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
 from quire.stream.upkeep import Moved, Upkeep
@@ -144,11 +145,13 @@ class Stream:
         projection, state = Projection(manifest, files), StreamState(files, ticking)
         at = LogFiles(disk, root, stream_id, store_locked, projection.store_id())
         objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id, state.begins)
-        log = open_log(files, at, objects, projection, state, ticking, log_settings, collect)
+        mode = Mode(log_settings.mode)
+        reopen = partial(open_checked, files, at, objects, projection, state, ticking, log_settings, collect)
+        log = open_log(at, objects, state, ticking, mode, reopen)
         try:
             files.make()
             files.sweep()
-            recovered = recover_stream(files, log, projection, state, ticking, Mode(log_settings.mode))
+            recovered = recover_stream(files, log, projection, state, ticking, mode, reopen)
             parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes))
             return cls(*parts, settings, ticking, background=background, check_owner=manifest.writer.check_owner)
         except BaseException:
@@ -248,9 +251,8 @@ class Stream:
         wanted = [each for each in self._chosen(segment_ids) if not each.is_remote]
         for segment in wanted:
             self.tiers.upload(segment.segment_id)
-        if self.ledger.mode is not Mode.OFF:
-            self.ledger.log.rotate()
-            self.ledger.log.upload()
+        self.ledger.guarded(self.ledger.log.rotate)
+        self.ledger.guarded(self.ledger.log.upload)
         return len(wanted)
 
     def evict(self, *segment_ids: int, warm: bool = False) -> int:
@@ -376,10 +378,11 @@ class Stream:
         if isinstance(self.hot.failure, StoreClosed):
             return
         with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
-            closing.callback(self.ledger.log.close)
+            closing.callback(self.ledger.close)
             closing.callback(self.ledger.project)
             closing.callback(self.hot.close)
-        self._state.remember_end(self.ledger.log.index.records)
+        if not isinstance(self.ledger.log, AbsentLog):
+            self._state.remember_end(self.ledger.log.index.records)
 
     def abandon(self) -> None:
         """Let everything go and write nothing more, as a crash would."""

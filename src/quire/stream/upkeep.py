@@ -96,10 +96,9 @@ class Upkeep:
             self._compress(done)
             self._far(done)
             self._evict(done)
-            if self._ledger.mode is not Mode.OFF:
-                ticked = self._ledger.log.tick()
-                done.failed = done.failed or ticked.failed
-                self._ledger.watch()
+            ticked = self._ledger.guarded(self._ledger.log.tick)
+            done.failed = done.failed or (ticked.failed if ticked is not None else "")
+            self._ledger.watch()
         return done
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
