@@ -137,6 +137,7 @@ def test_every_figure_of_the_seed_is_exported(tmp_path: Path) -> None:
         "manifest_replay_seconds": "gauge",
         "manifest_snapshot_age_seconds": "gauge",
         "manifest_shadow_divergence": "gauge",
+        "manifest_segments_needing_repair": "gauge",
         "manifest_crc_error_count": "counter",
         "manifest_upload_retries": "counter",
     }

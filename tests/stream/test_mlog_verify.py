@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,3 +248,15 @@ def test_what_a_crash_leaves_of_a_header_is_no_damage(world: World) -> None:
     data[56] = SEALED
     marked.write_bytes(data)
     assert rules(world) == [], "its copy says that it is uploaded"
+
+
+def test_a_newest_chunk_that_is_missing_is_seen(world: World) -> None:
+    """Tier 2 has it, and nothing on disk says that there was one."""
+    world.chunks(3)
+    world.log.tick()
+    world.log.close()
+    assert list(verify(world.files, world.objects, settings=world.settings)) == []
+    newest = world.files.chunks()[-1]
+    os.remove(world.files.chunk(newest))
+    found = list(verify(world.files, world.objects, settings=world.settings))
+    assert ("L2", {"chunk": newest}) in [(each.rule, each.where) for each in found]

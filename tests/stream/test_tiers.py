@@ -384,10 +384,10 @@ def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld)
     world.objects.down = True
     assert world.stream.tick().failed
     world.objects.down = False
-    assert world.stream.upkeep.needs_repair == [], "nothing is concluded from a store that does not answer"
+    assert world.stream.info().needs_repair == [], "nothing is concluded from a store that does not answer"
     world.clock.advance(60)
     assert world.stream.tick().uploaded == 2, "from the compressed copy, and from the hot one"
-    assert world.stream.upkeep.needs_repair == [1]
+    assert world.stream.info().needs_repair == [1]
     assert world.objects.get(two) == before
     assert world.objects.head(chunk).size_bytes > 0
     assert world.stream.tick().uploaded == 0
@@ -396,31 +396,6 @@ def test_what_tier_2_has_lost_is_sent_again_after_an_opening(world: StreamWorld)
     with pytest.raises(ObjectNotFound, match="missing"):
         world.payloads(1, 3)
     world.stream.tiers.retire(1)
-
-
-def test_records_of_uploads_carry_the_base_of_their_segment(world: StreamWorld) -> None:
-    """`logical_offset` of an upload is the base offset of the warm artifact; also of a log that catches up."""
-    world.fill(2)
-    world.objects.down = True
-    with pytest.raises(ObjectStoreUnavailable):
-        world.stream.upload(2)
-    world.objects.down = False
-    world.stream.upload()
-    world.stream.switch("off")
-    world.fill(1)
-    world.stream.upload()
-    world.stream.evict(3)
-    world.stream.switch("on")
-    world.stream.ledger.log.commit()
-    log = world.stream.ledger.log
-    rows = [row for row in inspect(log.files, log.objects) if row.record.startswith("Upload")]
-    base = {each.segment_id: each.base_record for each in world.segments()}
-    assert len(rows) == 7
-    assert [row.logical_offset for row in rows] == [base[row.segment_id] for row in rows]
-    (evicted,) = [
-        row for row in inspect(log.files, log.objects) if row.record == "LocalEvicted" and row.segment_id == 3
-    ]
-    assert evicted.logical_offset == world.segments()[2].durable_bytes
 
 
 def test_a_compression_is_no_job_of_the_queue(world: StreamWorld) -> None:

@@ -219,6 +219,11 @@ def info(cli: Cli, database: Database) -> Facts:
         ("retention", _words(found.retention)),
         ("manifest log", found.mode),
     ]
+    if found.needs_repair:
+        lost = ", ".join(map(str, found.needs_repair))
+        lines.append(
+            ("needs repair", f"segments {lost}: their objects are gone; put them back, or let retention take them")
+        )
     return Facts(lines=lines, data=found)
 
 

@@ -30,6 +30,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention
     torn_bytes: int
     """Bytes behind the cut of the last recovery."""
+    needs_repair: list[int] = []
+    """Segments whose only copy was an object that is gone."""
 
     @property
     def records(self) -> int:
@@ -57,4 +59,5 @@ def info_of(stream: Stream) -> StreamInfo:
         consumers=stream.consumers,
         retention=stream.retention,
         torn_bytes=stream.torn_bytes,
+        needs_repair=sorted(stream.ledger.index.needs_repair),
     )

@@ -31,14 +31,17 @@ from quire.core.errors import IllegalTransition, QuireError, StoreFenced
 from quire.core.events import emit, listening
 from quire.stream.catalogue import Segment, View, view_of
 from quire.stream.files import StreamClock
+from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import AbsentLog, ManifestLog
+from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import Position
 from quire.stream.mlog_records import (
+    CustomEvent,
     LocalEvicted,
     Payload,
+    Schema,
     SealSegment,
     Tier2Deleted,
     Tier2DeleteQueued,
@@ -322,6 +325,10 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
         records.append((Tier2DeleteQueued(segment.key), segment.segment_id))
         if segment.state.remote is Remote.DELETED:
             records.append((Tier2Deleted(segment.key), segment.segment_id))
+    for segment_id in sorted(index.needs_repair ^ log.index.needs_repair):
+        lost = segment_id in index.needs_repair
+        if segment_id in wanted:
+            records.append((CustomEvent(Schema.NEEDS_REPAIR if lost else Schema.REPAIRED), segment_id))
     for value, segment_id in records:
         log.append(value, segment_id, logical_offset=_logical_offset(value, view.get(segment_id)))
     log.commit()

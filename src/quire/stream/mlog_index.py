@@ -49,7 +49,12 @@ from quire.stream.mlog_states import STATES, TABLE, Event, Hydration, Remote, St
 SLOTS = 14
 """Record types that an entry keeps the newest record of."""
 REJECTIONS_KEPT = 64
-_CUSTOM: dict[int, Event] = {Schema.WARM_EVICTED: Event.WARM_EVICTED, Schema.SEGMENT_RETIRED: Event.RETIRED}
+_CUSTOM: dict[int, Event] = {
+    Schema.WARM_EVICTED: Event.WARM_EVICTED,
+    Schema.SEGMENT_RETIRED: Event.RETIRED,
+    Schema.NEEDS_REPAIR: Event.NEEDS_REPAIR,
+    Schema.REPAIRED: Event.REPAIRED,
+}
 _ANSWERS: dict[int, tuple[int, int]] = {
     Event.UPLOAD_DONE: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 4),
     Event.UPLOAD_FAILED: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 8),
@@ -123,6 +128,8 @@ class ManifestIndex(msgspec.Struct, eq=False):
     waiting: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
     """Forward records by segment."""
     own_deletes: dict[str, bytes] = msgspec.field(default_factory=dict)
+    needs_repair: set[int] = msgspec.field(default_factory=set)
+    """Segments whose only copy is an object that was found missing."""
     unknown: Counter[int] = msgspec.field(default_factory=Counter)
     customs: Counter[int] = msgspec.field(default_factory=Counter)
     """Users' custom events by schema."""
@@ -248,6 +255,11 @@ class ManifestIndex(msgspec.Struct, eq=False):
             self._reject(event, segment, entry[0])
         elif event is Event.RETIRED:
             del self.entries[segment]
+            self.needs_repair.discard(segment)
+        elif event is Event.NEEDS_REPAIR:
+            self.needs_repair.add(segment)
+        elif event is Event.REPAIRED:
+            self.needs_repair.discard(segment)
         else:
             entry[0] = code
             if event < SLOTS:

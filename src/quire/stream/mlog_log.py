@@ -27,19 +27,26 @@ from typing import Self
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.errors import ManifestIntegrityError, StorageFault, StoreClosed, Unavailable
+from quire.core.errors import ManifestIntegrityError, StorageFault, Unavailable
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
-from quire.durable.locks import CoveredLock, FileLock
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import NO_SEGMENT, log_fields
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_metrics import LogFigures, count_crc_error, crc_errors
-from quire.stream.mlog_reader import START, ManifestLogReader, Position
+from quire.stream.mlog_reader import ManifestLogReader, Position
 from quire.stream.mlog_records import Payload, SnapshotMarker, Tier2Deleted, Tier2DeleteQueued
-from quire.stream.mlog_recovery import Reconciled, Recovered, local_facts, mark_uploaded, reconcile, recover
+from quire.stream.mlog_recovery import (
+    Reconciled,
+    Recovered,
+    local_facts,
+    mark_uploaded,
+    reconcile,
+    reconcile_recent,
+    recover,
+)
 from quire.stream.mlog_snapshot import write_snapshot
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_writer import ManifestLogWriter, lock_log
@@ -211,11 +218,18 @@ class ManifestLog:
         return done.uploaded
 
     def reconcile(self, *, object_exists: Callable[[str], bool] | None = None, deep: bool = False) -> Reconciled:
-        """Compare tier 2 with this disk, upload what is missing there, say what needs repair; a stream does it in
-        its first round of upkeep. With `object_exists` the objects of its segments are looked for too."""
+        """Compare all of tier 2 with this disk, upload what is missing there, say what needs repair. With `object_exists` the
+        objects of its segments are looked for too."""
         assert self.objects is not None
         with self._ticking:
             return reconcile(self.files, self.objects, self.index, object_exists=object_exists, deep=deep)
+
+    def reconcile_recent(self) -> Reconciled:
+        """The same for what recovery would read: the chunks on disk from the newest snapshot on. A stream does it in its first
+        round of upkeep."""
+        assert self.objects is not None
+        with self._ticking:
+            return reconcile_recent(self.files, self.objects, self._snapshot_position.chunk_index)
 
     def queue_own_deletes(self, keys: Iterable[str]) -> None:
         """Say that objects of the log are superseded; durable when this returns (rule 5)."""
@@ -371,67 +385,3 @@ class ManifestLog:
             self.close()
         else:
             self.abandon()
-
-
-class AbsentLog(ManifestLog):
-    """Stands in for a log that is not open, because it is off or because a shadow's failed: nothing of it is read or written.
-
-    It holds the log's lock, so the stream still has one writer.
-    """
-
-    def __init__(
-        self, files: LogFiles, objects: LogObjects | None, clock: Clock, reopen: Callable[[], ManifestLog]
-    ) -> None:
-        self.files = files
-        self.objects = objects
-        self.index = ManifestIndex()
-        self._reopen = reopen
-        self._file_lock: FileLock | CoveredLock = lock_log(files, clock)
-
-    def open_again(self) -> ManifestLog:
-        """The log itself, in place of this one."""
-        self._file_lock.close()
-        return self._reopen()
-
-    @property
-    def committed(self) -> Position:
-        return START
-
-    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position:
-        raise StoreClosed(
-            "the manifest log is not open",
-            hint="switch it on first",
-            record=value,
-            segment=segment_id,
-            offset=logical_offset,
-        )
-
-    def commit(self) -> Position:
-        return START
-
-    def reserve(self) -> None:
-        """Nothing is written."""
-
-    def rotate(self) -> int | None:
-        return None
-
-    def rotate_when_due(self) -> float | None:
-        return None
-
-    def upload(self) -> list[int]:
-        return []
-
-    def tick(self) -> Ticked:
-        return Ticked()
-
-    def count_retry(self) -> None:
-        """Nobody is told of it."""
-
-    def figures(self) -> LogFigures:
-        return LogFigures(stream_id=self.files.stream_id, manifest_crc_error_count=crc_errors(self.files.stream_id))
-
-    def close(self) -> None:
-        self._file_lock.close()
-
-    def abandon(self) -> None:
-        self._file_lock.close()

@@ -5,6 +5,7 @@
   manifest_crc_error_count        damaged snapshots and chunks that were met in this process, also by streams that did not open
   manifest_upload_retries         uploads of chunks, snapshots and segments that were tried again because one had failed
   manifest_snapshot_age_seconds   since the newest snapshot was taken, whoever took it; 0 while there is none
+  manifest_segments_needing_repair   segments whose only copy was an object that is gone
   manifest_shadow_divergence      segments in which log and projection differ (mode shadow)
 
 Everything is read when somebody asks. Threads: any.
@@ -51,6 +52,7 @@ class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
     manifest_upload_retries: int = 0
     manifest_snapshot_age_seconds: float = 0.0
     manifest_shadow_divergence: int = 0
+    manifest_segments_needing_repair: int = 0
 
     def named(self) -> dict[str, float]:
         """The design document's names, in its namespace."""
@@ -62,6 +64,7 @@ _GAUGES = {
     "manifest_replay_seconds": "how long the replay at opening took",
     "manifest_snapshot_age_seconds": "time since the newest snapshot",
     "manifest_shadow_divergence": "segments in which log and projection differ",
+    "manifest_segments_needing_repair": "segments whose only copy was an object that is gone",
 }
 _COUNTERS = {
     "manifest_crc_error_count": "damaged snapshots and chunks that were met",

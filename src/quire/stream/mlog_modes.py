@@ -272,6 +272,10 @@ def _payload(event: Event, facts: SegmentFacts, key: str) -> Payload:
             return CustomEvent(Schema.WARM_EVICTED)
         case Event.RETIRED:
             return CustomEvent(Schema.SEGMENT_RETIRED)
+        case Event.NEEDS_REPAIR:
+            return CustomEvent(Schema.NEEDS_REPAIR)
+        case Event.REPAIRED:
+            return CustomEvent(Schema.REPAIRED)
 
 
 @cache

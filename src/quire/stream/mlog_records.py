@@ -62,6 +62,10 @@ class Schema(IntEnum):
     """The tier 1 copy of a segment is gone."""
     SEGMENT_RETIRED = 2
     """Retention let a segment go, on all tiers; its id never comes back."""
+    NEEDS_REPAIR = 3
+    """The only copy of a segment, its object, is gone."""
+    REPAIRED = 4
+    """It is there again."""
 
 
 _U64_U64 = struct.Struct("<QQ")

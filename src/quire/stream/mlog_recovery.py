@@ -197,6 +197,35 @@ class Reconciled(msgspec.Struct):
     """Segments whose only copy was an object that is gone."""
 
 
+def reconcile_recent(files: LogFiles, objects: LogObjects, start: int) -> Reconciled:
+    """Compare the sealed chunks on disk from `start` on with their objects, and upload what is missing there.
+
+    What this costs depends on what is on this disk, not on how long the history is: tier 2 is not listed.
+    """
+    found = Reconciled()
+    for number in files.chunks():
+        if number < start or not (local := local_facts(files.disk, files, number)).header.sealed:
+            continue
+        try:
+            what = _differs(objects, number, local, deep=False)
+        except ObjectNotFound:
+            _rebuild(files, objects, number, found)
+            continue
+        if what is not None:
+            found.chunks_needing_repair[number] = what
+            continue
+        found.present.append(number)
+        if not local.header.uploaded:
+            mark_uploaded(files, number)
+    _tell_repairs(files, found)
+    return found
+
+
+def _tell_repairs(files: LogFiles, found: Reconciled) -> None:
+    for number, what in found.chunks_needing_repair.items():
+        emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk_index=number, what=what)
+
+
 def reconcile(
     files: LogFiles,
     objects: LogObjects,
@@ -209,7 +238,7 @@ def reconcile(
     """Compare the log's objects with the disk, and with `object_exists` the segments' too; upload what is missing.
 
     `deep` reads objects whole and checks them; else the commit copies of those are compared that are here too, and of the
-    others it is enough that they are listed: what this costs does not grow with the history. `repair=False` changes nothing.
+    others it is enough that they are listed. `repair=False` changes nothing.
     """
     found = Reconciled()
     listing = objects.listing()
@@ -234,8 +263,8 @@ def reconcile(
                 found.chunks_needing_repair[number] = "its object is missing; it can be uploaded again from here"
     if object_exists is not None:
         _reconcile_segments(index, object_exists, found)
-    for number, what in found.chunks_needing_repair.items() if repair else ():
-        emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk_index=number, what=what)
+    if repair:
+        _tell_repairs(files, found)
     return found
 
 

@@ -39,8 +39,8 @@ VERSION = 1
 HEADER = struct.Struct("<QIIQQQQQQQQIIIIQQ")
 """magic, version, header_len, snapshot_id, chunk_index, chunk_offset, records, opened_max, last_ms, marker_id,
 rejected, counts of entries, waiting records, own deletes, tallies, uploaded_upto, size of the file"""
-ENTRY = struct.Struct("<QBBBBBxH")
-"""segment_id, life, warm, remote, hot, hydration, 0, bits of the record types that follow"""
+ENTRY = struct.Struct("<QBBBBBBH")
+"""segment_id, life, warm, remote, hot, hydration, whether it needs repair, bits of the record types that follow"""
 TALLY = struct.Struct("<QQ")
 """A record type, or 65536 + the schema of a custom event, and how many"""
 CHECKSUM_BYTES = 8
@@ -164,14 +164,14 @@ def _entries(index: ManifestIndex) -> Iterable[bytes]:
     for segment in sorted(index.entries):
         code, *records = index.entries[segment]
         bits = sum(1 << kind for kind, raw in enumerate(records) if raw is not None)
-        yield ENTRY.pack(segment, *STATES[code], bits)
+        yield ENTRY.pack(segment, *STATES[code], segment in index.needs_repair, bits)
         yield from (raw for raw in records if raw is not None)
 
 
 def _read_entries(data: bytes, count: int, index: ManifestIndex) -> int:
     at = HEADER_BYTES
     for _ in range(count):
-        segment, life, warm, remote, hot, hydration, bits = ENTRY.unpack_from(data, at)
+        segment, life, warm, remote, hot, hydration, needs_repair, bits = ENTRY.unpack_from(data, at)
         at += ENTRY_BYTES
         state = state_of({"life": life, "warm": warm, "remote": remote, "hot": hot, "hydration": hydration})
         entry: Entry = [code_of(state)]
@@ -181,6 +181,8 @@ def _read_entries(data: bytes, count: int, index: ManifestIndex) -> int:
                 raw, at = _record(data, at)
             entry.append(raw)
         index.entries[segment] = entry
+        if needs_repair:
+            index.needs_repair.add(segment)
     return at
 
 

@@ -95,6 +95,8 @@ class Event(IntEnum):
     LOCAL_EVICTED = 13
     WARM_EVICTED = 14
     RETIRED = 15
+    NEEDS_REPAIR = 16
+    REPAIRED = 17
 
 
 STATES = [State(*each) for each in product(Life, Warm, Remote, Hot, Hydration)]
@@ -164,6 +166,9 @@ RULES: dict[Event, Rule] = {
         then={"hot": Hot.ABSENT},
     ),
     Event.WARM_EVICTED: Rule(when={"warm": _one(Warm.DONE)}, copies=_one(0, 2), then={"warm": Warm.NONE}),
+    # These two change no facet: whether a segment needs repair is kept beside its state.
+    Event.NEEDS_REPAIR: Rule(when={"life": _SEALED, "remote": _one(Remote.DONE)}),
+    Event.REPAIRED: Rule(when={"life": _SEALED}),
     Event.RETIRED: Rule(
         when={
             "life": _SEALED,

@@ -188,8 +188,14 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def facts(self, index: int) -> ChunkFacts:
         """What the object of a chunk says about itself, by one small read."""
-        key = self._locate(self.chunk_key(index), lambda there: there.chunks.get(index))
-        size = self.store.head(key).size_bytes
+        key = self.chunk_key(index)
+        try:
+            size = self.store.head(key).size_bytes
+        except ObjectNotFound:
+            own, key = key, self._locate(key, lambda there: there.chunks.get(index))
+            if key == own:
+                raise
+            size = self.store.head(key).size_bytes
         length = min(size, CHUNK_BYTES + COPY_BYTES)
         facts = decode_copy(self.store.get_range(key, size - length, length))
         if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:

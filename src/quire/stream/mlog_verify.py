@@ -6,7 +6,7 @@ Terms
 
 Rules that are checked
   L1  every chunk on disk is sound: header, checksums, records
-  L2  chunks follow each other: indexes, ordinals, sealed before the next
+  L2  chunks follow each other: indexes, ordinals, sealed before the next; none was uploaded that is behind the end of the log
   L3  every snapshot is sound, and the newest one and the log agree
   L4  no record was rejected by the transition table
   L5  tier 2 has every sealed chunk that is not on disk, and what it has is the same
@@ -139,6 +139,7 @@ def verify(
     stream = StreamFiles(files.disk, files.root, files.stream_id)
     held = held_above(stream, witness.last_segment) if witness is not None else []  # before the log is read
     closed = believed_end(stream) if witness is not None else None
+    uploaded = max(objects.listing().chunks, default=-1) if objects is not None else -1  # before it, too
     broken = list(_chunks(files))
     yield from broken
     yield from _headers(files)
@@ -150,6 +151,8 @@ def verify(
         except ManifestIntegrityError as error:
             yield Problem(rule="L3", what=error.what, where=error.where)
     if recovered is not None:
+        if uploaded >= recovered.end.chunk_index:
+            yield Problem(rule="L2", what="the newest chunk is not on disk: tier 2 has it", where={"chunk": uploaded})
         yield from _state(recovered, object_exists)
         if witness is not None and closed is not None:
             for what in behind(recovered.index, witness, held=held, closed_records=closed):
@@ -269,6 +272,10 @@ def _state(recovered: Recovered, object_exists: Callable[[str], bool] | None) ->
         if key is not None and object_exists is not None and not object_exists(key):
             yield Problem(
                 rule="L7", what="a segment's object is missing", where={"segment": info.segment_id, "key": key}
+            )
+        elif info.segment_id in index.needs_repair and object_exists is None:
+            yield Problem(
+                rule="L7", what="a segment needs repair: its object is gone", where={"segment": info.segment_id}
             )
         if not info.tiers and RecordType.TIER2_DELETE_QUEUED not in info.records:
             yield Problem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})

@@ -35,9 +35,10 @@ from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
+from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import AbsentLog, Collect, ManifestLog
+from quire.stream.mlog_log import Collect, ManifestLog
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_records import (
     CompressionFailed,

@@ -27,6 +27,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from msgspec.structs import replace
+
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
@@ -39,8 +41,9 @@ from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.info import StreamInfo, info_of
 from quire.stream.ledger import Ledger
+from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_log import AbsentLog, Collect
+from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
@@ -317,7 +320,8 @@ class Stream:
 
     def figures(self) -> LogFigures:
         """The manifest log's figures, by the design document's names."""
-        return self.ledger.gated.figures()
+        count = len(self.ledger.index.needs_repair)
+        return replace(self.ledger.gated.figures(), manifest_segments_needing_repair=count)
 
     def info(self) -> StreamInfo:
         """The stream in numbers."""

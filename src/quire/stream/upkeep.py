@@ -6,7 +6,8 @@ Rules
   2. An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does.
   3. A segment that is damaged is told once and left alone: trying again does not mend it.
   4. Tier 2 is listed once after opening and compared with what the log says: chunks and segments that are missing there are
-     sent again from this disk; those that are in neither place need repair, which is told and kept in `needs_repair`.
+     sent again from this disk; those that are in neither place need repair, which the log says (`NEEDS_REPAIR`) until they are
+     there again, or retired. Retention takes them as any other.
 
 Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is told, and tried again.
 """
@@ -24,6 +25,7 @@ from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.stream.ledger import Ledger
 from quire.stream.mlog_modes import Mode
+from quire.stream.mlog_records import CustomEvent, Schema
 from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.reader import is_going
 from quire.stream.state import Retention, StreamState, due
@@ -68,8 +70,6 @@ class Upkeep:
         self._failures = 0
         self._retry_at = clock.monotonic()
         self._is_reconciled = False
-        self.needs_repair: list[int] = []
-        """Segments whose only copy was an object that is gone (rule 4)."""
         self.object_bytes: dict[int, int] = {}
         """How long the objects are that the log was not told of when they were made."""
 
@@ -119,7 +119,7 @@ class Upkeep:
         def look(_: int) -> None:
             nonlocal there
             there = self._tiers.objects_there()
-            self._ledger.log.reconcile()
+            self._ledger.log.reconcile_recent()
 
         view = self._ledger.view
         remote = [each for each in view if each.is_remote]
@@ -127,24 +127,33 @@ class Upkeep:
             return
         for segment in remote:
             if segment.key in there:
+                if segment.segment_id in self._ledger.index.needs_repair:
+                    self._ledger.tell((CustomEvent(Schema.REPAIRED), segment.segment_id))
                 if not segment.warm_bytes:
                     self.object_bytes[segment.segment_id] = there[segment.key]
                 continue
             if not (segment.is_hot or segment.is_warm):
-                self.needs_repair.append(segment.segment_id)
-                self._damaged.add(segment.segment_id)
-                emit(
-                    "error",
-                    "stream.needs_repair",
-                    stream=self._ledger.log.files.stream_id,
-                    segment_id=segment.segment_id,
-                    key=segment.key,
-                )
+                self._lost(segment.segment_id)
             elif self._try(done, segment.segment_id, self._tiers.send_again):
                 done.uploaded += 1
             elif segment.segment_id not in self._damaged:
                 return
         self._is_reconciled = True
+
+    def _lost(self, segment_id: int) -> None:
+        """A segment's only copy is an object that is not there: the log says so until it is there again, or retired."""
+        self._damaged.add(segment_id)
+        segment = self._ledger.view.get(segment_id)
+        if segment is None or segment_id in self._ledger.index.needs_repair or not segment.is_remote:
+            return
+        self._ledger.tell((CustomEvent(Schema.NEEDS_REPAIR), segment_id))
+        emit(
+            "error",
+            "stream.needs_repair",
+            stream=self._ledger.log.files.stream_id,
+            segment_id=segment_id,
+            key=segment.key,
+        )
 
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
@@ -159,6 +168,7 @@ class Upkeep:
             needs_store = segment.state.remote not in (Remote.NONE, Remote.DELETED)
             if needs_store and not (now or self._may_ask()):
                 return  # only the oldest go: the others wait for it
+            self._damaged.discard(segment.segment_id)  # nothing of it is read: what is damaged may go too
             if not self._try(done, segment.segment_id, self._tiers.retire, raising=now):
                 return
             done.retired += 1
@@ -223,6 +233,9 @@ class Upkeep:
                 raise
             if isinstance(error, (Corruption, NotFound)):
                 self._damaged.add(segment_id)
+                segment = self._ledger.view.get(segment_id)
+                if isinstance(error, NotFound) and segment is not None and not (segment.is_hot or segment.is_warm):
+                    self._lost(segment_id)
             done.failed = str(error)
             emit(
                 "error",
