@@ -57,7 +57,7 @@ def test_the_commands_are_these() -> None:
         "stream retention", "retention show", "retention set", "retention clear", "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail", "feed cursors",
         "feed resume", "feed drop",
-        "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle",
+        "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle", "manifest mode",
         "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
     ]  # fmt: skip
     assert {name.split()[0] for name in NAMES} == telling.COMMANDS, "hints may name these"
