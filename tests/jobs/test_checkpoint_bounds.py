@@ -14,6 +14,7 @@ from msgspec import structs
 from quire.core.errors import ConfigMismatch
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
+from quire.jobs import handler as done
 from quire.jobs.checkpoint import handler, plan, select
 from quire.jobs.checkpoint.read import Dirty
 from quire.manifest import tables as t
@@ -232,15 +233,13 @@ def test_a_shape_that_no_longer_fits_its_hash_is_not_checkpointed(owner: Owner) 
 
 # ── what it says ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_each_step_of_a_segment_is_told(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.jobs.truncate import handler as truncate
-
     told: list[tuple[str, str, Any]] = []
 
     def emit(level: str, event: str, /, **fields: Any) -> None:
         told.append((level, event, fields.get("segment_id")))
 
     monkeypatch.setattr(handler, "emit", emit)
-    monkeypatch.setattr(truncate, "emit", emit)
+    monkeypatch.setattr(done, "emit", emit)
     store, model = owner.database(), Model()
     write(store, model, images(0))
     owner.checkpoint(store)
@@ -267,14 +266,14 @@ def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
     monkeypatch.setattr(select, "span", Recorder)
     store, model = owner.database(), Model()
     first = write(store, model, images(0))
-    with store.open_snapshot(tags={"who": "report"}) as reader:
+    with store.open_snapshot(tags={"who": "report"}):
         owner.engine.flush(1)
         write(store, model, images(1))
         owner.checkpoint(store)
         ((name, said),) = spans
         assert name == "CheckpointPlanner.select_mvcc_segments"
         assert (said["floor_lsn"], said["segments"], said["waiting"]) == (first.lsn, [1], 1)
-        assert said["blocking_readers"] == [f"reader {reader.reader_id} at lsn {first.lsn} who=report"]
+        assert said["blocking_readers"] == [owner.engine.readers(1)[0].who]
         owner.clock.advance(2)
         owner.checkpoint(store)
         owner.clock.advance(3)

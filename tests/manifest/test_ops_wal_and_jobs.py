@@ -67,6 +67,22 @@ from quire.testing.manifest import assert_clean, difference, dump
 from tests.manifest.helpers import checkpoint, counts, does, refuses, register
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_segment_that_overlaps_another_is_refused(manifest: ManifestStore) -> None:
+    """Two segments with the same lsns would give a version two contents; nothing of the batch is done."""
+    does(manifest, register(1))
+    does(manifest, AppendWalChunk(1, 0, 1, 1, 1, 10, 4096))
+    for first, last in ((10, 12), (1, 10), (5, 6), (1, 1)):
+        refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 2, 1, first, last, 4096))
+    does(manifest, AppendWalChunk(1, 0, 2, 1, 11, 20, 4096))
+    refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 3, 1, 8, 30, 4096))
+    does(manifest, OpenSegment(1, 3, WalFormat.PAGER, 4096, b"salt", 21))
+    refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 4, 1, 21, 25, 4096))
+    does(manifest, AppendWalChunk(1, 0, 3, 1, 21, 25, 4096))
+    assert_clean(manifest)
+
+
 FORWARD = list(WalState)
 
 

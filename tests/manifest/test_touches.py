@@ -18,7 +18,7 @@ from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops import cursors
-from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, RecordUploads, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op, ReserveIds, ReserveLocalIds
 from quire.manifest.ops.corrections import (
@@ -66,7 +66,7 @@ from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.registry import OPS
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
-from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import (
     AdvanceCheckpoint,
     AdvanceWal,
@@ -240,11 +240,13 @@ def story() -> Iterator[Op]:
         SetSlots(1, 0, 2, 1, 1, pack_leaf({0: (Link(ArtifactKind.BASE, 1, 2, 9),)})),
     )
     yield RemoveArtifact(1, ArtifactKind.BASE, 0, 1)
-    yield PublishSnapshot(1, 1, SnapshotKind.NAMED, "first", 39)
+    yield PublishSnapshot(1, 1, SnapshotKind.NAMED, "first", 39, expires_at_ms=1)
     yield PutDelta(1, 0, 3, 1, 1, DeltaRecord(2, local, 1, 0, namespace_id=1))
     yield UpdateArtifact(1, ArtifactKind.DELTA, 0, 3, 1, verify_state=VerifyState.VERIFIED)
     chain = (Link(ArtifactKind.BASE, 1, 2, 9), Link(ArtifactKind.DELTA, 1, 3, 12, 1))
     yield SetSlots(1, 0, 3, 1, 2, pack_leaf({0: chain}))
+    yield RecordUploads(1, [(int(ArtifactKind.BASE), 0, 2, 0), (int(ArtifactKind.DELTA), 0, 3, 1)])
+    yield ExtendSnapshot(1, 1, 9_999_999_999_999)
     yield from (DropSnapshot(1, 1), CollectLeaf(1, 0, 2), SetSlots(1, 0, 4, 1, 3, b"", b"\0"))
     yield RemoveArtifact(1, ArtifactKind.DELTA, 0, 3, 1)
     yield ForkDb(3, 1, "elm", 0, 39, 3, 8, [Pin(1, 3, 39, 4096)])

@@ -53,7 +53,7 @@ def test_a_writer_over_the_databases_budget_hears_what_blocks_and_goes_on_after_
     old.close()
     tight.checkpoint(store)
     _fill(store, model, 1)
-    assert tight.engine.wal_bytes(store.db_id) <= 16 * MIB, "its open segment, with the zeros it has ahead"
+    assert tight.engine.quota.used(store.db_id) <= 16 * MIB, "its open segment, with the zeros it has ahead"
     tight.stop()
 
 
@@ -77,7 +77,7 @@ def test_what_a_fork_has_inherited_is_not_its_own(tight: Pages) -> None:
     store, model = tight.database(page_size=SIZE), Model(SIZE)
     _fill(store, model, 2)
     fork = tight.engine.open(tight.engine.fork("shop", "fork"))
-    assert tight.engine.wal_bytes(fork.db_id) == 0
+    assert tight.engine.quota.used(fork.db_id) == 0
     fork.begin(timeout=0).rollback()
     tight.stop()
 

@@ -133,10 +133,10 @@ def test_the_budget_counts_what_the_file_system_has_given(tmp_path: Path) -> Non
     pages = Pages(tmp_path, settings=settings)
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
-    assert pages.engine.wal_bytes(store.db_id) == FILE_BYTES_MIN, "an open segment with the zeros it has ahead"
+    assert pages.engine.quota.used(store.db_id) == FILE_BYTES_MIN, "an open segment with the zeros it has ahead"
     pages.engine.flush(store.db_id)
     given = sum(path.stat().st_blocks * 512 for path in _wal(pages).values())
-    assert pages.engine.wal_bytes(store.db_id) == given < FILE_BYTES_MIN
+    assert pages.engine.quota.used(store.db_id) == given < FILE_BYTES_MIN
     pages.stop()
 
 

@@ -120,7 +120,10 @@ def sentence(job: Job, database: str) -> str:
     if job.state.name == "PENDING":
         return f"the {job.kind.name.lower()} of {database} was put off: `quire jobs show {job.job_id}` says until when"
     result = job.result or {}
+    held = _held_back(result)
     if not (result.get("slots") or result.get("cleared")):
+        if held:
+            return f"{database} was not checkpointed: {held}"
         nothing = "nothing in the WAL to absorb" if job.kind.name == "CHECKPOINT" else "no deltas lie over its chunks"
         return f"{database} needs no {job.kind.name.lower()}: {nothing}"
     written = (
@@ -131,7 +134,21 @@ def sentence(job: Job, database: str) -> str:
         words.insert(1, f"{count_of(result['segments'], 'WAL segment')} absorbed")
     if result.get("cleared"):
         words.append(f"{count_of(result['cleared'], 'slot')} beyond the end cleared")
-    return f"{job.kind.name.lower()} of {database}: {', '.join(words)}"
+    return f"{job.kind.name.lower()} of {database}: {', '.join(words)}" + (f"; {held}" if held else "")
+
+
+def _held_back(result: dict[str, Any]) -> str:
+    """Who keeps a checkpoint from absorbing more; empty if nobody does."""
+    if not result.get("waiting_segments"):
+        return ""
+    import msgspec
+
+    from quire.core.reader_info import ReaderInfo, reader_text
+
+    readers = [reader_text(each) for each in msgspec.convert(result["readers"], list[ReaderInfo])]
+    wait = "waits" if result["waiting_segments"] == 1 else "wait"
+    what = f"{count_of(result['waiting_segments'], 'WAL segment')} ({size(result['waiting_bytes'])})"
+    return f"{what} {wait} for {'; '.join(readers)}"
 
 
 # ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

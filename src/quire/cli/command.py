@@ -146,6 +146,8 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
     except Exception as error:
         if debug:
             raise
+        if isinstance(error.__cause__, QuireError):  # passed on by SQLite, say: a missing chunk is no bug
+            return tell(output, error.__cause__)
         return tell(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
 
 

@@ -45,6 +45,7 @@ def origin(each: DatabaseInfo) -> str:
 
 def info(cli: Cli) -> Facts:
     """Show a store in numbers."""
+    from quire.core.reader_info import reader_text
     from quire.store.info import Glance
 
     with Glance(cli.path) as store:
@@ -72,6 +73,7 @@ def info(cli: Cli) -> Facts:
             ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
             ("readers", f"{count_of(found.readers, 'slot')} in use"),
             ("on disk", size(found.disk_bytes)),
+            *[("reads it", reader_text(each)) for each in found.page_readers],
         ],
         data=found,
     )

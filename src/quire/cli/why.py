@@ -24,12 +24,14 @@ def why(
     ],
 ) -> Report:
     """Say what keeps something, and what would release it."""
+    from quire.store.why import readers_at
     from quire.store.why import why as ask
     from quire.store.why_owned import on_disk
 
     with cli.reader() as manifest, manifest.read() as txn:
-        asked = _within(cli, subject)
-        answer = on_disk(txn, os.path.abspath(cli.path), asked, ask(txn, asked, lambda path: _size(cli, path)))
+        asked, root = _within(cli, subject), os.path.abspath(cli.path)
+        answer = ask(txn, asked, lambda path: _size(cli, path), readers_at(root))
+        answer = on_disk(txn, root, asked, answer)
     facts = [("what", f"{answer.kind} {answer.subject}"), ("state", answer.state), ("bytes", size(answer.size_bytes))]
     if answer.disk_bytes:
         facts.append(("on disk", size(answer.disk_bytes)))

@@ -30,7 +30,7 @@ from typing import Self
 
 import msgspec
 
-from quire.core.clock import Clock, SystemClock
+from quire.core.clock import Clock, SystemClock, moment
 from quire.core.errors import StoreClosed, StoreFenced, StoreLocked, Unavailable
 from quire.durable.files import translated
 
@@ -232,5 +232,5 @@ def _locked(path: str, found: Holder | None) -> StoreLocked:
         hint = "it is already open in this process: use that one, or close it first"
     else:
         hint = f"wait for process {found.pid} to end or stop it, or open with mode='r'"
-    where = {"path": path, "pid": found.pid, "host": found.host, "since_ms": found.since_ms}
+    where = {"path": path, "pid": found.pid, "host": found.host, "since": moment(found.since_ms)}
     return StoreLocked("another owner has this open", hint=hint, **where)

@@ -25,6 +25,8 @@ from quire.objects.collector import Collector
 
 if TYPE_CHECKING:
     from quire.lsm.verify import Stored
+    from quire.pages.quota import StorageQuota
+    from quire.pages.readers import Lease
     from quire.pages.sources import Sources
 
 
@@ -43,6 +45,12 @@ class PagesOfStore(Protocol):
 
     def floor(self, db_id: int) -> int:
         """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
+
+    def readers(self, db_id: int) -> list[Lease]:
+        """Who reads the database, oldest version first."""
+
+    @property
+    def quota(self) -> StorageQuota: ...
 
 
 class KvOfStore(Protocol):

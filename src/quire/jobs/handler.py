@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from quire.core.errors import Corruption, DatabaseTombstoned, InvalidInput, NotFound, WouldDropEverything
+from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext
 from quire.manifest.jobqueue import Job
@@ -46,6 +47,13 @@ class Done:
     """Its effects, in the transaction that completes it."""
     after: tuple[Op, ...] = ()
     """Effects that need the job's gate to be open again."""
+    events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """(name, fields) of what is logged once that transaction is committed, never before."""
+
+    def log(self) -> None:
+        """Log the events. The caller has committed."""
+        for name, fields in self.events:
+            emit("info", name, **fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,14 @@ class Upkeep:
         steps: list[Callable[[Round], None]] = [self._schedules, self._leases, self._deletions, self._checkpoints]
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
-            steps += [self._retention, self._deletions, self._tombstones, self._feed, self._stream_checkpoints]
+            steps += [
+                self._set_aside,
+                self._retention,
+                self._deletions,
+                self._tombstones,
+                self._feed,
+                self._stream_checkpoints,
+            ]
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
             if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
                 self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
@@ -203,6 +210,12 @@ class Upkeep:
                 QuireError
             ) as error:  # a snapshot that was dropped meanwhile, say, or a damaged policy: it drops nothing
                 emit("warning", "retention.failed", db_id=db_id, error=str(error))
+
+    def _set_aside(self, done: Round) -> None:
+        """Before retention: what is still read does not expire."""
+        from quire.jobs.checkpoint.window import review_set_aside  # pages and numpy: not for stores of streams
+
+        done.dropped += review_set_aside(self._ctx)
 
     def _leases(self, done: Round) -> None:
         done.leases_lost += self._ctx.manifest.jobs.expire()

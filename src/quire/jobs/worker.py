@@ -231,6 +231,7 @@ class Worker:
             try:
                 jobs.complete(job, outcome.result, ops=outcome.ops, after=outcome.after)
                 hit("jobs.worker.completed")
+                outcome.log()
                 return
             except StillReferenced:
                 # More of the same work has come in since the handler looked (M8): it is this job's too.

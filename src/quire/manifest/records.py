@@ -198,6 +198,8 @@ class WalRecord(Record, frozen=True):
     newest_reader_lsn: UInt = 0
     gc_ticket: UInt = 0
     salt: bytes = b""
+    first_page: UInt = 0
+    last_page: UInt = 0
 
 
 class PlanRecord(Record, frozen=True):

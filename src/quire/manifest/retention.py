@@ -57,7 +57,7 @@ LENT_TAGS = {"by": "lend"}
 OWN_TIME = (WINDOW, LENT)
 
 WINDOW_TAG = "time-travel"
-"""The tag that such a snapshot carries."""
+"""The tag that such a snapshot carries: `window`, or `reader` if it keeps the version of a reader that was set aside."""
 
 SCHEDULE_TAG = "schedule"
 """The tag that a scheduled snapshot carries, with the schedule's name."""

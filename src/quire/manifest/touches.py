@@ -155,6 +155,7 @@ TOUCHES: dict[type[Op], Touches] = {
     artifacts.PutDelta: _touches(
         t.CHUNK_DELTA_INDEX, t.GC_REFCOUNTS, databases=_fields("origin_db_id", "base_origin_db_id")
     ),
+    artifacts.RecordUploads: _touches(t.AUDIT, databases=_ORIGIN),
     artifacts.UpdateArtifact: _touches(*_CATALOGS, t.AUDIT, *_COUNTS, databases=_ORIGIN),
     artifacts.PutNamespace: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS),
     epochs.BeginOwnerEpoch: _touches(t.REMOTE_NAMESPACE, t.ID_WATERMARKS, *_COUNTS),
@@ -184,6 +185,7 @@ TOUCHES: dict[type[Op], Touches] = {
         t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.DB, t.AUDIT, t.METRICS, t.GC_REFCOUNTS, databases=_pinned("db_id")
     ),
     snaps.DropSnapshot: _touches(t.SNAPSHOT_INDEX, t.SNAPSHOT_NAMES, t.AUDIT, t.METRICS, *_COUNTS, databases=_DB),
+    snaps.ExtendSnapshot: _touches(t.SNAPSHOT_INDEX, databases=_DB),
     snaps.ForkDb: _touches(
         t.DB,
         t.DB_NAMES,

@@ -222,7 +222,7 @@ class ManifestWriter:
 
     def _commit(self, group: list[ManifestGuard]) -> None:
         started = self._clock.monotonic()
-        committed = self._env.last_txn_id()
+        committed, before = self._env.last_txn_id(), self.generations
         try:
             with span("Manifest.commit", batches=len(group)) if TRACE_API in sys.modules else nullcontext():
                 applied, rows, pages = self._transact_until_it_fits(group, started)
@@ -245,7 +245,8 @@ class ManifestWriter:
                     self._commit([guard])
             return
         self._overlay.settle()
-        self._report(group, applied.operations, rows, pages, started)
+        raised = {number: reached for number, reached in self.generations.items() if reached != before.get(number)}
+        self._report(group, applied.operations, rows, pages, started, raised)
 
     def _transact_until_it_fits(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
         """A transaction that meets a full map, or a key that was thought to be new, is done again: ops are pure."""
@@ -369,7 +370,9 @@ class ManifestWriter:
         self._fail(waiting, refusal)  # before anything else: they wait
         report("error", "manifest.writer_stopped", error=str(cause))
 
-    def _report(self, group: list[ManifestGuard], ops: int, rows: int, pages: int, started: float) -> None:
+    def _report(
+        self, group: list[ManifestGuard], ops: int, rows: int, pages: int, started: float, raised: dict[int, int]
+    ) -> None:
         seconds = self._clock.monotonic() - started
         failed = sum([guard.error is not None for guard in group])
         self.stats.add(len(group), failed, ops, rows, pages, seconds)
@@ -385,7 +388,7 @@ class ManifestWriter:
                 operations=ops,
                 rows=rows,
                 pages=pages,
-                generation=max(self.generations.values(), default=0),
+                generations={Component(number).name.lower(): reached for number, reached in raised.items()},
                 sequence=self.head,
                 seconds=round(seconds, 6),
             )

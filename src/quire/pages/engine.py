@@ -47,7 +47,7 @@ from quire.pages.places import segment_place
 from quire.pages.publication import Mark
 from quire.pages.published import PublishedReaders, PublishedSnapshot
 from quire.pages.quota import StorageQuota
-from quire.pages.readers import LEASE_SECONDS, Readers
+from quire.pages.readers import LEASE_SECONDS, Lease, Readers
 from quire.pages.recovery import published_mark, recover
 from quire.pages.remote import RemoteReader, RemoteReaders
 from quire.pages.snapshot import Snapshot
@@ -209,6 +209,7 @@ class PageEngine:
             self._clock,
             lambda: self._floors.outside(db_id),
             others=lambda: self._floors.others(db_id),
+            kept=lambda: self._floors.kept(db_id),
             long_seconds=self._settings.long_reader_seconds,
             given_floor=passed_floor(self._manifest, db_id),
         )
@@ -259,13 +260,11 @@ class PageEngine:
     # ── for jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def flush(self, db_id: int) -> None:
         """Have everything that is written sealed, durable and published; nothing if the database is not open."""
-        store = self._open.get(db_id)
-        if store is not None:
+        if (store := self._open.get(db_id)) is not None:
             self._flush(store)
 
     def _flush(self, store: PageStore) -> Mark:
-        mark = store.wal.seal()
-        store.wal.sync(mark.lsn)
+        store.wal.sync((mark := store.wal.seal()).lsn)
         store.wal.publish()
         return mark
 
@@ -276,9 +275,10 @@ class PageEngine:
             store.wal.publish()  # no floor is above what is published
         return self._floors.floor(db_id, store)
 
-    def wal_bytes(self, db_id: int) -> int:
-        """Bytes of WAL of a database that no checkpoint has absorbed."""
-        return self.quota.used(db_id)
+    def readers(self, db_id: int) -> list[Lease]:
+        """Who reads a database, oldest version first: in this process, in others, and clients."""
+        store = self._open.get(db_id)
+        return store.readers.peek() if store is not None else self._floors.others(db_id)
 
     # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(
@@ -308,7 +308,7 @@ class PageEngine:
             db_id, _ = find_database(txn, db)
             snapshot_id, record = find_snapshot(txn, db_id, snapshot)
             view = view_of(txn, db_id, snapshot_id, record, self._objects_url)
-        if not upload or not (missing := without_object(view)):
+        if not (upload and (missing := without_object(view))):
             return view
         if self._upload is None:
             raise ReadOnly("only the owner of a store uploads", hint='open the store with mode="rw"', db_id=db_id)

@@ -35,7 +35,8 @@ from quire.manifest.records import ReaderRecord, WalState
 from quire.manifest.store import ManifestStore
 from quire.pages.leasefiles import LeaseFiles
 from quire.pages.pagestore import PageStore
-from quire.pages.readers import LEASE_SECONDS, Lease
+from quire.pages.readers import LEASE_SECONDS, Lease, is_kept
+from quire.pages.view_build import kept_range, reader_snapshots
 
 
 class Floors:
@@ -75,24 +76,34 @@ class Floors:
         return is_young and row.heartbeat_at_ms <= self._started_ms and row.expires_at_ms > self._former_ms
 
     def outside(self, db_id: int) -> int | None:
-        """The lowest version a reader of another process may ask for; `None` without any."""
-        return min((lease.lsn for lease in self.others(db_id)), default=None)
+        """The lowest version a reader of another process may ask for; `None` without any. One that was set aside holds nothing
+        (`readers.py`, rule 4): the row of the snapshot says so, also to the next owner."""
+        return min((lease.lsn for lease in self.others(db_id) if not lease.set_aside), default=None)
 
     def others(self, db_id: int) -> list[Lease]:
         """Readers of other processes, as rows and as files."""
         known, now = self._in_memory(db_id), self._clock.monotonic()
-        found = [
-            Lease(0, lease.lsn, lease.opened_ms, now, None, 0.0, {**lease.tags, "pid": str(lease.pid)})
-            for lease in self._files.of(db_id)
-        ]
+        kept = self.kept(db_id)
+        found = []
+        for held in self._files.of(db_id):
+            lease = Lease(0, held.lsn, held.opened_ms, now, None, 0.0, held.shown_tags)
+            lease.pid, lease.host, lease.set_aside = held.pid, held.host, is_kept(held.lsn, kept)
+            found.append(lease)
         with self._manifest.read() as txn:
             rows = [(reader_id, row) for (_, reader_id), row in reader_rows(txn, db_id) if reader_id not in known]
         for reader_id, row in rows:
             if row is None:  # damaged: doubt keeps every version
                 found.append(Lease(reader_id, 0, 0, now, None, 0.0, {"damaged": "quire manifest check"}))
             elif not is_view(row) and self.believes(row):
-                found.append(Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags))
-        return found
+                lease = Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
+                lease.set_aside = is_kept(row.snapshot_lsn, kept)
+                found.append(lease)
+        return sorted(found, key=lambda lease: lease.lsn)
+
+    def kept(self, db_id: int) -> list[tuple[int, int]]:
+        """(lowest, highest) version of what snapshots keep for readers that were set aside."""
+        with self._manifest.read() as txn:
+            return [kept_range(row) for _, row in reader_snapshots(txn, db_id)]
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, db_id: int, store: PageStore | None) -> int:

@@ -49,11 +49,12 @@ from quire.core.clock import Clock
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, StorageFault, TimedOut
 from quire.core.events import emit
 from quire.core.ids import some_u32, u64
+from quire.core.reader_info import ReaderInfo
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File
+from quire.durable.files import Disk, File, OsDisk
 from quire.durable.names import READERS, TEMPORARY, LeaseFile, parse_path
-from quire.pages.readers import HEARTBEAT_SECONDS, LEASE_SECONDS
+from quire.pages.readers import HEARTBEAT_SECONDS, HOST, LEASE_SECONDS
 
 MAGIC = b"QREADER1"
 VERSION = 1
@@ -78,6 +79,9 @@ if TAGS_OFFSET + TAGS_BYTES_MAX != FILE_BYTES_MAX:
 TAKE_TRIES = 16
 """How often a new name is tried; each time the owner must have swept the unfinished file in the instant before its lock."""
 
+HOST_TAG = "quire.host"
+"""The tag that says on which machine the reader runs."""
+
 UNREADABLE = 0
 """The database of a lease that cannot be read: all of them (rule 4)."""
 
@@ -93,6 +97,28 @@ class LeaseRecord:
     pid: int
     opened_ms: int
     tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """Where its process runs; empty if an older quire wrote it."""
+        return self.tags.get(HOST_TAG, "")
+
+    @property
+    def shown_tags(self) -> dict[str, str]:
+        """The tags that its reader gave."""
+        return {name: value for name, value in self.tags.items() if name != HOST_TAG}
+
+    @property
+    def info(self) -> ReaderInfo:
+        """The reader, for people and programs."""
+        return ReaderInfo(
+            reader=str(self.pid),
+            lsn=self.lsn,
+            pid=self.pid,
+            host=self.host,
+            since_ms=self.opened_ms,
+            tags=self.shown_tags,
+        )
 
     @cached_property
     def _parts(self) -> tuple[bytes, bytes, int]:
@@ -160,6 +186,7 @@ class FileLease:
     def take(cls, disk: Disk, clock: Clock, root: str, *, db_id: int, lsn: int, tags: dict[str, str]) -> FileLease:
         """Hold this version of a database: from here on every floor that is computed sees it."""
         disk.make_dirs(os.path.join(root, READERS))
+        tags = {**tags, HOST_TAG: HOST[:64]}
         for _ in range(TAKE_TRIES):
             record = LeaseRecord(
                 reader=uuid.uuid4(), db_id=db_id, lsn=lsn, pid=os.getpid(), opened_ms=clock.now_ms(), tags=dict(tags)
@@ -334,3 +361,32 @@ def _is_free(file: File) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def live_leases(root: str, disk: Disk | None = None) -> list[LeaseRecord]:
+    """Who reads the store at `root` at this moment, for whoever only looks: nothing is retired, and nothing removed.
+
+    What cannot be read holds every database (rule 4) and is told as database 0.
+    """
+    disk, folder = disk or OsDisk(), os.path.join(root, READERS)
+    try:
+        names = disk.names(folder)
+    except FileNotFoundError:
+        return []
+    live: list[LeaseRecord] = []
+    for name in names:
+        parsed = parse_path(f"{READERS}/{name}")
+        if not isinstance(parsed, LeaseFile):
+            continue
+        try:
+            file = disk.open(os.path.join(folder, name), write=False)
+        except FileNotFoundError:
+            continue
+        try:
+            if not _is_free(file):
+                live.append(decode(parsed.reader, file.read_at(FILE_BYTES_MAX, 0), name))
+        except (Corruption, FormatTooNew):
+            live.append(LeaseRecord(reader=parsed.reader, db_id=UNREADABLE, lsn=0, pid=0, opened_ms=0))
+        finally:
+            file.close()
+    return live

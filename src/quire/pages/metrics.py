@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.core.reader_info import ReaderInfo
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
@@ -44,6 +45,8 @@ class DatabaseFigures:
     unpublished_bytes: int
     syncs: int
     recycled: int
+    oldest_reader: ReaderInfo | None = None
+    """Who reads the oldest version: the first one to look at when segments are blocked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +74,24 @@ def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for
     """The figures of one database."""
     record, wal = txn.database(store.db_id), txn.wal_state(store.db_id)
     leases = store.readers.peek()
+    lowest = min((lease.lsn for lease in leases if not lease.set_aside), default=None)
     rows = blocked = 0
+    is_truncating = False
     for _, row in txn.scan(t.WAL_CATALOG, store.db_id):
         if row.origin_db_id != store.db_id:
             continue
         if row.state in _INDEXED:
             rows += row.frame_count
-            blocked += bool(leases) and row.state is WalState.INDEXED and row.last_lsn > leases[0].lsn
+            blocked += lowest is not None and row.state is WalState.INDEXED and row.last_lsn > lowest
+        elif row.state is WalState.CHECKPOINTED:
+            is_truncating = True
         elif row.state is WalState.OPEN and wal is not None:
             rows += max(wal.indexed_upto_lsn - row.first_lsn + 1, 0)
+    if is_truncating:
+        # Rows leave the index page by page after a checkpoint: until its segments are truncated only counting says how many.
+        rows = sum(1 for _ in txn.raw_scan(t.PAGE_VERSION_INDEX, store.db_id))
     return DatabaseFigures(
+        oldest_reader=leases[0].info if leases else None,
         db_id=store.db_id,
         name=record.name if record else str(store.db_id),
         page_index_rows=rows,
@@ -149,6 +160,17 @@ class PagesCollector:
             for each in figures.databases:
                 gauge.add_metric([str(each.db_id), each.name], getattr(each, field))
             yield gauge
+        oldest = GaugeMetricFamily(
+            "quire_oldest_reader_since_seconds",
+            "since when, in Unix time, the reader of the oldest version reads it",
+            labels=["db", "name", "reader", "pid", "host", "tags"],
+        )
+        for each in figures.databases:
+            if (who := each.oldest_reader) is not None:
+                tags = ",".join(f"{name}={value}" for name, value in sorted(who.tags.items()))
+                labels = [str(each.db_id), each.name, who.reader, str(who.pid), who.host, tags]
+                oldest.add_metric(labels, who.since_ms / 1000)
+        yield oldest
         for name, text, field in counters:
             counter = CounterMetricFamily(name, text, labels=["db", "name"])
             for each in figures.databases:

@@ -280,6 +280,10 @@ class PageStore:
 
         return ViewReader(view, self.sources, regions=self._regions, is_gone=is_gone)
 
+    def kept(self, mark: Mark) -> ViewReader | None:
+        """A version that was set aside, from the snapshot that keeps it; `None` if none does."""
+        return self._versions.kept(mark)
+
     def durable_version(self) -> tuple[int, int]:
         """(lsn, size in pages) of the newest durable version; the two belong together."""
         mark = self.wal.durable

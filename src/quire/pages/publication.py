@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.events import emit
+from quire.core.ids import U32_MAX
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.manifest.ops.base import Op
@@ -49,7 +50,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import as_rows, entries_of, parse_heads
-from quire.pages.wal_files import trim
+from quire.pages.wal_files import segment_crc, trim
 
 PUBLISH_ROWS = 8_192
 """Rows of the page index in one batch, about: it holds the manifest's writer for some 25 ms."""
@@ -78,6 +79,9 @@ class Segment:
     published: int = 0
     """Pieces, counted by the publisher."""
     segment_id: int = field(init=False)
+    first_page: int = U32_MAX
+    last_page: int = 0
+    """Of the pages that are published, by the publisher."""
     stride: int = field(init=False)
     """Of its header, within reach of each commit."""
 
@@ -183,6 +187,8 @@ class Publication:
         """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([each.heads for each in pieces])))
+        segment.first_page = min(segment.first_page, int(entries["page"].min()))
+        segment.last_page = max(segment.last_page, int(entries["page"].max()))
         with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 7)
             try:
                 index.write(pieces[0].first_frame, entries.tobytes())
@@ -200,16 +206,21 @@ class Publication:
             if file.room:
                 trim(self._disk, file.path, used)
                 hit("pages.wal.trimmed")
+            with self._manifest.read() as txn:
+                wal = txn.wal_state(self._db_id)
             sealed = AppendWalChunk(
                 self._db_id,
                 0,
                 header.segment_id,
-                0,
+                wal.last_checkpoint_generation if wal is not None else 0,
                 header.first_lsn,
                 file.last_lsn,
                 used,
                 file.used,
                 segment.size_pages,
+                crc64=segment_crc(self._disk, file.path, used),
+                first_page=segment.first_page,
+                last_page=segment.last_page,
             )
             self._manifest.submit([sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)]).result()
             hit("pages.wal.sealed")

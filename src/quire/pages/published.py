@@ -58,7 +58,7 @@ class PublishedSnapshot(Snapshot):
     __slots__ = ("_file", "db_id")
 
     def __init__(self, versions: Versions, readers: Readers, file: FileLease, mark: Mark, sources: Sources) -> None:
-        lease = readers.open(mark.lsn, tags=file.record.tags, ttl_seconds=None)  # the file is what may run out
+        lease = readers.open(mark.lsn, tags=file.record.shown_tags, ttl_seconds=None)  # the file is what may run out
         super().__init__(versions, readers, lease, mark, page_size=versions.page_size, cache=sources.cache)
         self._file = file
         self.db_id = readers.db_id

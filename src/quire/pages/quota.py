@@ -79,6 +79,11 @@ class StorageQuota:
         self._look()
         return self._total
 
+    def is_half_full(self, db_id: int) -> bool:
+        """Whether half of a database's own budget is used, or of the store's."""
+        used = self.used(db_id)
+        return 2 * used >= self._settings.wal_bytes_max or 2 * self._total >= self._settings.store_wal_bytes_max
+
     def tick(self) -> None:
         """Give room anew, by what open databases have appended since the last look."""
         with self._lock:

@@ -13,7 +13,9 @@ Rules
      needs may be gone. It protects until it is retired, however late that is: no clock takes part in a read.
   3. Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner
      folds in through `outside`; `others` shows them to people.
-  4. Leases that asked for it are renewed by `beat` for as long as somebody holds them: what was forgotten runs out.
+  4. A lease whose version a snapshot keeps (`kept`: the checkpoint job set it aside because the WAL budget was half used) holds
+     the floor no longer: what the floor passes is read from that snapshot. A hold is never set aside.
+  5. Leases that asked for it are renewed by `beat` for as long as somebody holds them: what was forgotten runs out.
 
 Threads: any; one lock per database, held for a few operations on dicts.
 """
@@ -21,6 +23,8 @@ Threads: any; one lock per database, held for a few operations on dicts.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -31,15 +35,26 @@ from typing import TypeVar
 from quire.core.clock import Clock
 from quire.core.errors import LeaseExpired, SnapshotGone, UnknownReader
 from quire.core.events import emit
+from quire.core.reader_info import ReaderInfo, reader_text
 
 LEASE_SECONDS = 30.0
 HEARTBEAT_SECONDS = 5.0
 """M10: how long a reader may be silent, and how often it speaks."""
 
+HOLD_TAG = "hold"
+"""On leases that keep a version for a commit, not for reading: they are never set aside (rule 4)."""
+
 RETIRED_MAX = 4_096
 """Reader ids remembered as retired, so that a late `renew` hears why."""
 
+HOST = os.uname().nodename
+
 _ids = itertools.count(1)
+
+
+def program() -> str:
+    """What this process is called, for tags."""
+    return os.path.basename(sys.argv[0] if sys.argv else "")[:64] or "python"
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +72,37 @@ class Lease:
     retired: bool = False
     reported: bool = False
     """Whether somebody was told that it is old."""
+    set_aside: bool = False
+    """Whether a floor has passed it (rule 4). Only ever set; the lease must not move to another version from then on."""
+    pid: int = 0
+    """Its process; 0 if nobody said."""
+    host: str = ""
 
     @property
     def who(self) -> str:
-        """For messages."""
-        tags = "".join(f" {name}={value}" for name, value in self.tags.items())
-        return f"reader {self.reader_id} at lsn {self.lsn}{tags}"
+        """For messages: who reads which version, since when."""
+        return reader_text(self.info)
+
+    @property
+    def info(self) -> ReaderInfo:
+        """The same as a value."""
+        return ReaderInfo(
+            reader=str(self.reader_id or self.pid),
+            lsn=self.lsn,
+            pid=self.pid,
+            host=self.host,
+            since_ms=self.opened_at_ms,
+            tags=dict(self.tags),
+            set_aside=self.set_aside,
+        )
 
 
 M = TypeVar("M")
+
+
+def is_kept(lsn: int, kept: list[tuple[int, int]]) -> bool:
+    """Whether a version is among those that snapshots keep for readers."""
+    return any(lowest <= lsn <= highest for lowest, highest in kept)
 
 
 class Readers:
@@ -78,14 +115,17 @@ class Readers:
         outside: Callable[[], int | None] = lambda: None,
         *,
         others: Callable[[], list[Lease]] = list,
+        kept: Callable[[], list[tuple[int, int]]] = list,
         long_seconds: float = 300.0,
         given_floor: int = 0,
     ) -> None:
-        """`given_floor`: what an earlier life of the database may have acted on, and may go on with."""
+        """`kept`: (lowest, highest) version of what snapshots keep for readers (rule 4).
+        `given_floor`: what an earlier life of the database may have acted on, and may go on with."""
         self.db_id = db_id
         self._clock = clock
         self._outside = outside
         self._others = others
+        self._kept = kept
         self._long_seconds = long_seconds
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
@@ -125,6 +165,7 @@ class Readers:
         now = self._clock.monotonic()
         expires = None if ttl_seconds is None else now + ttl_seconds
         lease = Lease(next(_ids), lsn, self._clock.now_ms(), now, expires, ttl_seconds or 0.0, dict(tags or {}))
+        lease.pid, lease.host = os.getpid(), HOST
         self._leases[lease.reader_id] = lease
         return lease
 
@@ -173,7 +214,7 @@ class Readers:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def keep_alive(self, holder: object, lease: Lease) -> None:
-        """Renew this lease by itself from now on, for as long as `holder` is there (rule 4)."""
+        """Renew this lease by itself from now on, for as long as `holder` is there (rule 5)."""
         with self._lock:
             self._beating[holder] = lease
 
@@ -235,19 +276,27 @@ class Readers:
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, high_lsn: int) -> int:
         """The floor now (rule 1). Whoever asks may act on it: no lease is taken below it from here on."""
-        outside = self._outside()
+        outside, kept = self._outside(), self._kept()
         with self._lock:
-            self._given_floor = self._lowest(high_lsn, outside)
+            self._given_floor = self._lowest(high_lsn, outside, kept)
             return self._given_floor
 
     def lowest(self, high_lsn: int) -> int:
         """What `floor` would say now; nobody may act on it."""
-        outside = self._outside()
+        outside, kept = self._outside(), self._kept()
         with self._lock:
-            return self._lowest(high_lsn, outside)
+            return self._lowest(high_lsn, outside, kept)
 
-    def _lowest(self, high_lsn: int, outside: int | None) -> int:
-        floor = min((lease.lsn for lease in self._leases.values()), default=high_lsn)
+    def _lowest(self, high_lsn: int, outside: int | None, kept: list[tuple[int, int]]) -> int:
+        floor = high_lsn
+        for lease in self._leases.values():
+            if kept and lease.expires_at is not None and HOLD_TAG not in lease.tags and is_kept(lease.lsn, kept):
+                # The mark first, then the version once more: whoever moves a lease moves it first and looks for the mark then,
+                # so one of the two is seen.
+                lease.set_aside = True
+                if is_kept(lease.lsn, kept):
+                    continue
+            floor = min(floor, lease.lsn)
         floor = min(floor, high_lsn, high_lsn if outside is None else outside)
         return max(self._given_floor, floor)
 

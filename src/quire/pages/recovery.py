@@ -61,7 +61,7 @@ from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
 from quire.pages.wal import Start
-from quire.pages.wal_files import SPARE, trim
+from quire.pages.wal_files import SPARE, segment_crc, trim
 
 ZEROS_BYTES = 1 * MIB
 """Read at a time when a file is looked through for anything but zeros."""
@@ -103,7 +103,7 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
         _judge(db_id, found)
         for each in found:
             _write_index(disk, root, db_id, each.scan.header, each.entries, state.indexed_upto_lsn)
-        _carry_out(manifest, db_id, found, state)
+        _carry_out(manifest, disk, root, db_id, found, state)
     state, rows = _read(manifest, db_id)
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
@@ -301,7 +301,9 @@ def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, found: Sequence[_Fou
 
 
 # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _carry_out(manifest: ManifestStore, db_id: int, found: Sequence[_Found], state: WalStateRecord) -> None:
+def _carry_out(
+    manifest: ManifestStore, disk: Disk, root: str, db_id: int, found: Sequence[_Found], state: WalStateRecord
+) -> None:
     """Publish the rows of what is kept, then end all segments in one batch (rule 1)."""
     kept = [each for each in found if each.kept]
     for each in kept:
@@ -316,8 +318,25 @@ def _carry_out(manifest: ManifestStore, db_id: int, found: Sequence[_Found], sta
         ops.append(AdvanceWal(db_id, 0, indexed_upto_lsn=last, last_applied_lsn=last, size_pages=sizes[-1]))
     for each, size in zip(kept, sizes):
         header, used = each.scan.header, each.scan.header.geometry.frame_offset(each.kept)
+        path, pages = (
+            os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=each.segment_id).path),
+            each.entries["page"],
+        )
         ops += [
-            AppendWalChunk(db_id, 0, each.segment_id, 0, header.first_lsn, each.last_lsn, used, each.kept, size),
+            AppendWalChunk(
+                db_id,
+                0,
+                each.segment_id,
+                state.last_checkpoint_generation,
+                header.first_lsn,
+                each.last_lsn,
+                used,
+                each.kept,
+                size,
+                crc64=segment_crc(disk, path, used),
+                first_page=int(pages.min()),
+                last_page=int(pages.max()),
+            ),
             MoveWalState(db_id, each.segment_id, WalState.INDEXED),
         ]
     discarded = [each.segment_id for each in found if not each.kept]

@@ -4,7 +4,9 @@ Rules
   1. Every read is of the same version, whatever is written, published or checkpointed meanwhile.
   2. Used as a context manager it renews itself; otherwise its holder calls `renew` at least every 30 s, or it runs out.
   3. A lease that has run out raises `LeaseExpired`, also when that is noticed only because the pages are gone.
-  4. A page at or beyond the size of the version is an error, not zeros (P15).
+  4. A version that was set aside, because its reader held checkpoints back for too long, is read from the snapshot that keeps
+     it. The reader notices nothing.
+  5. A page at or beyond the size of the version is an error, not zeros (P15).
 
 Thread: one at a time.
 """
@@ -20,6 +22,8 @@ from quire.core.ids import Epoch
 from quire.pages.cache import PageCache, Resolved
 from quire.pages.publication import Mark
 from quire.pages.readers import Lease, Readers
+from quire.pages.view import ViewReader
+from quire.pages.view_build import KeptVersion
 
 SCAN_PAGES = 1_024
 """Pages that `scan` reads at a time: 4 MiB of 4 KiB pages."""
@@ -31,6 +35,8 @@ class VersionReader(Protocol):
     def read(self, page: int, lsn: int) -> bytes: ...
 
     def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]: ...
+
+    def kept(self, mark: Mark) -> ViewReader | None: ...
 
 
 class Snapshot:
@@ -62,7 +68,7 @@ class Snapshot:
         cache: PageCache,
     ) -> None:
         # constant after construction
-        self._source = source
+        self._source: VersionReader = source
         self._readers = readers
         self._lease = lease
         self._cache = cache
@@ -103,6 +109,8 @@ class Snapshot:
             return self._source.read(page, self.lsn)
         except (Corruption, SnapshotGone):
             self._readers.require(self._lease)  # rule 3
+            if self._is_set_aside():
+                return self._source.read(page, self.lsn)
             raise
 
     def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
@@ -114,7 +122,17 @@ class Snapshot:
             return self._source.read_many(wanted, self.lsn, cold=cold)
         except (Corruption, SnapshotGone):
             self._readers.require(self._lease)
+            if self._is_set_aside():
+                return self._source.read_many(wanted, self.lsn, cold=cold)
             raise
+
+    def _is_set_aside(self) -> bool:
+        """Whether a snapshot keeps the version that a checkpoint has passed (rule 4): then it is read from there."""
+        mark = Mark(self.lsn, self.size_pages, self.epoch.segment_id, self.time_ms)
+        if (reader := self._source.kept(mark)) is None:
+            return False
+        self._source = KeptVersion(reader)
+        return True
 
     def scan(self, start: int = 0, stop: int | None = None, *, cold: bool = True) -> Iterator[tuple[int, bytes]]:
         """(page, image) of a range of pages, default all, in order; some MiB are read at a time."""

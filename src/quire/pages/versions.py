@@ -33,8 +33,11 @@ from quire.manifest.records import DbStatus
 from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location
 from quire.pages.places import chunk_place
+from quire.pages.publication import Mark
 from quire.pages.sources import ChunkPlace, Sources
 from quire.pages.tracing import TRACE_API, span
+from quire.pages.view import ViewReader
+from quire.pages.view_build import kept_reader
 
 LEAVES_KEPT = 1_024
 """Decoded leaves of the slot map in memory, per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
@@ -140,6 +143,10 @@ class Versions:
         if not chain:
             self._require_alive(txn)
         return covered, [self._place(txn, link.artifact(slot), again=again) for link in chain]
+
+    def kept(self, mark: Mark) -> ViewReader | None:
+        """A version that was set aside, from the snapshot that keeps it; `None` if none does."""
+        return kept_reader(self._begin_read, self._sources, self.db_id, mark, self._objects_url)
 
     def _require_alive(self, txn: ReadTxn) -> None:
         """Nothing is known of a page: it was never written, or everything went with the database (rule 4)."""

@@ -10,6 +10,8 @@ Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import numpy as np
 
 from quire.core.errors import Corruption, SnapshotGone, UnknownDatabase
@@ -18,14 +20,21 @@ from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.durable.names import object_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbRecord, Pin, SnapshotRecord
+from quire.manifest.records import DbRecord, Pin, SnapshotKind, SnapshotRecord
+from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.places import chunk_row, segment_place, space_of
 from quire.pages.publication import Mark
+from quire.pages.readers import is_kept
 from quire.pages.sources import Sources
 from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader
+
+KEPT_FOR_READER = "reader"
+"""The value of `WINDOW_TAG` on a snapshot that keeps versions for readers."""
+FROM_TAG = "from-lsn"
+"""Its lowest version: what the last checkpoint before it covers."""
 
 
 def view_of(
@@ -71,6 +80,59 @@ def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, reg
             where = {"db_id": view.db_id, "snapshot_id": view.snapshot_id, "cause": str(error)}
             raise SnapshotGone(what, hint="open another one", **where) from error
     return ViewReader(view, sources, regions=regions, is_gone=is_gone)
+
+
+def reader_snapshots(txn: ReadTxn, db_id: int) -> Iterator[tuple[int, SnapshotRecord]]:
+    """(id, row) of the snapshots that keep versions for readers which were set aside (`jobs/checkpoint/window.py`)."""
+    for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
+        if row.tags.get(WINDOW_TAG) == KEPT_FOR_READER and row.kind is SnapshotKind.ANONYMOUS:
+            yield snapshot_id, row
+
+
+def kept_range(row: SnapshotRecord) -> tuple[int, int]:
+    """(lowest, highest) version that such a snapshot can answer for."""
+    lowest = row.tags.get(FROM_TAG, "")
+    return int(lowest) if lowest.isdecimal() else row.anchor_lsn, row.anchor_lsn
+
+
+def kept_reader(
+    begin_read: Callable[[], ReadTxn], sources: Sources, db_id: int, mark: Mark, objects_url: str
+) -> ViewReader | None:
+    """A reader of a version that was set aside; `None` if no snapshot keeps it."""
+    with begin_read() as txn:
+        for snapshot_id, row in reader_snapshots(txn, db_id):
+            if is_kept(mark.lsn, [kept_range(row)]):
+                view = view_of(txn, db_id, snapshot_id, row, objects_url, at=mark)
+                break
+        else:
+            return None
+
+    def is_gone() -> bool:
+        with begin_read() as txn:
+            return txn.snapshot(db_id, view.snapshot_id) is None
+
+    return ViewReader(view, sources, is_gone=is_gone)
+
+
+class KeptVersion:
+    """One version, read from the snapshot that keeps it, where a database that has all versions is expected."""
+
+    __slots__ = ("_reader",)
+
+    def __init__(self, reader: ViewReader) -> None:
+        self._reader = reader
+
+    def read(self, page: int, _: int) -> bytes:
+        """The page."""
+        return self._reader.read_page(page)
+
+    def read_many(self, pages: Iterable[int], _: int, *, cold: bool = False) -> dict[int, bytes]:
+        """Several pages, page → image."""
+        return self._reader.read_pages(pages, cold=cold)
+
+    def kept(self, _: Mark) -> ViewReader | None:
+        """Nothing else keeps it."""
+        return None
 
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:

@@ -36,6 +36,8 @@ from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, Conflict, DiskFull, InvalidInput, NotFound, QuireError, StorageFault
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.limits import MIB
+from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.names import WalSegmentFile
@@ -262,6 +264,21 @@ class SegmentMaker:
             if self._has_spare:
                 self._has_spare = False
                 self._remove(self.path(SPARE))
+
+
+CRC_STEP = MIB
+"""Bytes of a segment that are read at a time for its checksum."""
+
+
+def segment_crc(disk: Disk, path: str, used_bytes: int) -> int:
+    """The crc64 of the bytes of a segment's file that are in use: what its row says of it from its sealing on."""
+    crc, file = 0, disk.open(path, write=False)
+    try:
+        for offset in range(0, used_bytes, CRC_STEP):
+            crc = crc64(file.read_at(min(CRC_STEP, used_bytes - offset), offset), crc)
+    finally:
+        file.close()
+    return crc
 
 
 def trim(disk: Disk, path: str, used_bytes: int) -> int:

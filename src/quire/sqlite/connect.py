@@ -33,7 +33,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
-from quire.sqlite.databases import TAGS, Database
+from quire.sqlite.databases import Database, reader_tags
 from quire.sqlite.files import PageSource, SourceFile
 from quire.sqlite.forking import fork_at
 from quire.sqlite.live import LiveFile
@@ -185,11 +185,11 @@ class SqliteRoom:
             return self._engine.open_view(db_id, at)
         moment = _moment(kind, at)
         if self._read_only:
-            return self._engine.open_published_at(db_id, moment, tags=TAGS)
+            return self._engine.open_published_at(db_id, moment, tags=reader_tags())
         store = self._engine.open(db_id)
         if not isinstance(moment, int) or moment <= store.wal.written.lsn:
             store.wal.sync()  # what was written may be asked for, and only what is durable can be found
-        source = store.open_snapshot(at=moment, tags=TAGS)
+        source = store.open_snapshot(at=moment, tags=reader_tags())
         return source.__enter__() if isinstance(source, Snapshot) else source  # so that it renews itself
 
     def _published(self, db_id: int) -> PublishedFile:
@@ -198,7 +198,7 @@ class SqliteRoom:
                 state = txn.wal_state(db_id)
             return state.last_applied_lsn if state is not None else 0
 
-        return PublishedFile(lambda: self._engine.open_published(db_id, tags=TAGS), newest_lsn)
+        return PublishedFile(lambda: self._engine.open_published(db_id, tags=reader_tags()), newest_lsn)
 
     # ── the keeper ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _kept(self, file: LiveFile | PublishedFile) -> VfsFile:

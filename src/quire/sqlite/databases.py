@@ -16,11 +16,14 @@ from quire.core.errors import QuireError, UnknownDatabase
 from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
+from quire.pages.readers import program
 from quire.sqlite.locks import Turn
 from quire.sqlite.newest import NewestPages
 
-TAGS = {"by": "sqlite"}
-"""What its leases say about themselves."""
+
+def reader_tags() -> dict[str, str]:
+    """What leases of SQLite's connections say about themselves; their process and host are the lease's own."""
+    return {"by": "sqlite", "program": program(), "thread": threading.current_thread().name[:64]}
 
 
 class Database:

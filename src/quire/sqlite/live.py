@@ -136,7 +136,7 @@ class LiveFile:
             if pin.is_open:
                 written = store.wal.written
                 pin.move(written.lsn, written.size_pages)
-            else:
+            if not pin.is_open or pin.is_set_aside:
                 pin.close()
                 pin = Pin(store, self._database.newest)
         self._pin = pin
@@ -147,7 +147,7 @@ class LiveFile:
         if pin is None:
             return
         self._pin, self._read = None, _nothing
-        if pin.is_old:
+        if pin.is_old or pin.is_set_aside:
             pin.close()
         else:
             self._idle.append(pin)

@@ -9,6 +9,8 @@ Rules
      or from where the engine finds it.
   4. A pin that the keeper has found in use is old: it is given back with its transaction, so that nothing looks like a long
      reader that is only a busy one.
+  5. A version that was set aside (`pages/readers.py`, rule 4) is read from the snapshot that keeps it. Its lease holds nothing
+     any more, so it must not move: a transaction that finds the mark after it has moved its pin takes a new one.
 
 Thread: one at a time; `renew` and `is_old` are the keeper's.
 """
@@ -18,14 +20,15 @@ from __future__ import annotations
 from quire.core.errors import Corruption, OutOfRange, SnapshotGone
 from quire.pages.pagestore import PageStore
 from quire.pages.publication import Mark
-from quire.sqlite.databases import TAGS
+from quire.pages.view import ViewReader
+from quire.sqlite.databases import reader_tags
 from quire.sqlite.newest import NewestPages
 
 
 class Pin:
     """See the rules above. It begins at the newest written version."""
 
-    __slots__ = ("_hits", "_lease", "_newest", "_resolved", "_store", "is_old", "lsn", "size_pages")
+    __slots__ = ("_hits", "_kept", "_lease", "_newest", "_resolved", "_store", "is_old", "lsn", "size_pages")
 
     def __init__(self, store: PageStore, newest: NewestPages) -> None:
         wal = store.wal
@@ -38,11 +41,13 @@ class Pin:
         self._store = store
         self._newest = newest
         self._resolved = store.sources.cache.resolved(store.db_id)
-        self._lease, mark = store.readers.open_newest(written, tags=TAGS)
+        self._lease, mark = store.readers.open_newest(written, tags=reader_tags())
         # moved by the connection
         self.lsn = mark.lsn
         self.size_pages = mark.size_pages
         self._hits = 0
+        self._kept: ViewReader | None = None
+        """The version, where it was set aside."""
         # only ever set
         self.is_old = False
 
@@ -51,10 +56,15 @@ class Pin:
         """Whether it can be read: not closed, not retired."""
         return self._lease.open
 
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether a floor has passed it (rule 5)."""
+        return self._lease.set_aside
+
     def move(self, lsn: int, size_pages: int) -> None:
         """Go on to a newer version (rule 1)."""
         self.lsn = self._lease.lsn = lsn
-        self.size_pages = size_pages
+        self.size_pages, self._kept = size_pages, None
 
     def read_page(self, page: int) -> bytes:
         """The page as of this version; beyond its end `OutOfRange`."""
@@ -79,11 +89,16 @@ class Pin:
         if resolved is not None and resolved[0] <= lsn <= resolved[1]:
             self._hits += 1
             return resolved[2]
+        if self._kept is not None:
+            return self._kept.read_page(page)
         try:
             return self._store.read(page, lsn)
         except (Corruption, SnapshotGone):
             self._store.readers.require(lease)  # rule 2
-            raise
+            self._kept = self._kept or self._store.kept(Mark(lsn, self.size_pages))
+            if self._kept is None:
+                raise
+            return self._kept.read_page(page)
 
     def renew(self) -> None:
         """The reader is alive."""

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import apsw
 import apsw.shell
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, QuireError
 
 
 class _Script:
@@ -76,6 +76,8 @@ def _run(shell: Any, statement: str) -> None:
     try:
         shell.process_complete_line(statement)
     except (apsw.Error, apsw.shell.Shell.Error) as error:
+        if isinstance(error.__cause__, QuireError):
+            raise error.__cause__ from error  # a missing chunk, say: SQLite only passed it on
         hint = "`.help` lists the commands"
         raise InvalidInput(f"SQLite says: {error}", hint=hint, statement=statement) from error
     finally:

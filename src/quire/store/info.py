@@ -17,6 +17,7 @@ import msgspec
 
 from quire.core.errors import UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.space import given_below
@@ -88,6 +89,8 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the file system has given to everything in the store's directory, as `du` says."""
     followed_files: int = 0
     """SQLite files that the owner follows."""
+    page_readers: tuple[ReaderInfo, ...] = ()
+    """Processes that read page databases of this store beside its owner, oldest first."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +213,21 @@ def store_info(
         readers=figures["num_readers"],
         disk_bytes=sum(given for _, given in given_below(path)),
         followed_files=txn.count(t.FOLLOWED_FILES),
+        page_readers=_page_readers(txn, path),
+    )
+
+
+def _page_readers(txn: ReadTxn, path: str) -> tuple[ReaderInfo, ...]:
+    """Each with the name of its database among its tags."""
+    if not os.path.isdir(os.path.join(path, names.READERS)):
+        return ()
+    from quire.pages.leasefiles import live_leases  # not for stores that nobody reads beside their owner
+
+    leases = sorted(live_leases(path), key=lambda lease: lease.opened_ms)
+    found = ((lease.info, txn.database(lease.db_id)) for lease in leases)
+    return tuple(
+        msgspec.structs.replace(info, tags={"database": record.name if record else "", **info.tags})
+        for info, record in found
     )
 
 

@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
@@ -373,8 +373,11 @@ class Store:
         from quire.service.web.server import WebServer
         from quire.store.why import why
 
+        def explain(txn: ReadTxn, subject: str) -> Any:
+            return why(txn, subject, who=lambda db_id: [lease.info for lease in self.pages.readers(db_id)])
+
         self._check()
-        self._servers.append(server := WebServer(self, address, credentials, explain=why))
+        self._servers.append(server := WebServer(self, address, credentials, explain=explain))
         return server
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────

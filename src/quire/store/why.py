@@ -10,21 +10,23 @@ Rules
      artifact is in `why_files.py`.
   2. Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
      deleted, and that is said.
-  3. Readers inside the owner's process are in its memory only (M10): a segment that nothing else explains is told as held by
-     the floor.
+  3. Readers are asked for as the caller knows them (`readers`): the owner has its own and everybody else's, another process
+     sees lease files. A segment that nothing else explains is told as held by the floor (M10).
 
 Reads the manifest, one transaction. Raises `NotFound` errors for what is not there, `InvalidInput` for what is nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from quire.core.clock import moment
 from quire.core.errors import InvalidInput, UnknownArtifact, UnknownDatabase, UnknownSnapshot
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
+from quire.core.reader_info import ReaderInfo, reader_text
 from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.leases import VIEW_TAG, is_view
@@ -45,13 +47,24 @@ from quire.store.why_values import Answer as Answer
 from quire.store.why_values import Holder as Holder
 from quire.store.why_words import drop, lent, name_of, number, quoted, snapshot_holder, title
 
+Who = Callable[[int], list[ReaderInfo]]
+"""The readers of a database that are not rows."""
 
-def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
-    """What keeps a subject, given as in rule 1. `look` says of files and objects without a row whether they are there."""
+
+def readers_at(root: str) -> Who:
+    """Those that a process which only looks at the store sees: they have lease files."""
+    from quire.pages.leasefiles import UNREADABLE, live_leases
+
+    return lambda db_id: [lease.info for lease in live_leases(root) if lease.db_id in (db_id, UNREADABLE)]
+
+
+def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda _: []) -> Answer:
+    """What keeps a subject, given as in rule 1. `look` says of files and objects without a row whether they are there, `who`
+    who reads a database without a row."""
     asked = subject.removeprefix("./")
     if "/" not in asked:
         with suppress(UnknownDatabase):
-            return _database(txn, txn.database_id(subject))
+            return _database(txn, txn.database_id(subject), who)
     from quire.store.why_files import of_file, of_object  # most ask about a database, and need not load them
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
@@ -60,9 +73,9 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None) -> Answer:
         return found
     key = names.parse_object_key(own_name(txn, within)) or _of_path(asked)
     if key is not None:
-        return _artifact(txn, key, asked)
+        return _artifact(txn, key, asked, who)
     try:
-        return _database(txn, txn.database_id(subject))
+        return _database(txn, txn.database_id(subject), who)
     except UnknownDatabase as error:
         if (version := _version(txn, subject)) is not None:
             return version
@@ -85,10 +98,10 @@ def _of_path(path: str) -> ArtifactKey | None:
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _database(txn: ReadTxn, db_id: int) -> Answer:
+def _database(txn: ReadTxn, db_id: int, who: Who) -> Answer:
     record = txn.database(db_id)
     assert record is not None, "its name led here"
-    holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id), *_jobs_of(txn, db_id)]
+    holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id, who), *_jobs_of(txn, db_id)]
     size = sum(row.size_bytes for _, row in txn.scan(t.CHUNK_CATALOG, db_id))
     size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
     size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
@@ -145,10 +158,13 @@ def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
             yield Holder("fork", row.name, "shares what neither has changed", f"quire drop {quoted(row.name)}")
 
 
-def _readers_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
+def _readers_of(txn: ReadTxn, db_id: int, who: Who) -> Iterator[Holder]:
+    for info in who(db_id):
+        release = "when it closes" + ("; checkpoints go on meanwhile" if info.set_aside else ", or its process ends")
+        yield Holder("reader", f"pid {info.pid}" if info.pid else info.reader, reader_text(info), release)
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
-        who = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name != VIEW_TAG)
-        what = f"reads at lsn {row.snapshot_lsn}" + (f" ({who})" if who else "")
+        tags = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name != VIEW_TAG)
+        what = f"reads at lsn {row.snapshot_lsn} since {moment(row.opened_at_ms)}" + (f" ({tags})" if tags else "")
         release = "when it closes, or its lease runs out"
         if is_view(row):
             what, release = f"is a query (Spark, say), and {what}", "some minutes after it was last read"
@@ -167,12 +183,12 @@ def _job(job_id: int, job: JobRecord) -> Holder:
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str) -> Answer:
+def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Answer:
     counts = txn.refcount(key)
     row = _row(txn, key)
     if row is None and counts is None:
         raise _unknown(txn, key, asked)
-    holders = [*(_of_segment(txn, key, asked) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
+    holders = [*(_of_segment(txn, key, asked, who) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
     holders += [_job(number, job) for number, job in _jobs_about(txn, key)]
     if counts is not None and not (counts.in_use or counts.pending_upload):
         holders.append(
@@ -216,17 +232,17 @@ def _state(key: ArtifactKey, row: Any) -> str:
     return f"{row.state.name.lower().replace('_', ' ')}, {where}" if key.kind is ArtifactKind.WAL else where
 
 
-def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str) -> Iterator[Holder]:
+def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Iterator[Holder]:
     for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
         if segment_id == key.id and row.origin_db_id == key.origin_db_id and row.state is not WalState.TRUNCATED:
-            yield from _tracked(txn, db_id, row, asked)
+            yield from _tracked(txn, db_id, row, asked, who)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         if any((pin.origin_db_id, pin.segment_id) == (key.origin_db_id, key.id) for pin in snapshot.pins):
             yield snapshot_holder(txn, db_id, snapshot_id, snapshot, "needs what was committed in it")
     yield from _plans(txn, key)
 
 
-def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str) -> Iterator[Holder]:
+def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> Iterator[Holder]:
     name = name_of(txn, db_id)
     if row.format is WalFormat.APPEND_ONLY:
         kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention lets them go"
@@ -236,13 +252,16 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str) -> Iterator[H
     elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: full, after its time, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
-        yield from (each for each in _readers_of(txn, db_id) if row.state is WalState.INDEXED)
-        yield Holder("database", name, "has not brought it into chunks", f"quire checkpoint {quoted(name)}")
+        holding = [each for each in who(db_id) if each.lsn < row.last_lsn and not each.set_aside]
+        yield from (each for each in _readers_of(txn, db_id, who) if row.state is WalState.INDEXED)
+        command = f"quire checkpoint {quoted(name)}"
+        release = f"{command}, when its readers have closed" if holding else command
+        yield Holder("database", name, "has not brought it into chunks", release)
     else:
         floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
         held = floor is not None and floor.min_snapshot_lsn <= row.last_lsn
         what = f"a reader may ask for lsn {floor.min_snapshot_lsn}" if floor and held else "is about to truncate it"
-        yield from _readers_of(txn, db_id)
+        yield from _readers_of(txn, db_id, who)
         yield Holder("database", name, what, "when its readers close, by the owner's upkeep")
 
 

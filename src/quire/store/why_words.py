@@ -6,8 +6,8 @@ Pure functions of what the manifest says, within the caller's transaction.
 from __future__ import annotations
 
 import shlex
-import time
 
+from quire.core.clock import moment
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import SnapshotKind, SnapshotRecord
 from quire.manifest.retention import WINDOW_TAG
@@ -31,7 +31,7 @@ def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
     """What would end a snapshot."""
     command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))}"
     if row.expires_at_ms:
-        return f"by itself {_moment(row.expires_at_ms)}, or {command}"
+        return f"by itself {moment(row.expires_at_ms)}, or {command}"
     return "when it expires" if row.kind is SnapshotKind.LEASED else command
 
 
@@ -62,7 +62,3 @@ def number(db_id: int) -> str:
     '153 (0x99)'
     """
     return f"{db_id} (0x{db_id:x})"
-
-
-def _moment(at_ms: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000))

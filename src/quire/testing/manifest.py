@@ -63,7 +63,7 @@ from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
 from quire.manifest.ops.slots import CollectLeaf
-from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.reads import ReadTxn
 from quire.manifest.replay import replay as replay_feed
@@ -370,6 +370,8 @@ class BatchMaker:
 
     def drop_snapshot(self, txn: ReadTxn) -> list[Op]:
         found = self._any([key for key, _ in txn.scan(t.SNAPSHOT_INDEX)])
+        if found and self._chance(5):
+            return [ExtendSnapshot(found[0], found[1], self.rng.randint(0, 1 << 41))]
         return [DropSnapshot(*found)] if found and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
 
     def fork(self, txn: ReadTxn) -> list[Op]:

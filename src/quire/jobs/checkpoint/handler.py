@@ -43,7 +43,7 @@ from quire.jobs.checkpoint.plan import (
 from quire.jobs.checkpoint.publish import chain_after, publish_ops
 from quire.jobs.checkpoint.read import Dirty, SegmentInput, join_pages, split_pages, split_rows
 from quire.jobs.checkpoint.run import SlotResult, join_slot
-from quire.jobs.checkpoint.select import engine_of, select_segments
+from quire.jobs.checkpoint.select import engine_of, select_segments, waiting_for_readers
 from quire.jobs.checkpoint.window import keep_versions
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Later, Outcome, Progress, options
@@ -115,7 +115,7 @@ def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> O
                     raise
                 return Later(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
     if plan is None:
-        return Done({"slots": 0})
+        return Done({"slots": 0, **({} if is_merge(job) else waiting_for_readers(ctx, job.db_id))})
     hit("jobs.checkpoint.planned")
     runner = runner_for(plan.read_bytes)
     with span("Checkpoint.write", db_id=job.db_id, slots=len(plan.tasks), bytes=plan.read_bytes, runner=runner.name):
@@ -186,8 +186,10 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
         after.append(_ensure(ctx, JobKind.MERGE, db_id, rule))
     if plan.more:
         after.append(_ensure(ctx, job.kind, db_id, _payload_after(job)))
-    for segment_id in plan.segments:
-        emit("info", "wal.checkpointed", db_id=db_id, segment_id=segment_id, generation=plan.generation)
+    events = tuple(
+        ("wal.checkpointed", {"db_id": db_id, "segment_id": segment_id, "generation": plan.generation})
+        for segment_id in plan.segments
+    )
     summary = {
         "slots": len(results),
         "cleared": len(plan.cleared),
@@ -197,7 +199,7 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
         "covered_lsn": plan.covered_lsn,
         "generation": plan.generation,
     }
-    return Done(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(after))
+    return Done(summary, ops=(*ops, *manifest.jobs.deletions(origins)), after=tuple(after), events=events)
 
 
 def _payload_after(job: Job) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from quire.jobs.checkpoint import plan as limits
 from quire.jobs.checkpoint.plan import CheckpointPlan, inputs_of, plan_checkpoint, plan_merge, shape_of
 from quire.jobs.checkpoint.read import Dirty, SegmentInput, join_pages, split_pages, split_rows
 from quire.jobs.checkpoint.run import SlotResult, join_slot
-from quire.jobs.checkpoint.select import engine_of, select_segments
+from quire.jobs.checkpoint.select import engine_of, select_segments, waiting_for_readers
 from quire.jobs.checkpoint.window import keep_versions
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Progress, options
@@ -58,6 +58,8 @@ class Held(HeldJob):
     plan: CheckpointPlan | None = None
     dirty: dict[int, Dirty] = field(default_factory=dict)
     results: dict[int, SlotResult] = field(default_factory=dict)
+    done: Done | None = None
+    """What its publication makes true, and logs once it is committed."""
 
 
 def run_many(
@@ -127,7 +129,7 @@ class _Run(Together[Held]):
         else:
             held.segments, held.more = select_segments(ctx, db_id, frames_max=self._frames_max)
         if not held.segments:
-            self._end(held, Done({"slots": 0}))
+            self._end(held, Done({"slots": 0, **waiting_for_readers(ctx, db_id)}))
             return
         with ctx.manifest.read() as txn:
             held.inputs = inputs_of(txn, db_id, held.segments, shape_of(txn, db_id, ctx.objects_url))
@@ -227,6 +229,8 @@ class _Run(Together[Held]):
                 self.fail(held, error)
             else:
                 self.held.pop(held.db_id, None)
+                if held.done is not None:
+                    held.done.log()
         hit("jobs.checkpoint.published")
 
     def _publication(self, held: Held) -> list[Op] | None:
@@ -238,6 +242,7 @@ class _Run(Together[Held]):
         except QuireError as error:
             self.fail(held, error)
             return None
+        held.done = done
         packed = msgspec.msgpack.encode(done.result)
         end = CompleteJob(held.job.job_id, JobState.SUCCEEDED, held.job.record.attempt, result=packed)
         return [*done.ops, end, *done.after]

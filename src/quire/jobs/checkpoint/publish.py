@@ -9,7 +9,7 @@ from quire.core.errors import StalePlan
 from quire.core.ids import ArtifactKind
 from quire.jobs.checkpoint.plan import CheckpointPlan
 from quire.jobs.checkpoint.run import SlotResult, SlotTask
-from quire.manifest.ops.artifacts import PutChunk, PutDelta
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, RecordUploads
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.plans import FinishPlan
 from quire.manifest.ops.slots import SetSlots
@@ -48,6 +48,9 @@ def publish_ops(
         ops.append(
             SetSlots(plan.db_id, leaf, plan.generation, held.origin_db_id, held.generation, pack_leaf(changes), gone)
         )
+    if plan.tasks:
+        written = [(int(task.key.kind), task.key.id, task.key.generation, task.key.delta_id) for task in plan.tasks]
+        ops.append(RecordUploads(plan.db_id, written))
     if plan.segments:
         ops.append(AdvanceCheckpoint(plan.db_id, plan.generation, plan.covered_lsn))
     ops.append(FinishPlan(plan.db_id, plan.generation, attempt))

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from quire.core.errors import InternalError, StoreUnusable
 from quire.jobs.checkpoint.plan import PLAN_FRAMES_MAX, candidates, first_step
-from quire.jobs.checkpoint.window import keep_versions
+from quire.jobs.checkpoint.window import keep_versions, set_readers_aside
 from quire.jobs.context import JobContext, PagesOfStore
 from quire.manifest import tables as t
 from quire.manifest.records import WalRecord, WalState
-from quire.pages.engine import PageEngine
+from quire.pages.readers import Lease
 from quire.pages.tracing import span
 
 SPAN = "CheckpointPlanner.select_mvcc_segments"
@@ -48,12 +49,17 @@ def select_segments(
             found = candidates(txn, db_id, floor)
             indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         waiting = len(indexed) - len(found)
+        if waiting and pages.quota.is_half_full(db_id) and set_readers_aside(ctx, db_id, floor):
+            floor = pages.floor(db_id)
+            with ctx.manifest.read() as txn:
+                found = candidates(txn, db_id, floor)
+            waiting = len(indexed) - len(found)
         chosen = first_step(found, frames_max(sum(row.used_bytes for _, row in found))) if found else []
         trace.set(
             floor_lsn=floor,
             segments=[segment_id for segment_id, _ in chosen],
             waiting=waiting,
-            blocking_readers=_blocking(pages, db_id) if waiting else [],
+            blocking_readers=[lease.who for lease in blocking_readers(pages, db_id)] if waiting else [],
         )
     if ctx.settings.time_travel_seconds:
         if floor > max(indexed, default=0):
@@ -63,9 +69,18 @@ def select_segments(
     return chosen, len(chosen) < len(found)
 
 
-def _blocking(pages: PagesOfStore, db_id: int) -> list[str]:
-    """The readers of this process that hold the floor, oldest version first."""
-    if not isinstance(pages, PageEngine):
-        return []
-    leases = [lease for store in pages.stores() if store.db_id == db_id for lease in store.readers.peek()]
-    return [lease.who for lease in leases if lease.lsn == leases[0].lsn]
+def blocking_readers(pages: PagesOfStore, db_id: int) -> list[Lease]:
+    """The readers that hold the floor, oldest version first; those that were set aside do not."""
+    return [lease for lease in pages.readers(db_id) if not lease.set_aside]
+
+
+def waiting_for_readers(ctx: JobContext, db_id: int) -> dict[str, Any]:
+    """What a checkpoint had to leave in the WAL because somebody reads below it, and who: for the job's result."""
+    leases = blocking_readers(engine_of(ctx), db_id)
+    with ctx.manifest.read() as txn:
+        indexed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
+    held = [row for row in indexed if leases and row.last_lsn > leases[0].lsn]
+    if not held:
+        return {}
+    readers = [lease.info for lease in leases if lease.lsn < max(row.last_lsn for row in held)]
+    return {"waiting_segments": len(held), "waiting_bytes": sum(row.used_bytes for row in held), "readers": readers}

@@ -15,8 +15,8 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from quire.core.events import emit
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
@@ -58,15 +58,21 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         step, done = done[:STEP_SEGMENTS], done[STEP_SEGMENTS:]
         commit_step(ctx, job, _let_go(ctx, db_id, step))
         hit("jobs.truncate.moved")
-    return Done(result, ops=tuple(_let_go(ctx, db_id, done)) if done else ())
+        Done(events=_events(db_id, step)).log()
+    return Done(result, ops=tuple(_let_go(ctx, db_id, done)) if done else (), events=_events(db_id, done))
 
 
 def _let_go(ctx: JobContext, db_id: int, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
     """The end of these segments, as far as this database is concerned, and the deletion of what nobody else holds."""
-    for segment_id, row in segments:
-        emit("info", "wal.truncated", db_id=db_id, segment_id=segment_id, bytes=row.used_bytes)
     moves: list[Op] = [MoveWalState(db_id, segment_id, WalState.TRUNCATED) for segment_id, _ in segments]
     return [*moves, *ctx.manifest.jobs.deletions({row.origin_db_id for _, row in segments})]
+
+
+def _events(db_id: int, segments: Sequence[tuple[int, WalRecord]]) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return tuple(
+        ("wal.truncated", {"db_id": db_id, "segment_id": segment_id, "bytes": row.used_bytes})
+        for segment_id, row in segments
+    )
 
 
 def _absorbed(txn: ReadTxn, db_id: int, start: tuple[int, int]) -> tuple[list[bytes], tuple[int, int] | None]:

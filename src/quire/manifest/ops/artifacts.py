@@ -116,6 +116,31 @@ class PutDelta(Op, frozen=True, tag=21):
             )
 
 
+class RecordUploads(Op, frozen=True, tag=150):
+    """Artifacts that came into the catalog with an object: a checkpoint writes them there. For the audit alone."""
+
+    component = int(Component.CHUNK)
+    audited = True
+    origin_db_id: UInt
+    artifacts: list[tuple[int, int, int, int]]
+    """(kind, id, generation, delta id) of each; its row is in the same batch."""
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        for kind, number, generation, delta_id in self.artifacts:
+            key = ArtifactKey(self.origin_db_id, ArtifactKind(kind), number, generation, delta_id)
+            row: Any
+            if key.kind is ArtifactKind.BASE:
+                row = tables.chunk_catalog.get(_chunk_key(self.origin_db_id, number, generation))
+            else:
+                packed = t.CHUNK_DELTA_INDEX.key.pack(self.origin_db_id, number, generation, delta_id)
+                row = tables.chunk_delta_index.get(packed)
+            if row is None:
+                raise UnknownArtifact("no such artifact in the catalog", artifact=key)
+            subject = row_subject(row, key)
+            note = (self.component, self.origin_db_id, AuditAction.UPLOADED, subject, number, row.size_bytes)
+            tables.notes.append(note)
+
+
 class UpdateArtifact(Op, frozen=True, tag=22):
     """What is known of an artifact's bytes has changed; `None` leaves a field as it is."""
 

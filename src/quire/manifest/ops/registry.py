@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, UpdateArtifact
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, RecordUploads, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Op, ReserveIds, ReserveLocalIds
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
@@ -44,7 +44,7 @@ from quire.manifest.ops.pageindex import DropPageVersions, ForgetPages, PublishP
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
-from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import (
     AdvanceCheckpoint,
     AdvanceWal,
@@ -82,6 +82,8 @@ AnyOp = (
     | AbandonPlan
     | PublishSnapshot
     | DropSnapshot
+    | ExtendSnapshot
+    | RecordUploads
     | ForkDb
     | RemoveArtifact
     | CorrectRefcount

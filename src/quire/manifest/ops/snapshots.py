@@ -177,6 +177,26 @@ class DropSnapshot(Op, frozen=True, tag=51):
         )
 
 
+class ExtendSnapshot(Op, frozen=True, tag=151):
+    """A snapshot that expires does so later: whoever it is kept for still reads it. Never earlier."""
+
+    component = int(Component.SNAPSHOT)
+    db_id: UInt
+    snapshot_id: UInt
+    expires_at_ms: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key = t.SNAPSHOT_INDEX.key.pack(self.db_id, self.snapshot_id)
+        record = tables.snapshot_index.get(key)
+        if record is None:
+            raise UnknownSnapshot(
+                "the database has no snapshot of this id", db_id=self.db_id, snapshot_id=self.snapshot_id
+            )
+        if record.expires_at_ms:
+            later = max(record.expires_at_ms, self.expires_at_ms)
+            tables.snapshot_index.put(key, replace(record, expires_at_ms=later))
+
+
 class ForkDb(Op, frozen=True, tag=52):
     """A new database that begins as another one is now (`snapshot_id` 0) or was at a snapshot.
 

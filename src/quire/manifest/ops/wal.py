@@ -100,6 +100,10 @@ class AppendWalChunk(Op, frozen=True, tag=41):
     format: WalFormat = WalFormat.PAGER
     residency: Residency = Residency.LOCAL
     crc64: UInt = 0
+    """Of the file's first `used_bytes` bytes."""
+    first_page: UInt = 0
+    last_page: UInt = 0
+    """The lowest and the highest page that it holds versions of; both 0 of a stream's segment."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -115,6 +119,8 @@ class AppendWalChunk(Op, frozen=True, tag=41):
             raise IllegalTransition(
                 "the segment is sealed already", db_id=self.db_id, segment_id=self.segment_id, state=row.state.name
             )
+        if self.format is WalFormat.PAGER or self.first_lsn <= state.last_applied_lsn:
+            self._refuse_overlap(tables)
         sealed = replace(
             row,
             state=WalState.SEALED,
@@ -125,6 +131,8 @@ class AppendWalChunk(Op, frozen=True, tag=41):
             frame_count=self.frame_count,
             size_pages=self.size_pages,
             crc64=self.crc64,
+            first_page=self.first_page,
+            last_page=self.last_page,
         )
         tables.wal_catalog.put(key, sealed)
         pointer = WalChunkPointer(self.db_id, self.first_lsn, self.last_lsn, self.used_bytes, at_ms)
@@ -139,6 +147,24 @@ class AppendWalChunk(Op, frozen=True, tag=41):
                 lsn_reserved=max(state.lsn_reserved, self.last_lsn),
             ),
         )
+
+    def _refuse_overlap(self, tables: Overlay) -> None:
+        """No lsn is in two segments that are not truncated. An open one has at least its first."""
+        for key, row in tables.wal_catalog.scan(t.WAL_CATALOG.key.prefix(self.db_id)):
+            number = t.WAL_CATALOG.key.unpack(key)[1]
+            if number == self.segment_id or row.state is WalState.TRUNCATED:
+                continue
+            ends = row.last_lsn if row.state is not WalState.OPEN else row.first_lsn
+            if row.first_lsn <= self.last_lsn and ends >= self.first_lsn:
+                raise IllegalTransition(
+                    "two segments of a database cannot hold the same lsns",
+                    hint="a segment begins above the last lsn of the one before it",
+                    db_id=self.db_id,
+                    segment_id=self.segment_id,
+                    lsns=f"{self.first_lsn} to {self.last_lsn}",
+                    other_segment_id=number,
+                    other_lsns=f"{row.first_lsn} to {ends}",
+                )
 
 
 class DiscardSegment(Op, frozen=True, tag=45):

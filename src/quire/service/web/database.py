@@ -3,7 +3,7 @@
 Rules
   1. Bounded: at most `SEGMENTS_MAX` segments, `SLOTS_MAX` slots and `AUDIT_MAX` events, the newest or first ones, and how many
      are left out.
-  2. Readers inside this process are known for databases that are open in it; of others only leases that are rows (M10).
+  2. Readers are those of this process, of processes that read the store beside it, and clients (M10).
 
 Pure functions of a `Sight`; any thread. Raises `UnknownDatabase`.
 """
@@ -123,14 +123,10 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
 
 def _readers(sight: Sight, db_id: int) -> list[dict[str, Any]]:
     """Who reads, lowest version first (rule 2)."""
-    if (leases := sight.leases(db_id)) is not None:
-        found = [(each.reader_id, each.lsn, each.opened_at_ms, each.tags) for each in leases]
-    else:
-        with sight.manifest.read() as txn:
-            rows = txn.scan(t.SNAPSHOT_READERS, db_id)
-            found = [(key[1], row.snapshot_lsn, row.opened_at_ms, row.tags) for key, row in rows]
-    names = ("reader_id", "lsn", "opened_at_ms", "tags")
-    return [dict(zip(names, each)) for each in sorted(found, key=lambda each: each[1])[:SEGMENTS_MAX]]
+    return [
+        {"reader_id": lease.reader_id, "opened_at_ms": lease.opened_at_ms, **plain(lease.info)}
+        for lease in sight.leases(db_id)[:SEGMENTS_MAX]
+    ]
 
 
 def _segment(segment_id: int, row: Any, lowest: int | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _in_state(txn: ReadTxn, state: JobState) -> int:
 
 def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
     one, wal = sight.survey().of(info.db_id), txn.wal_state(info.db_id)
-    figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id) or []
+    figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id)
     size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
     newest, _ = sight.newest(info.db_id, wal)
     return {

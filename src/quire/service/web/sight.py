@@ -68,10 +68,10 @@ class Sight:
         """What the page engine counts, of the databases it has open."""
         return self.cached.get("figures", lambda: {each.db_id: each for each in self.store.pages.figures().databases})
 
-    def leases(self, db_id: int) -> list[Lease] | None:
-        """The readers of a database that is open here, lowest version first."""
+    def leases(self, db_id: int) -> list[Lease]:
+        """The readers of a database, lowest version first."""
         versions = self._versions().get(db_id)
-        return None if versions is None else versions[0]
+        return self.store.pages.readers(db_id) if versions is None else versions[0]
 
     def readers(self) -> int:
         """How many there are, of all databases that are open here."""

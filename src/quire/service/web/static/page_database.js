@@ -75,7 +75,7 @@ function pages(data, ui) {
     card("Segments by state", "over time", statesOverTime(engine.states, now), legend(WAL_STATES.map((state) => [words(state), `s-${state}`]))),
     card("Segments", engine.segments_left_out ? `the newest; ${number(engine.segments_left_out)} more` : "each from its first commit to its seal", segmentLanes(engine.segments, now)),
     wide(card("Readers", "who holds the floor back, lowest version first", table([">reader", ">at lsn", "=since", "who"], engine.readers.map((each) => [
-      each.reader_id ? number(each.reader_id) : "–", number(each.lsn), ago(each.opened_at_ms, now), Object.entries(each.tags).map(([key, value]) => `${key}=${value}`).join(", ") || h("span", { class: "muted" }, "this process")]),
+      each.reader_id ? number(each.reader_id) : "–", number(each.lsn), ago(each.opened_at_ms, now), [each.pid ? `pid ${each.pid}${each.host ? ` on ${each.host}` : ""}` : "", ...Object.entries(each.tags).map(([key, value]) => `${key}=${value}`), each.set_aside ? "set aside" : ""].filter(Boolean).join(", ") || h("span", { class: "muted" }, "this process")]),
       "Nobody reads: checkpoints may go as far as what is published."))),
     card("Chunk map", plural(engine.slots.length, "slot") + (engine.slots_left_out ? ", the first" : ""), chunkMap(engine.slots, ui.redraw)),
     card("Delta chains", "the longest", chains(engine.chains)),

@@ -1,0 +1,37 @@
+"""Who reads a page database: a value for people and programs, and the same in words."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.core.clock import moment
+
+
+class ReaderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader, for people and programs."""
+
+    reader: str
+    """The number of its lease, or of its process."""
+    lsn: int
+    """The version it reads."""
+    pid: int = 0
+    host: str = ""
+    since_ms: int = 0
+    tags: dict[str, str] = {}
+    set_aside: bool = False
+    """Whether a snapshot keeps its version, so that it holds no checkpoint back."""
+
+
+def reader_text(info: ReaderInfo) -> str:
+    """A reader in words.
+
+    >>> reader_text(
+    ...     ReaderInfo(reader="7", lsn=40, pid=12, host="box", since_ms=1_794_850_000_000, tags={"by": "sqlite"})
+    ... )
+    'reader 7 at lsn 40 (pid 12 on box, by=sqlite, since 2026-11-16 16:26:40Z)'
+    """
+    parts = [f"pid {info.pid}" + (f" on {info.host}" if info.host else "")] if info.pid else []
+    parts += [f"{name}={value}" for name, value in info.tags.items()]
+    parts += [f"since {moment(info.since_ms)}"] if info.since_ms else []
+    parts += ["set aside"] if info.set_aside else []
+    return f"reader {info.reader} at lsn {info.lsn}" + (f" ({', '.join(parts)})" if parts else "")
