@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from quire.core.errors import StoreClosed
@@ -48,6 +49,7 @@ def test_a_segment_is_said_to_be_absorbed_or_truncated_once_that_is_committed(ow
         before: list[list[str]] = []
         with armed("jobs.worker.worked", lambda _: before.append(told())):
             owner.worker().drain()
+    structlog.reset_defaults()
     assert before[:2] == [[], ["wal.checkpointed"]], "the end of each job was not committed yet"
     assert told() == ["wal.checkpointed", "wal.truncated"]
 
