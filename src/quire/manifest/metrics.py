@@ -1,4 +1,4 @@
-"""Rolling metrics (the catalog document): what the operations themselves observe, merged into `metrics` in their own transaction.
+"""Rolling metrics: what the operations themselves observe, merged into `metrics` in their own transaction.
 
 Terms
   scope      the database that an observation is about; 0 for the store
