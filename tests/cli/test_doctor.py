@@ -10,6 +10,9 @@ import pytest
 
 import quire
 from quire.cli.output import width_of
+from quire.manifest.ops.jobs import ForgetJob
+from quire.manifest.ops.local import RecordVerification
+from quire.manifest.verified import last_verification
 from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 
@@ -128,3 +131,18 @@ def test_a_clock_that_went_back_is_told(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_it_fits_80_columns(path: Path) -> None:
     shown = on_a_terminal("doctor", "--store", str(path))
     assert max(map(width_of, shown)) <= 80 + len(str(path)), "only a path may stay whole"
+
+
+def test_what_a_verification_found_outlives_its_job(run: Run, path: Path) -> None:
+    """Issue 18: findings that are about no artifact were forgotten with the job."""
+    with quire.open(path) as store:
+        store.manifest.submit([RecordVerification(["kv log x: damaged"])]).result()
+    assert "damage is recorded: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())
+    with quire.open(path) as store:
+        job = store.heavy.verify(runner="threads")
+        store.manifest.submit([ForgetJob(job.job_id)]).result()
+        with store.manifest.read() as txn:
+            last = last_verification(txn)
+    assert last is not None
+    assert last.problems == []
+    assert "damage is recorded" not in run("doctor", "--no-objects").out

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.cli.gc import at_zero
 from quire.cli.output import width_of
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import object_key
+from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
 from tests.cli.conftest import Run, on_a_terminal, quire_program, write_pages
 
 
@@ -105,3 +110,36 @@ def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFix
     text = run("gc").out
     assert "InvalidInput: the job does not know this payload" in text
     assert "`quire jobs show ID` has more" in text
+
+
+def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
+    """Issue 19: nothing set `purge_after_ms`."""
+
+    def purge_after() -> set[int]:
+        with quire.open(shop) as store, store.manifest.read() as txn:
+            return {row.purge_after_ms for _, row in txn.scan(t.CHUNK_CATALOG)}
+
+    with quire.open(shop) as store, store.manifest.read() as txn:
+        (origin, slot, generation), _ = next(iter(txn.scan(t.CHUNK_CATALOG)))
+    name = object_key(ArtifactKey(origin, ArtifactKind.BASE, slot, generation))
+    kept = run("gc", "--keep", name, "--until", "7d", "--json").data
+    assert kept["kept"] == name
+    assert kept["purge_after_ms"] in purge_after()
+    assert run("gc", "--keep", name, "--until", "0").out == f"{name} goes when nothing refers to it\n"
+    assert purge_after() == {0}
+    assert run("gc", "--keep", "nonsense", "--until", "7d").code == 2
+    assert run("gc", "--keep", name).code == 2
+    assert run("gc", "--keep", "00000001/00000000/wal:00000000", "--until", "7d").code == 2
+
+
+def test_an_owner_knows_how_long_a_lent_version_keeps_what_it_needs(garbage: Path) -> None:
+    """Issue 18: due times were by the grace alone."""
+    with quire.open(garbage) as store:
+        by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
+        leases = leases_of(store.manifest)
+        until_ms = store.manifest.clock.now_ms() + 10**7
+        leases.kept_since = lambda _: (0, until_ms)  # type: ignore[method-assign,assignment]
+        lent = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000)}
+    assert by_grace
+    assert {due for artifact, due in lent.items() if artifact.kind is not ArtifactKind.LEAF} == {until_ms}
+    assert max(by_grace.values()) < until_ms

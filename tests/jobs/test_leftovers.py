@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.core.errors import AccessDenied
 from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
 from quire.durable.names import FollowFile
+from quire.jobs import leftovers
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.requests import request_hydrate
 from quire.objects.local import TEMPORARY_AGE_SECONDS
@@ -134,3 +137,27 @@ def test_what_killed_puts_left_in_staging_goes_when_it_is_old(local: World) -> N
 
 def test_a_store_with_remote_objects_has_no_staging(world: World) -> None:
     assert sweep_leftovers(world.ctx) == 0
+
+
+def test_a_directory_that_cannot_be_read_is_reported_and_the_others_are_gone_through(
+    local: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 18: the round ended there."""
+    pages = Path(local.root) / "pages"
+    for name in ("00000001", "00000002"):
+        cache = pages / name / "cache"
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / "chunk.tmp").write_bytes(b"x")
+    listed, events = OsDisk.names, list[tuple[str, object]]()
+
+    def names(disk: OsDisk, folder: str) -> list[str]:
+        if folder.endswith("00000001"):
+            raise AccessDenied("permission denied", path=folder)
+        return listed(disk, folder)
+
+    monkeypatch.setattr(type(local.ctx.disk), "names", names)
+    monkeypatch.setattr(leftovers, "emit", lambda _, event, **fields: events.append((event, fields.get("path"))))
+    walked = list(leftovers._files(local.ctx.disk, str(pages)))
+    assert str(pages / "00000002" / "cache" / "chunk.tmp") in walked
+    assert ("leftovers.not_read", str(pages / "00000001")) in events
+    sweep_leftovers(local.ctx)

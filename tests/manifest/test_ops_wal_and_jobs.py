@@ -44,6 +44,7 @@ from quire.manifest.ops.local import (
     PruneIdempotency,
     PutReader,
     RecordMetric,
+    RecordVerification,
     SetFloor,
     SetObjectPlace,
 )
@@ -310,6 +311,7 @@ LOCAL: list[Op] = [
     PruneIdempotency(10),
     RenewJobLease(1, "w", 99),
     SetObjectPlace("objects"),
+    RecordVerification(["wal 1: torn"]),
     RecordLsmEnds(2, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3))),
     RegisterCursor(8, 0),
     LoseCursor(8, "slow"),
@@ -325,6 +327,18 @@ def test_ends_of_logs_are_recorded_of_key_value_databases_only(manifest: Manifes
     does(manifest, register(1))
     with pytest.raises(WrongKind, match="key-value"):
         manifest.submit([RecordLsmEnds(1, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3)))]).result()
+
+
+def test_a_reserved_job_id_is_enqueued_once(manifest: ManifestStore) -> None:
+    """Issue 19: an id could be reserved, and nothing took it."""
+    job_id = manifest.reserve_job_id()
+    other = manifest.enqueue_job(JobKind.VERIFY)
+    assert other > job_id
+    assert manifest.enqueue_job(JobKind.VERIFY, job_id=job_id) == job_id
+    assert manifest.jobs.get(job_id).record.state is JobState.PENDING
+    for unreserved in (job_id, other, 10**6):
+        with pytest.raises(InvalidInput, match="reserved"):
+            manifest.enqueue_job(JobKind.VERIFY, job_id=unreserved)
 
 
 def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest: ManifestStore) -> None:

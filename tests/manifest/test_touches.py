@@ -57,6 +57,7 @@ from quire.manifest.ops.local import (
     PruneIdempotency,
     PutReader,
     RecordMetric,
+    RecordVerification,
     SetFloor,
     SetObjectPlace,
 )
@@ -301,7 +302,13 @@ def test_operations_change_what_they_declare_and_nothing_else(
     job = EnqueueJob(11, JobRecord(JobKind.VERIFY, 3, 1))
     for op in (job, StartJob(11, "w", 9), RenewJobLease(11, "w", 100, 1, 2), RecordMetric(1, 1, [1.0])):
         witness.sees(op)
-    for op in (PutReader(3, 1, 5, 99), SetFloor(3, 1, 9), DropReader(3, 1), SetObjectPlace("objects")):
+    for op in (
+        PutReader(3, 1, 5, 99),
+        SetFloor(3, 1, 9),
+        DropReader(3, 1),
+        SetObjectPlace("objects"),
+        RecordVerification([]),
+    ):
         witness.sees(op)
     for table in (each for each in t.TABLES.values() if each.policy is t.Policy.DERIVED):
         key = bytes(table.key.width) if table.key.width else b"\0\0\0\0name"

@@ -21,6 +21,8 @@ from quire.cli.jobs import job_json, state_text
 from quire.cli.named import Yes, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, plain, size, span
+from quire.cli.times import seconds_of
+from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.cli.working import Bench
@@ -64,13 +66,19 @@ def gc(
         bool, Option("--now", help="Do not wait for the grace that readers in other processes have.")
     ] = False,
     limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
+    keep: Annotated[
+        str, Option("--keep", metavar="OBJECT", help="Only this: keep a chunk or delta, see --until.")
+    ] = "",
+    until: Annotated[str, Option("--until", metavar="FOR", help="With --keep: for how long, 7d; 0 lifts it.")] = "",
     yes: Yes = False,
-) -> Report | Verdict:
+) -> Report | Note | Verdict:
     """Do a round of maintenance, now, and show what was done.
 
     That is schedules, retention, deletions, and all jobs that are due: what the owner of a store does by itself. Bytes that
     nothing refers to any more go a minute after their last reference did (maintenance.delete_grace_seconds).
     """
+    if keep or until:
+        return _keep(cli, keep, until)
     grace_ms = 0 if now else int(cli.settings().maintenance.delete_grace_seconds * 1000)
     if dry_run:
         with cli.reader() as manifest:
@@ -87,6 +95,22 @@ def gc(
         return _collect(Bench(store), grace_ms, at_once=now)
 
 
+def _keep(cli: Cli, name: str, until: str) -> Note:
+    """Have a chunk's or delta's bytes stay, whatever refers to them."""
+    from quire.durable.names import parse_object_key
+
+    artifact = parse_object_key(name)
+    if artifact is None or not until:
+        hint = "`quire gc --keep 00000001/00000000/base:00000001 --until 7d`; `quire why DATABASE` shows names"
+        raise InvalidInput("`--keep` takes an object's name, and `--until` for how long", hint=hint, given=name)
+    seconds = seconds_of(until, "--until")
+    with cli.owner() as store:
+        until_ms = store.manifest.clock.now_ms() + seconds * 1000 if seconds else 0
+        store.manifest.jobs.keep_until(artifact, until_ms).result()
+    text = f"{name} is kept for {until} at least" if seconds else f"{name} goes when nothing refers to it"
+    return Note(text=text, data={"kept": name, "purge_after_ms": until_ms})
+
+
 # ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
     """Everything at zero, what goes first at the beginning.
@@ -94,6 +118,7 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
     Nothing goes before the delete job of its database is due, except with no grace: then that job is run in any case.
     """
     from quire.manifest import tables as t
+    from quire.manifest.leases import leases_of
     from quire.manifest.records import JobKind
 
     due: dict[int, int] = {}
@@ -103,12 +128,21 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
             gate = txn.get(t.JOB_PENDING_INDEX, origin, JobKind.DELETE)
             job = txn.job(gate.value) if gate else None
             due[origin] = job.not_before_ms if job else 0
-        found = [_zero(txn, key, row.value, names, grace_ms) for key, row in txn.scan(t.GC_ZERO)]
+        # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
+        kept = {} if manifest.read_only else {origin: leases_of(manifest).kept_since(origin) for origin in due}
+        found = [_zero(txn, key, row.value, names, grace_ms, kept.get(key[0])) for key, row in txn.scan(t.GC_ZERO)]
     found = [replace(each, due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
     return sorted(found, key=lambda each: (each.due_at_ms, each.artifact))
 
 
-def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, names: dict[int, str], grace_ms: int) -> Zero:
+def _zero(
+    txn: ReadTxn,
+    key: tuple[Any, ...],
+    since_ms: int,
+    names: dict[int, str],
+    grace_ms: int,
+    kept: tuple[int, int] | None,
+) -> Zero:
     from quire.core.ids import ArtifactKey, ArtifactKind
     from quire.manifest import tables as t
     from quire.store.info import artifact_bytes
@@ -116,6 +150,8 @@ def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, names: dict[int, st
     origin, kind, number, generation, delta = key
     artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
     due = since_ms + grace_ms
+    if kept is not None and since_ms >= kept[0]:
+        due = max(due, kept[1])  # a version that is lent may need it
     purge_after: int = 0
     if artifact.kind is ArtifactKind.LEAF:
         due = since_ms  # it has no bytes that somebody could be reading

@@ -118,9 +118,14 @@ def _files(disk: Disk, folder: str) -> Iterator[str]:
 
 
 def _names(disk: Disk, folder: str) -> list[str]:
-    with suppress(FileNotFoundError):
+    """What is in a directory; nothing of one that cannot be read, which is reported: the others are gone through."""
+    try:
         return disk.names(folder)
-    return []
+    except FileNotFoundError:
+        return []
+    except StorageFault as fault:
+        emit("warning", "leftovers.not_read", path=folder, error=str(fault))
+        return []
 
 
 def _touched_seconds(path: str) -> float:

@@ -30,9 +30,10 @@ import msgspec
 
 from quire.core.errors import IllegalTransition, InvalidInput, UnknownJob
 from quire.core.events import emit
-from quire.core.ids import ArtifactKey
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.artifacts import UpdateArtifact
+from quire.manifest.ops.base import Counter, Op, ReserveIds
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
@@ -44,6 +45,7 @@ from quire.manifest.records import (
 )
 
 if TYPE_CHECKING:
+    from quire.manifest.guard import ManifestGuard
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
@@ -53,6 +55,9 @@ LEASE_SECONDS = 30.0
 BACKOFF_SECONDS = 1.0
 BACKOFF_SECONDS_MAX = 300.0
 """The wait after a failure: doubles from the first to the second."""
+
+RESERVED_MAX = 65_536
+"""Reserved ids that are remembered."""
 
 ATTEMPTS = 5
 """Failures after which a job has failed for good; 0 for jobs that are never given up."""
@@ -104,8 +109,36 @@ class JobQueue:
         self._manifest = manifest
         self.news = threading.Event()
         """Set when something was enqueued here: workers of this process need not wait for their next look."""
+        self._reserved: dict[int, None] = {}
+        """Ids that `reserve` gave and no job has yet, the oldest first; another process does not know them."""
 
     # ── enqueuing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def reserve(self) -> int:
+        """An id for a job that will be enqueued by this process; no other job ever gets it (M5)."""
+        job_id = self._manifest.allocate(Counter.JOB)
+        self._manifest.submit([ReserveIds(Counter.JOB, job_id)]).result()
+        self._reserved[job_id] = None
+        while len(self._reserved) > RESERVED_MAX:
+            self._reserved.pop(next(iter(self._reserved)))
+        return job_id
+
+    def _take(self, job_id: int) -> int:
+        """The id for a new job: a reserved one, which is used up, or the next."""
+        if not job_id:
+            return self._manifest.allocate(Counter.JOB)
+        if job_id not in self._reserved:
+            hint = "reserve_job_id() gives one; it can be used once, and not after the store was opened again"
+            raise InvalidInput("no job's id was reserved as this number", hint=hint, job_id=job_id)
+        del self._reserved[job_id]
+        return job_id
+
+    def keep_until(self, artifact: ArtifactKey, until_ms: int) -> ManifestGuard:
+        """Do not delete a chunk's or delta's bytes before this time, even if nothing refers to it; 0 lifts that."""
+        if artifact.kind not in (ArtifactKind.BASE, ArtifactKind.DELTA):
+            raise InvalidInput("only chunks and deltas can be kept so", artifact=artifact)
+        where = (artifact.origin_db_id, artifact.kind, artifact.id, artifact.generation, artifact.delta_id)
+        return self._manifest.submit([UpdateArtifact(*where, purge_after_ms=until_ms)])
+
     def enqueue(
         self,
         kind: JobKind,
@@ -117,14 +150,18 @@ class JobQueue:
         max_attempts: int = ATTEMPTS,
         delay_seconds: float = 0,
         ops: Iterable[Op] = (),
+        job_id: int = 0,
     ) -> int:
-        """A new job, in one batch with `ops`; its id. With a `token`, repeating the call gives the first job's id."""
+        """A new job, in one batch with `ops`; its id. With a `token`, repeating the call gives the first job's id.
+
+        `job_id` is one that `reserve` gave: for work that has to know its job before it is enqueued.
+        """
         if token and len(token) != 16:
             raise InvalidInput("a job's token has 16 bytes", hint="uuid4().bytes", bytes=len(token))
         record = self.record(kind, db_id, payload, artifact=artifact, token=token, max_attempts=max_attempts)
         if delay_seconds:
             record = msgspec.structs.replace(record, not_before_ms=record.created_at_ms + int(delay_seconds * 1000))
-        job_id = self._manifest.allocate(Counter.JOB)
+        job_id = self._take(job_id)
         batch = [*ops, EnqueueJob(job_id, record)]
         if not token:
             self._manifest.submit(batch).result()

@@ -262,9 +262,9 @@ class ManifestStore:
         """A new database that begins as another one is now, or was at a snapshot; its id."""
         return self.snapshots.fork(db, new_name, at=at)
 
-    def enqueue_job(self, kind: JobKind, db_id: int = 0, payload: Any = None) -> int:
-        """Work to be done; the job's id."""
-        return self.jobs.enqueue(kind, db_id, payload)
+    def enqueue_job(self, kind: JobKind, db_id: int = 0, payload: Any = None, *, job_id: int = 0) -> int:
+        """Work to be done; the job's id, which may be one that `reserve_job_id` gave."""
+        return self.jobs.enqueue(kind, db_id, payload, job_id=job_id)
 
     def complete_job(self, job_id: int, state: JobState, *, error: str = "") -> ManifestGuard:
         """The running attempt of a job has ended."""
@@ -301,12 +301,8 @@ class ManifestStore:
         return db_id
 
     def reserve_job_id(self) -> int:
-        """A job id that will never be given again."""
-        from quire.manifest.ops.base import Counter, ReserveIds
-
-        job_id = self.allocate(Counter.JOB)
-        self.submit([ReserveIds(Counter.JOB, job_id)]).result()
-        return job_id
+        """A job id that will never be given again: for `enqueue_job`, in this process."""
+        return self.jobs.reserve()
 
     def reserve_generation(self, db_id: int) -> int:
         """A generation of the database that will never be given again."""

@@ -201,6 +201,8 @@ FOLLOWED_FILES = Table(
     "followed_files", (("db_id", "u32"),), FollowedFileRecord, _LOCAL, "SQLite files that the owner follows"
 )
 META = Table("meta", (("name", "text"),), r.MetaRecord, _LOCAL, "facts about this environment")
+LAST_VERIFICATION = "last_verification"
+"""The row of `meta` with what the last verification of the whole store found in files that are no artifacts."""
 OBJECT_PLACE = "object_place"
 """The row of `meta` that says where the store's objects are."""
 MIGRATIONS = Table("migrations", (("name", "text"),), r.MigrationRecord, _LOCAL, "the migration ledger")

@@ -213,6 +213,7 @@ TOUCHES: dict[type[Op], Touches] = {
     local.SetFloor: _touches(t.SNAPSHOT_FLOOR, databases=_DB),
     local.PruneIdempotency: _touches(t.IDEMPOTENCY),
     local.SetObjectPlace: _touches(t.META),
+    local.RecordVerification: _touches(t.META),
     cursors.RegisterCursor: _touches(t.CHANGE_CURSORS, t.CURSOR_NAMES, t.META),
     cursors.AcknowledgeChanges: _touches(*_CURSOR),
     cursors.DropCursor: _touches(*_CURSOR, t.CURSOR_NAMES),

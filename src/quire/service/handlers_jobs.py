@@ -107,6 +107,7 @@ class JobHandlers:
                 artifact=artifact,
                 max_attempts=request.max_attempts,
                 delay_seconds=request.delay_seconds,
+                job_id=request.job_id,
             )
 
         return once(self._manifest, asked.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)

@@ -214,6 +214,8 @@ class Enqueue(Request, frozen=True):
     max_attempts: int = 5
     delay_seconds: float = 0.0
     artifact: tuple[int, int, int, int, int] | None = None
+    job_id: int = 0
+    """One that `reserve` gave; 0 for the next."""
 
 
 class Claim(Request, frozen=True):

@@ -46,17 +46,18 @@ class RemoteJobs:
         artifact: ArtifactKey | None = None,
         max_attempts: int = ATTEMPTS,
         delay_seconds: float = 0,
+        job_id: int = 0,
     ) -> int:
-        """A new job; its id."""
+        """A new job; its id, which may be one that the owner has reserved."""
         about = (
             (artifact.origin_db_id, int(artifact.kind), artifact.id, artifact.generation, artifact.delta_id)
             if artifact
             else None
         )
         packed = b"" if payload is None else msgspec.msgpack.encode(payload)
-        request = m.Enqueue(kind, db_id, packed, max_attempts, float(delay_seconds), about)
-        job_id: int = self._channel.call("jobs.enqueue", request)
-        return job_id
+        request = m.Enqueue(kind, db_id, packed, max_attempts, float(delay_seconds), about, job_id)
+        enqueued: int = self._channel.call("jobs.enqueue", request)
+        return enqueued
 
     def claim(
         self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS

@@ -13,6 +13,7 @@ Durable are only the verdicts, in rows: a crash anywhere leaves those that were 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -36,7 +37,9 @@ from quire.jobs.verify.publish import still_holds, verdict_ops
 from quire.jobs.verify.run import Finding, VerifyTask, verify
 from quire.jobs.verify.whole import plan_aged, verify_store
 from quire.manifest.jobqueue import Job
+from quire.manifest.ops.local import RecordVerification
 from quire.manifest.records import DbKind, DbStatus
+from quire.manifest.verified import told
 from quire.stream.projection import witness_in
 
 STEP_ARTIFACTS = 16
@@ -89,6 +92,8 @@ def _verify_store(ctx: JobContext, job: Job, progress: Progress, runners: Runner
             counts.kinds[LOGS]["problems"] = len(logs)
         kinds = {**outcome.result["kinds"], **counts.kinds}
         outcome.result.update(logs=logs, problems=counts.problems, kinds=kinds)
+        recorded = RecordVerification([*logs, *told(outcome.result)])
+        return replace(outcome, ops=(*outcome.ops, recorded))
     return outcome
 
 

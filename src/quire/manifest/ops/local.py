@@ -5,6 +5,8 @@ None of them enters the feed.
 
 import math
 
+import msgspec
+
 from quire.core.errors import InvalidInput, WrongKind
 from quire.manifest import tables as t
 from quire.manifest.followed_records import FollowedFileRecord
@@ -111,3 +113,14 @@ class FollowSqliteFile(Op, frozen=True, tag=170):
         if record.kind is not DbKind.PAGES:
             raise WrongKind("not a page database", db_id=self.db_id, kind=record.kind.name.lower())
         tables.followed_files.put(key, FollowedFileRecord(self.path, self.interval_ms, at_ms))
+
+
+class RecordVerification(Op, frozen=True, tag=158):
+    """What a verification of the whole store found in files that are no artifacts: kept when its job is forgotten."""
+
+    logged = False
+    problems: list[str]
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        text = msgspec.json.encode(self.problems).decode()
+        tables.meta.put(t.META.key.pack(t.LAST_VERIFICATION), MetaRecord(at_ms, text))

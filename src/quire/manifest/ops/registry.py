@@ -36,6 +36,7 @@ from quire.manifest.ops.local import (
     PruneIdempotency,
     PutReader,
     RecordMetric,
+    RecordVerification,
     SetFloor,
     SetObjectPlace,
 )
@@ -118,6 +119,7 @@ AnyOp = (
     | SetFloor
     | PruneIdempotency
     | SetObjectPlace
+    | RecordVerification
     | FollowSqliteFile
 )
 
