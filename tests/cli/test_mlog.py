@@ -14,6 +14,7 @@ from quire.stream import mlog_records as r
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.state import Retention
 from quire.testing.clock import ManualClock
 from tests.cli.conftest import Run
 
@@ -49,6 +50,10 @@ def test_inspect_shows_every_record(run: Run, log: LogFiles) -> None:
     assert len(run("manifest", "inspect", "clicks", "--from", "1", "--limit", "1", "--json").data) == 1
     assert run("manifest", "inspect", str(log.stream_id), "--json").data == rows, "by its id too"
     assert run("manifest", "inspect", "4000000000").code == 3
+    state = run("manifest", "inspect", "clicks", "--minimal", "--json").data
+    assert [row["record"] for row in state] == ["SegmentOpened", "SealSegment", "UploadStarted", "UploadDone"]
+    assert state[3]["fields"] == {"key": "segments/1", "etag": "e"}
+    assert run("manifest", "inspect", "clicks", "--minimal", "--from", "1").code == 2
 
 
 def test_inspect_highlights_objects_that_differ(run: Run, log: LogFiles, path: Path) -> None:
@@ -100,3 +105,28 @@ def test_the_mode_of_manifest_logs_is_switched_for_the_whole_store_and_stays(run
     assert run("manifest", "mode", "on").code == 0
     with quire.open(path) as store:
         assert store.stream("clicks").mode.value == "on"
+
+
+def test_a_stream_is_mirrored_from_its_object_store(run: Run, path: Path, tmp_path: Path) -> None:
+    """A follower could be made by a test alone, and what it scheduled was fetched by nobody."""
+    copy = tmp_path / "copy"
+
+    def upload(*records: bytes, retention: Retention | None = None) -> None:
+        with quire.open(path) as store:
+            clicks = store.stream("clicks")
+            if records:
+                clicks.append(list(records)).result()
+            clicks.seal()
+            clicks.retain(retention)
+            clicks.retire()
+            clicks.upload()
+
+    upload(b"one", b"two")
+    assert run("stream", "mirror", "clicks", str(copy), "--json").data["fetched"] == 1
+    upload(b"three")
+    assert run("stream", "mirror", "clicks", str(copy)).out == "clicks: 1 segment fetched, 0 removed, 2 known\n"
+    assert run("stream", "mirror", "clicks", str(copy), "--json").data["fetched"] == 0
+    assert len(list(copy.glob("streams/*/warm/*.seg"))) == 2
+    upload(retention=Retention(bytes=1))
+    assert run("stream", "mirror", "clicks", str(copy), "--json").data["removed"] == 2
+    assert run("stream", "mirror", "clicks", str(path)).code == 2

@@ -55,11 +55,12 @@ def test_the_commands_are_these() -> None:
         "kv verify", "kv repair",
         "kv backup", "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
         "stream info", "stream seal", "stream tier", "stream checkpoint", "stream verify", "stream repair",
-        "stream retention", "retention show", "retention set", "retention clear", "retention plan", "retention apply",
+        "stream mirror", "stream retention", "retention show", "retention set", "retention clear",
+        "retention plan", "retention apply",
         "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail", "feed cursors",
         "feed resume", "feed drop",
-        "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify", "manifest bundle",
-        "manifest mode",
+        "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify",
+        "manifest mode", "manifest bundle",
         "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
     ]  # fmt: skip
     assert {name.split()[0] for name in NAMES} == telling.COMMANDS, "hints may name these"

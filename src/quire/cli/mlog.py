@@ -17,10 +17,12 @@ from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
+from quire.cli.named import Follow
 from quire.cli.output import Listing, Note, Row
 from quire.cli.plain import count_of, pairs, plain
-from quire.core.errors import UnknownDatabase, WrongKind
+from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
+from quire.durable.names import MANIFEST
 
 if TYPE_CHECKING:
     from quire.jobs.runner import ThreadRunner
@@ -49,9 +51,18 @@ def inspect(
     stream: Stream,
     start: Annotated[int | None, Option("--from", min=0, metavar="CHUNK", help="Begin with this chunk.")] = None,
     limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 100,
+    minimal: Annotated[bool, Option("--minimal", help="Only the records that the state is made of.")] = False,
 ) -> Listing:
     """Show the records of a stream's manifest log."""
     stream_id, _ = _one(cli, stream)
+    if minimal:
+        if start is not None:
+            raise InvalidInput("the state is that of the whole log", hint="leave out --from or --minimal")
+        return Listing(
+            columns=["record", ">segment", "says"],
+            rows=_minimal(cli, stream_id, limit),
+            empty=f"the manifest log of {stream} knows no segment",
+        )
     return Listing(
         columns=["at", "record", ">segment", "tier 2", "says"],
         rows=_records(cli, stream_id, start, limit),
@@ -121,6 +132,46 @@ def mode(
         now = engine.mode.value
     followed = f"; {count_of(len(modes), 'open stream')}" if modes else ""
     return Note(text=f"manifest logs are {now}{followed}", data={"mode": now, "streams": modes})
+
+
+def mirror(
+    cli: Cli,
+    stream: Stream,
+    directory: Annotated[str, Argument(metavar="DIRECTORY", help="Where the copy is; another store's is refused.")],
+    follow: Follow = False,
+) -> Note | Verdict:
+    """Copy a stream from its object store: its manifest log and its sealed segments.
+
+    Run it again, or with --follow, to go on where it ended. Works beside the owner, which it never asks.
+    """
+    from quire.durable.files import OsDisk
+    from quire.stream.mlog_files import LogFiles
+    from quire.stream.mlog_follower import Follower
+
+    stream_id, name = _one(cli, stream)
+    root = os.path.abspath(directory)
+    if os.path.exists(os.path.join(root, MANIFEST)):
+        raise InvalidInput("the directory is a store", hint="name another one", directory=root)
+    with _store(cli) as store:
+        _, objects = _log(cli, store, stream_id)
+        follower = Follower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
+
+        def rows() -> Iterator[Row]:
+            polled = follower.poll()
+            for segment_id in follower.hydrate(polled.hydrations):
+                yield Row([str(segment_id), "fetched"], {"segment_id": segment_id, "what": "fetched"})
+            for segment_id in follower.prune():
+                yield Row([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
+
+        if follow:
+            from quire.cli.following import follow as go_on
+
+            return go_on(cli, [">segment", "what"], rows)
+        moved = [row.data["what"] for row in rows()]
+        fetched, removed = moved.count("fetched"), moved.count("removed")
+    text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} known"
+    data = {"fetched": fetched, "removed": removed, "segments": len(follower.index), "next_chunk": follower.next_chunk}
+    return Note(text=text, data=data)
 
 
 def bundle(
@@ -224,6 +275,15 @@ def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterato
     with _store(cli) as store:
         files, objects = _log(cli, store, stream_id)
         yield from map(_record, islice(rows_of(files, objects, start_chunk=start), limit or None))
+
+
+def _minimal(cli: Cli, stream_id: int, limit: int) -> Iterator[Row]:
+    from quire.stream.mlog_verify import minimal_rows
+
+    with _store(cli) as store:
+        for row in islice(minimal_rows(*_log(cli, store, stream_id)), limit or None):
+            segment = str(row["segment_id"]) if row["segment_id"] else "-"
+            yield Row([row["record"], segment, pairs(row["fields"])], row)
 
 
 def _record(row: LogRow) -> Row:

@@ -19,6 +19,7 @@ from functools import cache
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
+from quire.cli import mlog
 from quire.cli.command import Cli, Verdict
 from quire.cli.declared import Argument, Group, Option, command
 from quire.cli.exits import OK, PROBLEMS
@@ -58,6 +59,7 @@ def add_to(app: Group) -> None:
     command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
     command(group, "verify", example="quire stream verify clicks")(verify)
     command(group, "repair", example="quire stream repair clicks")(repair)
+    command(group, "mirror", example="quire stream mirror clicks ./clicks-copy")(mlog.mirror)
     command(group, "retention", example="quire stream retention clicks --days 30")(retention)
     app.add("stream", group)
 

@@ -10,7 +10,7 @@ Rules
      behind it, if there is one; else the follower waits there and says so. A new follower begins with a snapshot.
   2. The state equals the owner's as of the last record seen: both are folds of the same records.
   3. A segment is scheduled once, when its upload is seen; one whose deletion is seen too is not scheduled any more. What a
-     follower has already, from an earlier life, its caller says (`scheduled`).
+     follower has fetched already, in an earlier life, it finds among its files.
   4. The mirror has one snapshot, numbered by itself, and the chunks since: its size does not depend on the history's.
   5. An object that is damaged is `ManifestIntegrityError`; the state stays where it was.
 
@@ -24,17 +24,21 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import ManifestIntegrityError
+from quire.core.errors import Corruption, ManifestIntegrityError, ObjectNotFound
 from quire.core.events import emit
 from quire.durable.files import write_atomic
+from quire.durable.names import Tier
+from quire.stream.files import StreamFiles
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import CHUNK_BYTES, log_fields
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, Position
+from quire.stream.mlog_records import RecordType
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import Snapshot, write_snapshot
 from quire.stream.mlog_states import STATES, Remote
 from quire.stream.mlog_tier2 import Listing, LogObjects, object_bytes
+from quire.stream.warm import bounded, reader_of
 
 MIRROR_CHUNKS = 64
 """Chunks of a mirror before they become a snapshot."""
@@ -67,7 +71,11 @@ class Follower:
     ) -> None:
         self._objects = objects
         self._mirror = mirror
-        self._scheduled = set(scheduled)
+        self.segments = StreamFiles(mirror.disk, mirror.root, mirror.stream_id)
+        """Where hydrated segments are; those of an earlier life are not fetched again (rule 3)."""
+        self.segments.make()
+        self.segments.sweep()
+        self._scheduled = {*scheduled, *self.segments.segments(Tier.WARM)}
         mirror.disk.make_dirs(mirror.directory)
         mirror.sweep()
         recovered = recover(mirror, clock or SystemClock(), objects.fetch)
@@ -92,6 +100,35 @@ class Follower:
             self._condense(Position(self.next_chunk, CHUNK_BYTES))
         found.hydrations = self._schedule()
         return found
+
+    def hydrate(self, wanted: Iterable[ToHydrate]) -> list[int]:
+        """Fetch segments into the mirror, as compressed files, each checked against what was sealed; which are here now.
+
+        One whose object is gone meanwhile is scheduled again by a later poll, unless the log says that it was deleted.
+        """
+        fetched = []
+        for segment in wanted:
+            info = self.index.get(segment.segment_id)
+            if info is None or info.key != segment.key:
+                continue  # retired, or moved, since
+            size = info.field(RecordType.SEAL_SEGMENT, "durable_bytes")
+            try:
+                data = bounded(self._objects.store, segment.key, size)
+            except ObjectNotFound:
+                self._scheduled.discard(segment.segment_id)
+                continue
+            if reader_of(data, segment.key, size).verify() != info.field(RecordType.SEAL_SEGMENT, "segment_crc64"):
+                raise Corruption("the object is not the segment that was sealed", key=segment.key)
+            write_atomic(self._mirror.disk, self.segments.segment(Tier.WARM, segment.segment_id), data)
+            fetched.append(segment.segment_id)
+        return fetched
+
+    def prune(self) -> list[int]:
+        """Remove the files of segments that the stream no longer has; which."""
+        gone = [each for each in self.segments.segments(Tier.WARM) if each not in self.index.entries]
+        self.segments.remove(Tier.WARM, gone)
+        self._scheduled.difference_update(gone)
+        return gone
 
     def _next(self, listing: Listing, found: Polled) -> Chunk | None:
         """The next chunk or bundle; crosses a gap if it can (rule 1)."""

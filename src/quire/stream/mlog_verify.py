@@ -35,10 +35,18 @@ from quire.core.settings import ManifestLogSettings
 from quire.durable.files import read_all
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_format import CHUNK_BYTES, UPLOADED, decode_chunk_header, decode_copy, unsound
+from quire.stream.mlog_format import (
+    CHUNK_BYTES,
+    RECORD,
+    RECORD_BYTES,
+    UPLOADED,
+    decode_chunk_header,
+    decode_copy,
+    unsound,
+)
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, ManifestLogReader, RecordView, check_sequence
-from quire.stream.mlog_records import RecordType, UnknownRecord
+from quire.stream.mlog_records import Payload, RecordType, UnknownRecord, decode
 from quire.stream.mlog_recovery import Recovered, local_facts, reconcile, recover
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
@@ -98,6 +106,20 @@ def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: 
                 if uploaded.get(view.segment_id) == key and not _is_there(objects, key):
                     row = msgspec.structs.replace(row, tier2="the segment's object is missing")
             yield row
+
+
+def minimal_rows(files: LogFiles, objects: LogObjects | None = None) -> Iterator[dict[str, Any]]:
+    """The records that the log's state is made of, decoded: what is left of the history when it is folded."""
+    for raw in recover(files, SystemClock(), objects.fetch if objects is not None else None).index.minimal():
+        kind, _, _, segment_id, logical_offset, timestamp_ms, _ = RECORD.unpack_from(raw)
+        name, fields = _named(decode(kind, raw[RECORD_BYTES:], segment=segment_id))
+        yield {
+            "record": name,
+            "segment_id": segment_id,
+            "logical_offset": logical_offset,
+            "timestamp_ms": timestamp_ms,
+            "fields": fields,
+        }
 
 
 def _uploaded(files: LogFiles, objects: LogObjects) -> dict[int, str | None]:
@@ -165,15 +187,19 @@ def verify(
             yield from _bodies(objects)
 
 
-def _row(view: RecordView, ordinal: int, tier2: str) -> LogRow:
-    value = view.value()
+def _named(value: Payload) -> tuple[str, dict[str, Any]]:
+    """A record's name and fields, for people."""
     if isinstance(value, UnknownRecord):
-        name, fields = f"unknown {value.record_type}", {"payload": value.payload.hex()}
-    else:
-        name = type(value).__name__
-        fields = {
-            key: each.hex() if isinstance(each, bytes) else each for key, each in msgspec.structs.asdict(value).items()
-        }
+        return f"unknown {value.record_type}", {"payload": value.payload.hex()}
+    fields = {
+        name: field.hex() if isinstance(field, bytes) else field
+        for name, field in msgspec.structs.asdict(value).items()
+    }
+    return type(value).__name__, fields
+
+
+def _row(view: RecordView, ordinal: int, tier2: str) -> LogRow:
+    name, fields = _named(view.value())
     return LogRow(
         chunk_index=view.chunk.index,
         chunk_offset=view.offset,
