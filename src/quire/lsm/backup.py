@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.checked_read import checked_read
 from quire.core.errors import ChecksumMismatch, Corruption, InvalidInput, NotFound
 from quire.core.events import emit
 from quire.core.ids import U64_MAX
@@ -61,6 +62,7 @@ _ONE_AT_A_TIME = threading.Lock()
 """A backup relies on tables that are there already: no pruning meanwhile. Only the store's owner does either."""
 
 _OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
+NO_CRC = "0" * 16
 FORMER_HOME = "kv"
 """Where backups were before they had the store's identity in their names; they can still be restored."""
 
@@ -82,6 +84,8 @@ class Backup(msgspec.Struct, frozen=True):
     created_at_ms: int
     next_sst_id: int
     tables: tuple[TableObject, ...]
+    crc64: str = ""
+    """Of the list, with sixteen zeros in this place; lists that an older quire wrote have none."""
 
     @property
     def size_bytes(self) -> int:
@@ -99,8 +103,37 @@ def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> 
         tables = tuple(_send(kv.disk, store, f"{home}/{label}", table) for table in view.levels)
         lsn = max(lsn, view.levels.lsn_max)
         backup = Backup(label, lsn, kv.clock.now_ms(), state.next_sst_id, tables)
-        store.put(_list_key(f"{home}/{label}", lsn), msgspec.json.encode(backup))
+        store.put(_list_key(f"{home}/{label}", lsn), encode_list(backup))
     return backup
+
+
+def encode_list(backup: Backup) -> bytes:
+    """The bytes of a backup's list, with their checksum."""
+    zeroed = msgspec.json.encode(msgspec.structs.replace(backup, crc64=NO_CRC))
+    return zeroed.replace(_crc_field(NO_CRC), _crc_field(f"{crc64(zeroed):016x}"))
+
+
+def decode_list(data: bytes, key: str) -> Backup:
+    """A backup's list, if every byte of it is what was written."""
+    try:
+        backup = msgspec.json.decode(data, type=Backup)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Corruption("the list of a backup does not decode", hint=_OTHER, key=key, cause=str(error)) from error
+    if backup.crc64:
+        actual = f"{crc64(data.replace(_crc_field(backup.crc64), _crc_field(NO_CRC))):016x}"
+        if actual != backup.crc64:
+            text = "the list of a backup fails its checksum"
+            raise ChecksumMismatch(text, hint=_OTHER, key=key, expected=backup.crc64, actual=actual)
+    else:
+        # Without a checksum it is from before there was one, and looks exactly so: else it has lost the field to damage.
+        former = {name: getattr(backup, name) for name in Backup.__struct_fields__ if name != "crc64"}
+        if msgspec.json.encode(former) != data:
+            raise Corruption("the list of a backup is not as it was written", hint=_OTHER, key=key)
+    return backup
+
+
+def _crc_field(digits: str) -> bytes:
+    return f'"crc64":"{digits}"'.encode()
 
 
 def _send(disk: Disk, store: ObjectStore, below: str, table: Table) -> TableObject:
@@ -195,10 +228,7 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: st
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:
         raise Corruption("the list of a backup is too large to be one", hint=_OTHER, key=key, size=size)
-    try:
-        backup = msgspec.json.decode(store.get(key), type=Backup)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption("the list of a backup does not decode", hint=_OTHER, key=key, cause=str(error)) from error
+    backup = checked_read(lambda: decode_list(store.get(key), key))
     ids = {table.sst_id for table in backup.tables}
     fits = 0 <= backup.lsn <= U64_MAX and 0 < backup.next_sst_id <= U64_MAX and len(ids) == len(backup.tables)
     if not fits or not all(0 < sst_id < backup.next_sst_id for sst_id in ids):
@@ -218,7 +248,7 @@ def find_table(
             continue
         for table in backup.tables:
             if (table.sst_id, table.size_bytes) == (sst_id, row.size_bytes):
-                return f"the backup at lsn {lsn}", partial(store.get, table.key)
+                return f"the backup at lsn {lsn}", partial(_fetch, store, table)
     return None
 
 
@@ -232,11 +262,7 @@ def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None
         if size != each.size_bytes:  # before it is fetched
             text = "a table of the backup has another size than was backed up"
             raise Corruption(text, hint=_OTHER, key=each.key, size=size, expected=each.size_bytes)
-        data = store.get(each.key)
-        digest = hashlib.sha256(data).hexdigest()
-        if len(data) != each.size_bytes or digest != each.sha256:
-            text = "a table of the backup is not what was backed up"
-            raise ChecksumMismatch(text, hint=_OTHER, key=each.key, expected=each.sha256, actual=digest)
+        data = _fetch(store, each)
         entry = ManifestSstEntry(each.sst_id, sst_entry_path(each.sst_id))
         write_new(disk, f"{target}/{entry.path}", data)
         _verify(disk, f"{target}/{entry.path}", each.sst_id)
@@ -244,6 +270,18 @@ def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None
     disk.sync_dir(f"{target}/sst")
     state = ManifestData(tables=tables, next_sst_id=backup.next_sst_id)
     write_manifest(disk, target, state, backup.lsn)
+
+
+def _fetch(store: ObjectStore, table: TableObject) -> bytes:
+    def read() -> bytes:
+        data = store.get(table.key)
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) != table.size_bytes or digest != table.sha256:
+            text = "a table of the backup is not what was backed up"
+            raise ChecksumMismatch(text, hint=_OTHER, key=table.key, expected=table.sha256, actual=digest)
+        return data
+
+    return checked_read(read)
 
 
 def _verify(disk: Disk, path: str, sst_id: int) -> None:

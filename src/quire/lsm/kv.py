@@ -68,9 +68,8 @@ from quire.lsm.stalls import Stalls
 from quire.lsm.stats import Stats, stats_of
 from quire.lsm.upkeep import Upkeep
 from quire.lsm.view import LSN_MAX, Frozen, View
-from quire.lsm.wal import Wal, as_bytes, checked_batch, encode_batch
+from quire.lsm.wal import Buffer, Wal, as_bytes, checked_batch, encode_batch
 from quire.manifest.lsm_records import LsmEndsRecord
-from quire.objects.api import Buffer
 
 if TYPE_CHECKING:
     import pyarrow as pa

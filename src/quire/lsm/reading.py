@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.lsm.view import prefix_end
-from quire.lsm.wal import as_bytes
-from quire.objects.api import Buffer
+from quire.lsm.wal import Buffer, as_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

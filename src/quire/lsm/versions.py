@@ -39,8 +39,7 @@ from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import Reader
 from quire.lsm.view import LSN_MAX, View
-from quire.lsm.wal import as_bytes
-from quire.objects.api import Buffer
+from quire.lsm.wal import Buffer, as_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -32,7 +32,6 @@ from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
 from quire.lsm.ahead import AheadDisk
 from quire.lsm.facts import REPAIR, Owner
-from quire.objects.api import Buffer
 
 LOG_KIND = b"lsmw"
 
@@ -47,6 +46,8 @@ DELETED = 0xFFFFFFFF
 if HEAD.size != HEAD_BYTES or ONE.size != HEAD_BYTES + 8:
     raise AssertionError("the WAL's structs disagree with their literal sizes")
 
+Buffer = bytes | bytearray | memoryview
+"""What callers may give for keys and values; anything else with the buffer protocol works too."""
 Items = Mapping[bytes, bytes | None]
 KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB

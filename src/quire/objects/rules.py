@@ -19,7 +19,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from quire.core.errors import AlreadyExists, ChecksumMismatch, InvalidInput, ObjectNotFound, ObjectStoreUnavailable
+from quire.core.errors import (
+    AlreadyExists,
+    ChecksumMismatch,
+    InvalidInput,
+    ObjectNotFound,
+    ObjectStoreUnavailable,
+)
 from quire.durable.checksums import crc64 as crc64_of
 from quire.objects.api import ExistingObject, Identity, ObjectStore, PutResult
 

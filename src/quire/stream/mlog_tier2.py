@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.core.checked_read import checked_read
 from quire.core.errors import ObjectNotFound
 from quire.core.ids import U64_MAX
 from quire.durable import mlog_names
@@ -180,14 +181,21 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_chunk(self, index: int) -> Chunk | None:
         """A chunk under its own name, checked."""
-        try:
+
+        def read() -> Chunk:
             key, data = self._get(self.chunk_key(index), lambda there: there.chunks.get(index), CHUNK_FILE_BYTES_MAX)
+            return load_chunk(data, chunk_index=index, path=key, owner=self.identity)
+
+        try:
+            return checked_read(read)
         except ObjectNotFound:
             return None
-        return load_chunk(data, chunk_index=index, path=key, owner=self.identity)
 
     def facts(self, index: int) -> ChunkFacts:
         """What the object of a chunk says about itself, by one small read."""
+        return checked_read(lambda: self._read_facts(index))
+
+    def _read_facts(self, index: int) -> ChunkFacts:
         key = self.chunk_key(index)
         try:
             size = self.store.head(key).size_bytes
@@ -205,19 +213,26 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def get_bundle(self, first: int, last: int) -> Chunk | None:
         """A bundle, checked; its first record, the marker, is not among its records."""
-        try:
+
+        def read() -> Chunk:
             key, data = self._get(
                 self.bundle_key(first, last),
                 lambda there: there.bundles.get((first, last)),
                 (last - first + 1) * CHUNK_FILE_BYTES_MAX,
             )
+            return load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
+
+        try:
+            return checked_read(read)
         except ObjectNotFound:
             return None
-        return load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
 
     def check(self, first: int, last: int | None = None) -> None:
         """Read the object of a chunk, or with `last` of a bundle, and check every byte of it, its header too: a reader makes do
         with the commit copy, and nobody would know of the damage. What is not there any more is fine."""
+        checked_read(lambda: self._check(first, last))
+
+    def _check(self, first: int, last: int | None) -> None:
         own = self.chunk_key(first) if last is None else self.bundle_key(first, last)
         try:
             key, data = self._get(
@@ -255,8 +270,12 @@ class LogObjects(msgspec.Struct, frozen=True):
     def fetch_snapshot(self, snapshot_id: int) -> tuple[Snapshot, bytes]:
         """A snapshot, checked, and its bytes."""
         own = self.snapshot_key(snapshot_id)
-        key, data = self._get(own, lambda there: there.snapshots.get(snapshot_id), SNAPSHOT_BYTES_MAX)
-        return decode_snapshot(data, snapshot_id=snapshot_id, path=key), data
+
+        def read() -> tuple[Snapshot, bytes]:
+            key, data = self._get(own, lambda there: there.snapshots.get(snapshot_id), SNAPSHOT_BYTES_MAX)
+            return decode_snapshot(data, snapshot_id=snapshot_id, path=key), data
+
+        return checked_read(read)
 
     def _key(self, suffix: str) -> str:
         return _under(self.prefixes[0], suffix)

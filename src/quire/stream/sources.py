@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from quire.core.checked_read import checked_read
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes
@@ -214,20 +215,28 @@ class WarmSource:
         found: list[Piece] | None = self._cache.get(key)
         if found is None:
             try:
-                with self._lock:
-                    raw, blocks = self.reader.blocks(number)
+                found, size = checked_read(lambda: self._read_frame(number))
             except (Corruption, ObjectNotFound, OutOfRange) as error:
                 raise Lost(error) from error
-            view, found = memoryview(raw), []
-            for block in blocks:
-                start = block.offset + BLOCK_HEAD_BYTES
-                body = view[start : start + block.body_bytes]
-                if not is_body_good(block, body):
-                    where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": number}
-                    raise Lost(Corruption("a compressed segment's block is damaged", hint=VERIFY, **where))
-                found.append((block, body))
-            self._cache.put(key, found, len(raw))
+            self._cache.put(key, found, size)
         return found
+
+    def _read_frame(self, number: int) -> tuple[list[Piece], int]:
+        """The blocks of a frame, checked, and their bytes."""
+        with self._lock:
+            raw, blocks = self.reader.blocks(number)
+        view, pieces = memoryview(raw), list[Piece]()
+        for block in blocks:
+            start = block.offset + BLOCK_HEAD_BYTES
+            body = view[start : start + block.body_bytes]
+            if not is_body_good(block, body):
+                raise self._damaged(number)
+            pieces.append((block, body))
+        return pieces, len(raw)
+
+    def _damaged(self, frame: int) -> Corruption:
+        where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": frame}
+        return Corruption("a compressed segment's block is damaged", hint=VERIFY, **where)
 
     def pieces(self, record: int, stop: int) -> Iterator[Piece]:
         """Blocks from the one that has a record up to the one that has the record before `stop`."""
@@ -243,18 +252,20 @@ class WarmSource:
         found: list[Span] | None = self._cache.get(key)
         if found is None:
             try:
-                with self._lock:
-                    raw, row, seed = self.reader.raw(number), self.reader.frame(number), self.reader.header().crc64
+                found, size = checked_read(lambda: self._read_spans(number))
             except (Corruption, ObjectNotFound, OutOfRange) as error:
                 raise Lost(error) from error
-            begin = HEADER_BYTES if row.raw_offset == 0 else 0
-            got = spans_of(memoryview(raw), row.raw_offset, seed, at=begin)
-            if got.used_bytes != len(raw):
-                where = {"path": self.reader.path, "segment": self._segment.segment_id, "frame": number}
-                raise Lost(Corruption("a compressed segment's block is damaged", hint=VERIFY, **where))
-            found = got.spans
-            self._cache.put(key, found, len(raw))
+            self._cache.put(key, found, size)
         return found
+
+    def _read_spans(self, number: int) -> tuple[list[Span], int]:
+        """The spans of a frame, checked, and their bytes."""
+        with self._lock:
+            raw, row, seed = self.reader.raw(number), self.reader.frame(number), self.reader.header().crc64
+        got = spans_of(memoryview(raw), row.raw_offset, seed, at=HEADER_BYTES if row.raw_offset == 0 else 0)
+        if got.used_bytes != len(raw):
+            raise self._damaged(number)
+        return got.spans, len(raw)
 
     def spans(self, record: int, stop: int) -> Iterator[Span]:
         """Records from a record's block on, up to the one before `stop`, of many small blocks together."""
@@ -309,7 +320,8 @@ def remote_source(
         try:
             # A log that was off while the object was made was told that it is there, not how long it is.
             size = segment.warm_bytes or int.from_bytes(retry(lambda: _size_of(store, segment.key)), "little")
-            reader = WarmReader(read, size, path=f"{store.url}/{segment.key}", raw_bytes=segment.durable_bytes)
+            path = f"{store.url}/{segment.key}"
+            reader = checked_read(lambda: WarmReader(read, size, path=path, raw_bytes=segment.durable_bytes))
         except (Corruption, ObjectNotFound, OutOfRange) as error:
             raise Lost(_remote_error(error, segment)) from error
         found = (reader, threading.Lock())

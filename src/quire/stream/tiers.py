@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from quire.core.checked_read import checked_read
 from quire.core.errors import (
     AlreadyExists,
     Corruption,
@@ -75,7 +76,7 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.sources import VERIFY
-from quire.stream.warm import FOOTER_BYTES, bounded, compress, reader_of
+from quire.stream.warm import FOOTER_BYTES, WarmReader, bounded, compress, reader_of
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectStore
@@ -336,6 +337,13 @@ class Tiers:
             return self._need(segment_id)
 
     def _hydrate(self, segment: Segment) -> None:
+        reader = checked_read(lambda: self._compressed(segment))
+        target = self._files.segment(Tier.HOT, segment.segment_id)
+        self._replace(target, Tier.HOT, (reader.raw(number) for number in range(reader.frames)))
+        hit("stream.hydrate.written")
+
+    def _compressed(self, segment: Segment) -> WarmReader:
+        """The compressed copy of a segment in memory, every byte of it checked."""
         path = self._files.segment(Tier.WARM, segment.segment_id)
         if segment.is_warm:
             data = read_all(self._files.disk, path)
@@ -350,9 +358,7 @@ class Tiers:
                 path=path,
                 segment=segment.segment_id,
             )
-        target = self._files.segment(Tier.HOT, segment.segment_id)
-        self._replace(target, Tier.HOT, (reader.raw(number) for number in range(reader.frames)))
-        hit("stream.hydrate.written")
+        return reader
 
     def hydrate_if_room(self, segment_id: int) -> bool:
         """Bring a segment back for a reader that wants most of it, if the budget has room; never an error."""

@@ -78,6 +78,10 @@ def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Findi
         assert isinstance(place, Place), "there are at most as many bitmaps as places"
         spared = trouble.spares(place)
         finding = Finding(place, error=trouble.first) if spared else _verify(place, bitmap, disk, open_store)
+        if (
+            finding.state is VerifyState.ALTERED
+        ):  # read once more: what is recorded as damage was not garbled on the way
+            finding = _verify(place, bitmap, disk, open_store)
         if finding.error is not None:
             trouble.add(place, finding.error)
         findings.append(finding)
@@ -204,7 +208,10 @@ class FilesTask:
 
 def check_files(task: FilesTask, tools: Tools) -> list[FileFinding]:
     """Read every byte of these files that somebody was promised. Raises what disk and object store raise."""
-    return [FileFinding(file, tuple(_problems(file, task.url, tools))) for file in task.files]
+    return [
+        FileFinding(file, tuple(_problems(file, task.url, tools) and _problems(file, task.url, tools)))
+        for file in task.files
+    ]
 
 
 def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
