@@ -33,6 +33,7 @@ with quire.open(sys.argv[1]) as store:
             db.execute("insert into t values(1)")
         with store.pages.open("shop").open_snapshot() as reader:
             reader.read_page(0)
+            list(reader.scan())
         store.snapshot("shop", "kept")
         store.checkpoint("shop", runner="threads")
     with store.manifest.read() as txn:

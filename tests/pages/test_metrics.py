@@ -82,6 +82,25 @@ class _Recorder(ModuleType):
         yield Inner()
 
 
+def test_the_reads_of_a_scan_are_spans_with_the_epochs_that_answered(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 19, A3: only single reads were."""
+    store, model = pages.database(), Model()
+    for page in range(3):
+        write(store, model, {page: image()})
+    recorder = _Recorder()
+    monkeypatch.setitem(sys.modules, TRACE_API, recorder)
+    lsn = model.newest.lsn
+    with store.open_snapshot() as reader:
+        assert len(list(reader.scan())) == 3
+        assert len(reader.read_pages([1, 2])) == 2
+    whole = {"quire.pages": 3, "quire.epoch_min": 1, "quire.epoch_max": lsn}
+    some = {"quire.pages": 2, "quire.epoch_min": 2, "quire.epoch_max": lsn}
+    common = {"quire.db_id": 1, "quire.snapshot_lsn": lsn}
+    assert recorder.spans == [("PageStore.read_pages", common | whole), ("PageStore.read_pages", common | some)]
+
+
 def test_a_read_is_a_span_that_says_which_epoch_answered(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})

@@ -104,6 +104,16 @@ def test_checkpoint_and_merge_run_at_the_owner(client: Client) -> None:
     assert client.merge("shop").state is JobState.SUCCEEDED
 
 
+def test_a_checkpoint_of_a_stream_runs_at_the_owner(client: Client, store: Store) -> None:
+    """Issue 19, A4: the page says "the same", and a client got `WrongKind`."""
+    clicks = store.stream("clicks", create=True)
+    clicks.append([b"one", b"two"]).result()
+    clicks.seal()
+    assert client.checkpoint("clicks", timeout=60).state is JobState.SUCCEEDED
+    assert client.table("chunk_catalog").num_rows == 1
+    assert store.checkpoint("clicks").state is JobState.SUCCEEDED
+
+
 @pytest.mark.usefixtures("shop")
 def test_a_job_whose_attempt_fails_is_given_back_pending(client: Client) -> None:
     with armed("jobs.worker.claimed", "1*raise:EIO"):

@@ -401,8 +401,10 @@ def test_bundles_and_verification_of_many_streams_run_on_spark(spark: SparkSessi
         job = store.heavy.bundle(runner="spark")
         assert job.record.state is JobState.SUCCEEDED, job.record.error
         assert (job.result["streams"], job.result["bundles"], job.result["failed"]) == (5, 5, [])
+        with store.manifest.read() as txn:
+            prefixes = txn.object_prefixes()
         for each in streams:
-            found = LogObjects(store.objects, each.stream_id).listing()
+            found = LogObjects(store.objects, each.stream_id, prefixes).listing()
             assert found.bundles
             assert not [index for index in found.chunks if found.bundle_of(index) is not None]
         result = store.heavy.verify(runner="spark").result
@@ -411,7 +413,7 @@ def test_bundles_and_verification_of_many_streams_run_on_spark(spark: SparkSessi
         lone = streams[2].ledger.view.get(1)
         assert lone is not None
         flip(tmp_path / "store" / "objects" / lone.key)
-        bundle = next(iter(LogObjects(store.objects, streams[3].stream_id).listing().bundles.values()))
+        bundle = next(iter(LogObjects(store.objects, streams[3].stream_id, prefixes).listing().bundles.values()))
         flip(tmp_path / "store" / "objects" / bundle.key)
         result = store.heavy.verify(runner="spark").result
         assert result["altered"] == 1

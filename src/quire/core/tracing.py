@@ -24,6 +24,7 @@ TRACE_API = "opentelemetry.trace"
 SPANS = (
     "PageStore.commit",
     "PageStore.read_page",
+    "PageStore.read_pages",
     "Manifest.commit",
     "Job.run",
     "CheckpointPlanner.select_mvcc_segments",

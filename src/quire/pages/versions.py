@@ -201,8 +201,30 @@ class Versions:
 
         `known` are more versions to be read with them. What fails is read by `reread`, page by page (rule 3).
         """
+        if TRACE_API not in modules:
+            return self._read_many(pages, lsn, cold=cold, known=known, reread=reread, epochs=[])
+        wanted, epochs = list(pages), list[int]()
+        if not wanted and not known:
+            return {}
+        with span("PageStore.read_pages", db_id=self.db_id, snapshot_lsn=lsn) as traced:
+            images = self._read_many(wanted, lsn, cold=cold, known=known, reread=reread, epochs=epochs)
+            traced.set(pages=len(images), epoch_min=min(epochs, default=0), epoch_max=max(epochs, default=0))
+            return images
+
+    def _read_many(
+        self,
+        pages: Iterable[int],
+        lsn: int,
+        *,
+        cold: bool,
+        known: Known | None,
+        reread: Callable[[int, int], bytes] | None,
+        epochs: list[int],
+    ) -> dict[int, bytes]:
+        """`epochs` gets the lsns of the versions that are read."""
         images: dict[int, bytes] = {}
         versions: Known = known if known is not None else {}
+        epochs.extend(at for frames in versions.values() for _, at in frames)
         slots: dict[int, tuple[list[ChunkPlace], list[int]]] = {}
         rest: list[int] = []
         for page in pages:
@@ -215,6 +237,7 @@ class Versions:
             with self._begin_read() as txn:
                 for page in rest[start : start + LOOKED_UP_AT_ONCE]:
                     found = self.look_up(txn, page, lsn)
+                    epochs.append(found[0])
                     if len(found) == 3:
                         versions.setdefault(found[1:], []).append((page, found[0]))
                     else:

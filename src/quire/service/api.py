@@ -14,6 +14,7 @@ from quire.manifest.store import ManifestStore
 if TYPE_CHECKING:
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
+    from quire.manifest.records import DbKind
     from quire.pages.engine import PageEngine
 
 
@@ -25,6 +26,9 @@ class DatabaseShape(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def kind(self) -> DbKind: ...
 
 
 class StoreApi(Protocol):
