@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
+from quire.core.clock import SystemClock
 from quire.core.errors import DiskFull
+from quire.durable.files import OsDisk
 from quire.jobs.checkpoint import many
 from quire.jobs.checkpoint.run import join_slot
 from quire.jobs.handlers import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.tables import WAL_CATALOG
+from quire.pages.leasefiles import FileLease
 from tests.cli.conftest import Run, first_byte, write_pages
 
 
@@ -156,3 +161,39 @@ def test_those_that_fail_are_listed_below_the_others(
     assert lines[2].split(maxsplit=1)[0] == "shop"
     assert "DiskFull: no space left" in lines[2]
     assert "\\n" not in ended.out
+
+
+def test_evict_and_hydrate_say_what_they_moved(run: Run, shop: Path) -> None:
+    run("snapshot", "create", "shop", "before")
+    run("checkpoint", "shop")
+    assert run("evict", "shop").out.startswith("evict of shop: 1 artifact, ")
+    assert run("hydrate", "shop", "--json").data["artifacts"] > 1
+    assert run("evict", "clicks").code == 2, "a stream has tiers of its own"
+    assert first_byte(shop, "shop") == b"b"
+
+
+def test_a_reader_beside_the_owner_is_named_where_it_is_in_the_way(run: Run, shop: Path) -> None:
+    """`checkpoint`, `why` and `info` used to say that nothing held the WAL."""
+    with quire.open(shop) as store, store.manifest.read() as txn:
+        wal = txn.wal_state(1)
+    assert wal is not None
+    tags = {"who": "report"}
+    lease = FileLease.take(OsDisk(), SystemClock(), str(shop), db_id=1, lsn=wal.last_applied_lsn, tags=tags)
+    with closing(lease):
+        with quire.open(shop) as store:
+            write_pages(store, "shop", range(1), b"z")
+        run("checkpoint", "shop")
+        who = f"(pid {os.getpid()} on {os.uname().nodename}, who=report, since "
+        told = run("checkpoint", "shop").out
+        assert told.startswith("shop was not checkpointed: 1 WAL segment (")
+        assert who in told
+        assert run("checkpoint", "shop", "--json").data["result"]["readers"][0]["pid"] == os.getpid()
+        holders = run("why", "shop", "--json").data["holders"]
+        assert any(each["kind"] == "reader" and who in each["what"] for each in holders)
+        readers = run("info", "--json").data["page_readers"]
+        assert [(each["pid"], each["tags"]) for each in readers] == [
+            (os.getpid(), {"database": "shop", "who": "report"})
+        ]
+        assert f"pid {os.getpid()} on" in run("info").out
+    assert run("checkpoint", "shop").out.startswith("checkpoint of shop: 1 slot written")
+    assert run("info", "--json").data["page_readers"] == []

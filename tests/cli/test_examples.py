@@ -37,7 +37,7 @@ IN_ORDER = (
     "init", "create", "jobs ls", "jobs show", "jobs cancel", "jobs retry", "jobs work",
     "sqlite import", "ls", "info", "why", "snapshot create", "snapshot ls", "snapshot show", "snapshot diff",
     "fork", "tree", "sqlite export", "sqlite shell", "sqlite follow", "sqlite unfollow",
-    "restore", "checkpoint", "merge", "retention set",
+    "restore", "checkpoint", "merge", "evict", "hydrate", "retention set",
     "retention show", "retention plan", "retention apply", "retention clear", "stats", "metrics", "verify",
     "kv put", "kv get", "kv scan", "kv stats", "kv backup", "kv backups", "kv restore", "kv compact", "kv verify",
     "kv repair", "kv prune", "kv delete",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,9 @@ def test_a_second_taker_learns_who_was_first(tmp_path: Path) -> None:
         with pytest.raises(StoreLocked) as caught:
             FileLock.acquire(path)
         assert caught.value.where["pid"] == process.pid
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", str(caught.value.where["since"])), (
+            "a time, as people read it"
+        )
         assert str(process.pid) in caught.value.hint
         assert is_held(path)
 

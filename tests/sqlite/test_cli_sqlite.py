@@ -363,3 +363,18 @@ def test_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_long_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path, seed: int) -> None:
     kill_both_again_and_again(root, tmp_path, seed, lives=20)
+
+
+def test_a_missing_chunk_is_told_as_that_and_not_as_a_bug(root: Path) -> None:
+    run(root, "create", "shop")
+    run(root, "sqlite", "shell", "shop", f"{TABLE}; INSERT INTO t (x) VALUES (1)")
+    run(root, "checkpoint", "shop")
+    for path in (root / "objects").rglob("base:*"):
+        path.unlink()
+    for ended in (
+        run(root, "sqlite", "shell", "shop", "SELECT * FROM t"),
+        run(root, "sqlite", "shell", "shop", typed="SELECT * FROM t;\n"),
+    ):
+        assert ended.code == 7
+        assert "a chunk's object is missing" in ended.err
+        assert "a bug" not in ended.err

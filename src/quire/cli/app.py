@@ -21,7 +21,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "kv": ("kv",),
     "stream": ("stream",),
     "retention": ("retention",),
-    "checkpoint": ("checkpoint", "merge"),
+    "checkpoint": ("checkpoint", "merge", "evict", "hydrate"),
     "restore": ("restore",),
     "verify": ("verify",),
     "stats": ("stats", "metrics"),

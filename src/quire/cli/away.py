@@ -40,7 +40,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "stores": ("create", "drop", "rename"),
     "snapshots": ("create", "drop", "fork"),
     "retention": ("set_", "clear", "apply"),
-    "checkpoint": ("checkpoint", "merge"),
+    "checkpoint": ("checkpoint", "merge", "evict", "hydrate"),
     "verify": ("verify",),
     "restore": ("restore",),
     "gc": ("gc",),

@@ -41,6 +41,8 @@ def add_to(app: Group) -> None:
     """Register these commands."""
     command(app, "checkpoint", example="quire checkpoint --all --runner spark")(checkpoint)
     command(app, "merge", example="quire merge shop")(merge)
+    command(app, "evict", example="quire evict shop")(evict)
+    command(app, "hydrate", example="quire hydrate shop")(hydrate)
 
 
 def checkpoint(
@@ -68,6 +70,37 @@ def merge(
     if len(names) == 1:
         return _run(cli, names[0], "MERGE", runner)
     return _run_many(cli, names, "MERGE", runner)
+
+
+Database = Annotated[str, Argument(metavar="DB", help="The name of a page database.")]
+
+
+def evict(cli: Cli, database: Database) -> Note:
+    """Remove local copies of a page database that are in the object store.
+
+    Those of WAL that only snapshots need, which is uploaded first, and of chunks that were hydrated.
+    """
+    return _move_copies(cli, database, "evict")
+
+
+def hydrate(cli: Cli, database: Database) -> Note:
+    """Fetch what a page database has in the object store alone."""
+    return _move_copies(cli, database, "hydrate")
+
+
+def _move_copies(cli: Cli, database: str, move: str) -> Note:
+    from quire.cli.working import failure_of
+
+    with cli.owner(upkeep=True) as store:
+        need_pages(store.database(database), "are evicted and hydrated here")
+        jobs = store.evict(database) if move == "evict" else store.hydrate(database)
+    for job in jobs:
+        if (failure := failure_of(job, f"the {job.kind.name.lower()} of a part of {database}")) is not None:
+            raise failure
+    done = [job for job in jobs if job.kind.name.lower() == move]
+    moved = sum((job.result or {}).get("moved_bytes", 0) for job in done)
+    text = f"{move} of {database}: {count_of(len(done), 'artifact')}, {size(moved)}"
+    return Note(text=text, data={"move": move, "artifacts": len(done), "bytes": moved})
 
 
 def need_runner(runner: str) -> None:

@@ -93,6 +93,8 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """A slot is merged when its chunk and deltas are this many, or its deltas this heavy, measured by its chunk."""
     time_travel_seconds: float = 0.0
     """How far back every version of a page database can be opened (P14); 0: only what the WAL and snapshots happen to have."""
+    evict_seconds: float = 0.0
+    """WAL segments that only snapshots need leave the disk for the object store when they are this old; 0: never."""
     delete_grace_seconds: float = 60.0
     """Bytes stay this long after their last reference went (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
@@ -107,6 +109,7 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         _require(self.merge_chain >= 2, "maintenance.merge_chain must be at least 2: a chunk and a delta")
         _require(self.merge_ratio > 0, "maintenance.merge_ratio must be positive")
         _require(self.time_travel_seconds >= 0, "maintenance.time_travel_seconds must not be negative")
+        _require(self.evict_seconds >= 0, "maintenance.evict_seconds must not be negative")
         _require(self.delete_grace_seconds >= 0, "maintenance.delete_grace_seconds must not be negative")
         _require(self.jobs_keep_seconds >= 0, "maintenance.jobs_keep_seconds must not be negative")
         _require(self.audit_seconds >= 0, "maintenance.audit_seconds must not be negative")
@@ -386,6 +389,7 @@ object_store = "{object_store}"
 # workers = 1                  # threads that run jobs
 # runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
+# evict_seconds = 0.0          # WAL that only snapshots need leaves the disk for the object store when it is this old; 0: never
 # delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
 
 [lsm]

@@ -74,6 +74,7 @@ class Round:
     bundles: int = 0
     jobs: int = 0
     leftovers: int = 0
+    moves: int = 0
 
     @property
     def total(self) -> int:
@@ -151,6 +152,7 @@ class Upkeep:
                 self._stream_checkpoints,
             ]
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
+            steps += [self._evictions] if self._ctx.settings.evict_seconds else []
             if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
                 self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
                 steps.append(self._leftovers)
@@ -286,6 +288,18 @@ class Upkeep:
         if all(record.created_at_ms <= now - BUNDLE_EVERY_MS for record in jobs):
             manifest.jobs.enqueue(JobKind.BUNDLE, 0)
             done.bundles += 1
+
+    def _evictions(self, done: Round) -> None:
+        """Old segments that only snapshots need leave the disk: an upload first, the eviction in a later round."""
+        from quire.jobs.residency import apply_policy
+
+        manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)
+        with manifest.read() as txn:
+            databases = [
+                key for key, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
+            ]
+        for db_id in databases:
+            done.moves += apply_policy(manifest, db_id, before)
 
     def _tombstones(self, done: Round) -> None:
         """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -318,6 +318,26 @@ class Store:
     def merge(self, name: str, *, runner: str = "") -> Job:
         """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
         return self.heavy.merge(name, runner=runner)
+
+    def evict(self, name: str) -> list[Job]:
+        """Remove local copies that only snapshots and chunk readers need, once their objects are there; the jobs, ended."""
+        from quire.jobs.residency import evict_database
+
+        return self._move_copies(name, evict_database)
+
+    def hydrate(self, name: str) -> list[Job]:
+        """Make local copies of everything a database has in the object store alone; the jobs, as they ended."""
+        from quire.jobs.residency import hydrate_database
+
+        return self._move_copies(name, hydrate_database)
+
+    def _move_copies(self, name: str, ask: Callable[[ManifestStore, int], list[int]]) -> list[Job]:
+        with self.manifest.read() as txn:
+            db_id = txn.database_id(name)
+        jobs = ask(self.manifest, db_id)
+        for job_id in jobs:
+            self.worker.run(job_id)
+        return [self.manifest.jobs.get(job_id) for job_id in jobs]
 
     def _look(self, name: str) -> tuple[int, bool]:
         """The id of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""

@@ -1,0 +1,78 @@
+"""Evict and hydrate a whole page database: what moves, what stays, and that everything is read meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.core.settings import MaintenanceSettings
+from quire.jobs.residency import evict_database, hydrate_database
+from quire.jobs.upkeep import Upkeep
+from quire.manifest import tables as t
+from quire.manifest.records import JobState, Residency, WalState
+from tests.jobs.checkpoint_child import Owner
+from tests.pages.world import GRACE_SECONDS, Model, Version, assert_reads, image, write
+
+EVICTING = MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS, evict_seconds=100.0)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    made = Owner(tmp_path, maintenance=EVICTING)
+    yield made
+    made.stop()
+
+
+def kept(owner: Owner) -> Version:
+    """A snapshot of WAL that its database has absorbed, and one segment that it has not."""
+    store, model = owner.database(), Model()
+    version = write(store, model, {page: image() for page in range(20)})
+    owner.engine.snapshot("shop", "kept")
+    owner.checkpoint(store)
+    write(store, model, {0: image()})
+    owner.engine.flush(1)
+    return version
+
+
+def residencies(owner: Owner) -> tuple[list[Residency], list[Residency]]:
+    """Of the segment that only the snapshot needs, and of the chunks."""
+    with owner.manifest.read() as txn:
+        segments = [row.residency for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is WalState.TRUNCATED]
+        return segments, [row.residency for _, row in txn.scan(t.CHUNK_CATALOG, 1)]
+
+
+def run(owner: Owner, jobs: list[int]) -> int:
+    assert all(owner.worker().run(job_id) for job_id in jobs)
+    assert {owner.manifest.jobs.get(job_id).state for job_id in jobs} <= {JobState.SUCCEEDED}
+    return len(jobs)
+
+
+def test_what_only_a_snapshot_needs_is_evicted_and_comes_back(owner: Owner) -> None:
+    version = kept(owner)
+    assert run(owner, evict_database(owner.manifest, 1)) == 2, "an upload, and then the eviction"
+    assert residencies(owner)[0] == [Residency.EVICTED]
+    assert_reads(owner.engine.open_view("shop", "kept"), version)
+    chunks = len(residencies(owner)[1])
+    assert run(owner, hydrate_database(owner.manifest, 1)) == 1 + chunks
+    assert residencies(owner) == ([Residency.LOCAL_AND_REMOTE], [Residency.LOCAL_AND_REMOTE] * chunks)
+    assert_reads(owner.engine.open_view("shop", "kept"), version)
+    assert run(owner, evict_database(owner.manifest, 1)) == 1 + chunks
+    assert residencies(owner) == ([Residency.EVICTED], [Residency.EVICTED] * chunks)
+    assert evict_database(owner.manifest, 1) == [], "nothing is left to do"
+
+
+def test_the_policy_evicts_old_segments_and_leaves_young_ones_and_the_wal(owner: Owner) -> None:
+    version = kept(owner)
+    upkeep = Upkeep(owner.context(), owner.worker())
+    upkeep.run_once()
+    assert residencies(owner)[0] == [Residency.LOCAL], "it is young"
+    owner.clock.advance(EVICTING.evict_seconds + 1)
+    for _ in range(2):
+        upkeep.run_once()
+    assert residencies(owner)[0] == [Residency.EVICTED]
+    with owner.manifest.read() as txn:
+        waiting = [row.residency for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state < WalState.CHECKPOINTED]
+    assert waiting == [Residency.LOCAL], "what no checkpoint has absorbed stays"
+    assert_reads(owner.engine.open_view("shop", "kept"), version)
