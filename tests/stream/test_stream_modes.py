@@ -371,8 +371,9 @@ def test_a_shadow_never_harms_the_stream(world: StreamWorld, fail: Callable[[Str
     assert world.stream.figures().manifest_shadow_divergence > 0, "the alert sees it"
     expected = world.payloads()
     if fail is fails_at_opening:
-        for path in Path(world.stream_root).glob("streams/*/manifest/*"):
-            path.unlink()
+        objects = (path for kind in ("*.mlog", "snapshot_*") for path in (world.root / "objects").rglob(kind))
+        for path in (*Path(world.stream_root).glob("streams/*/manifest/*"), *objects):
+            path.unlink()  # somebody begins anew
     (world.crash if crash else world.reopen)("shadow")
     assert world.payloads() == expected
     assert world.stream.compare() == [], "what it has missed was told at the next opening"
