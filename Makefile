@@ -13,6 +13,9 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FOUND := 'import sys; sys.exit(sys.version_info < (3, 11))'
 
+# Bytecode is kept, whatever the environment says: without it every program that a test starts compiles quire again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint bench torture pack clean
 

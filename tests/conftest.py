@@ -34,6 +34,18 @@ def _interrupts_are_heard() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure() -> None:
+    """Collecting makes millions of objects that stay: nothing is looked through for garbage meanwhile."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was collected is out of the collector's sight while the tests run."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 class SparkInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
     """Tests go one by one to whoever is free, but those with "spark" in their path or name all to one process: a JVM for each
     would be slower. (`--dist loadgroup` is for that, but does nothing with pytest 9.2 and pytest-xdist 3.8.)"""

@@ -28,7 +28,8 @@ from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.spark.sourced import QUIET
 
-DATABASES = 200
+DATABASES = 40
+"""More than all leases of these tests: one for each database would show."""
 
 
 @pytest.fixture
