@@ -16,6 +16,7 @@ from quire.jobs.requests import request_evict, request_upload, request_verify
 from quire.jobs.steps import update
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
+from quire.manifest.namespaces import drop_namespace
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.plans import BeginPlan
@@ -210,19 +211,25 @@ def test_namespaces_go_when_nothing_points_at_them(world: World) -> None:
     (second,) = world.chunks(db_id, 2)
     world.done(request_upload(world.manifest, second))
     with world.manifest.read() as txn:
-        epochs = [key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.owner_epoch]
+        epochs = {row.place_id: key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.owner_epoch}
         assert world.row(second).namespace_id == txn.current_namespace(of_db)[0]
     world.chunks(db_id, 1)
     world.settle()
     assert world.row(first) is None
     with world.manifest.read() as txn:
-        assert [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] == [of_db, unused, *epochs]
+        assert [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] == sorted(
+            [of_db, unused, epochs[0], epochs[of_db], epochs[unused]]
+        )
     drop(world, db_id)
     world.settle()
     with world.manifest.read() as txn:
-        assert [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] == [unused, *epochs], (
+        assert [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] == [unused, epochs[0], epochs[unused]], (
             "what was never used waits for its use"
         )
+    drop_namespace(world.manifest, unused)
+    world.settle()
+    with world.manifest.read() as txn:
+        assert [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] == [epochs[0]]
     world.assert_settled(bucket)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quire.core.errors import ArtifactGone, StalePlan
+from quire.core.errors import ArtifactGone, NameTaken, StalePlan, StillReferenced, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.namespaces import drop_namespace
 from quire.manifest.ops.artifacts import PutChunk
-from quire.manifest.ops.databases import RegisterDb
+from quire.manifest.ops.databases import DropDb, RegisterDb, RemoveDb
 from quire.manifest.ops.epochs import BeginOwnerEpoch
 from quire.manifest.ops.jobs import StartJob
 from quire.manifest.ops.plans import BeginPlan
@@ -125,3 +126,77 @@ def test_stored_plans_are_abandoned_when_the_epoch_changes(manifest: ManifestSto
         assert row.namespace_id == namespace_id, "what the plan wrote is looked for where it was written"
         assert not [each for each in txn.scan(t.GC_REFCOUNTS, db_id) if each[1].in_use]
     assert not manifest.check()
+
+
+# ── places with names ─────────────────────────────────────────────────────────────────────────────────────────────────
+def rows_of(manifest: ManifestStore, place_id: int) -> set[int]:
+    with manifest.read() as txn:
+        rows = {key[0]: row for key, row in txn.scan(t.REMOTE_NAMESPACE)}
+    return {number for number, row in rows.items() if number == place_id or row.place_id == place_id}
+
+
+def doomed(manifest: ManifestStore) -> set[int]:
+    with manifest.read() as txn:
+        return {key[2] for key, _ in txn.scan(t.GC_ZERO, 0)}
+
+
+def remove_doomed(manifest: ManifestStore) -> None:
+    for number in doomed(manifest):
+        manifest.submit([RemoveArtifact(0, ArtifactKind.NAMESPACE, number, 0)]).result()
+
+
+@pytest.mark.parametrize("name", ["cold", ""])
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_a_place_that_nothing_ever_referred_to_is_dropped_with_its_epochs(
+    manifest: ManifestStore, name: str, epochs: int
+) -> None:
+    """issue 18, B14: it stayed for ever."""
+    place = manifest.put_namespace("memory://cold", name=name)
+    for _ in range(epochs):
+        manifest.begin_owner_epoch()
+    drop_namespace(manifest, place)
+    assert doomed(manifest) >= rows_of(manifest, place)
+    drop_namespace(manifest, place)  # a second time: nothing
+    manifest.begin_owner_epoch()  # which gives the dropped place none of its own
+    assert doomed(manifest) >= rows_of(manifest, place)
+    remove_doomed(manifest)
+    assert rows_of(manifest, place) == set()
+    with pytest.raises(UnknownNamespace):
+        drop_namespace(manifest, place)
+
+
+def test_a_place_without_a_name_goes_with_its_last_database_and_its_epoch_with_it(manifest: ManifestStore) -> None:
+    place = manifest.put_namespace("memory://old")
+    manifest.begin_owner_epoch()
+    db_id = manifest.register_db("shop", DbKind.PAGES, namespace_id=place)
+    manifest.submit([DropDb(db_id)]).result()
+    manifest.submit([RemoveDb(db_id)]).result()
+    remove_doomed(manifest)
+    remove_doomed(manifest)
+    assert rows_of(manifest, place) == set()
+
+
+def test_a_place_with_a_name_stays_without_databases_and_is_kept_by_one(manifest: ManifestStore) -> None:
+    place = manifest.put_namespace("memory://cold", name="cold")
+    manifest.begin_owner_epoch()
+    db_id = manifest.register_db("shop", DbKind.PAGES, namespace_id=place)
+    with pytest.raises(StillReferenced, match="databases use the namespace"):
+        drop_namespace(manifest, place)
+    manifest.submit([DropDb(db_id)]).result()
+    with pytest.raises(StillReferenced):
+        drop_namespace(manifest, place)
+    manifest.submit([RemoveDb(db_id)]).result()
+    assert doomed(manifest) == set()
+    drop_namespace(manifest, place)
+    with pytest.raises(ArtifactGone):
+        manifest.register_db("late", DbKind.PAGES, namespace_id=place)
+
+
+def test_a_name_and_a_url_belong_to_one_place_until_it_is_dropped(manifest: ManifestStore) -> None:
+    place = manifest.put_namespace("memory://cold", name="cold")
+    with pytest.raises(NameTaken, match="has this name"):
+        manifest.put_namespace("memory://other", name="cold")
+    with pytest.raises(NameTaken, match="in this place"):
+        manifest.put_namespace("memory://cold", name="icy")
+    drop_namespace(manifest, place)
+    assert manifest.put_namespace("memory://cold", name="cold") > place

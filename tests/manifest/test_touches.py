@@ -45,11 +45,12 @@ from quire.manifest.ops.databases import (
     RemoveDb,
     RenameDb,
     ReserveGeneration,
+    SetDbOptions,
     SetDbPageSize,
     SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
@@ -206,10 +207,13 @@ def story() -> Iterator[Op]:
     """A life in which every operation does everything it may do. Local ones have stories of their own, below."""
     local, both = Residency.LOCAL, Residency.LOCAL_AND_REMOTE
     yield from (PutNamespace(n, NamespaceRecord("memory://", f"p{n}")) for n in (1, 2, 3))
+    yield PutNamespace(8, NamespaceRecord("memory://named", name="named"))
+    yield DropNamespace(8)
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
     yield RegisterDb(1, DbRecord("ash", DbKind.PAGES, 0, namespace_id=1))
     yield RegisterDb(2, DbRecord("birch", DbKind.PAGES, 0, namespace_id=3))
     yield from (UpdateDbStatus(1, DbStatus.READ_ONLY), UpdateDbStatus(1, DbStatus.ACTIVE), RenameDb(1, "oak"))
+    yield SetDbOptions(1, {"team": "ash"})
     yield from (SetDbPageSize(1, 4096, 16384, b""), SetRetention(1, RetentionRecord(keep_last=3)))
     yield from (ReserveGeneration(1, generation) for generation in (1, 2, 3, 4))
     # write-ahead log: three segments, the second held by an upload

@@ -14,6 +14,7 @@ from quire.cli.declared import Group
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "stores": ("init", "ls", "info", "create", "drop", "rename"),
+    "db": ("db",),
     "tree": ("tree",),
     "why": ("why",),
     "snapshots": ("snapshot", "fork"),
@@ -32,6 +33,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "manifest": ("manifest",),
     "quarantine": ("quarantine",),
     "objects": ("takeover", "objects"),
+    "namespace": ("namespace",),
     "serve": ("serve",),
     "doctor": ("doctor",),
     "tour": ("tour",),

@@ -21,14 +21,21 @@ from quire.cli.named import Database, Yes
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.plain import count_of, moment, size
 from quire.core.clock import SystemClock
-from quire.core.errors import InvalidInput, NotFound
+from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
 
 if TYPE_CHECKING:
     from quire.lsm.backup import Backup
+    from quire.objects.api import ObjectStore
     from quire.store.store import Store
 
 Key = Annotated[str, Argument(metavar="KEY", help="The key.")]
 Hex = Annotated[bool, Option("--hex", help="Keys and values are hexadecimal.")]
+InNamespace = Annotated[
+    str,
+    Option(
+        "--namespace", metavar="NAME", help="Where the backups are.", show_default="where the database's objects go"
+    ),
+]
 Label = Annotated[str, Option("--label", metavar="NAME", help="The backups' name.", show_default="the database's")]
 
 SCAN_ROWS = 100
@@ -174,7 +181,7 @@ def repair(
     would be done and what cannot be saved; nothing is removed, what is left over goes to quarantine.
     """
     with cli.owner() as store:
-        report = store.kvs.repair(database, apply=apply, objects=store.objects)
+        report = store.kvs.repair(database, apply=apply, objects=store.place_of(database))
     if not report.is_needed:
         return Verdict(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
     lines = [
@@ -210,14 +217,15 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
-        made = back_up(store.kv(database), store.objects, label or database, _home(store))
+        place = store.place_of(database)
+        made = back_up(store.kv(database), place, label or database, _home(store))
         removed: tuple[int, ...] = ()
         if keep := store.settings.lsm.backups_kept:
             removed = remove_superseded(
-                store.objects,
+                place,
                 label or database,
                 keep,
-                delete=store.delete_objects,
+                delete=partial(store.delete_objects, url=place.url),
                 now_ms=SystemClock().now_ms(),
                 home=_home(store),
             ).backups
@@ -227,15 +235,20 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     return Note(text=text, data={**_backup_json(made), "removed": removed})
 
 
-def list_backups(cli: Cli, label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")]) -> Listing:
+def list_backups(
+    cli: Cli,
+    label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
+    namespace: InNamespace = "",
+) -> Listing:
     """List the backups in the object store, oldest first."""
     from quire.lsm.backup import FORMER_HOME, backups, read_backup
 
     with cli.owner() as store:
+        place = _place(store, label, namespace)
         made = [
-            read_backup(store.objects, label, lsn, home)
+            read_backup(place, label, lsn, home)
             for home in (FORMER_HOME, _home(store))
-            for lsn in backups(store.objects, label, home)
+            for lsn in backups(place, label, home)
         ]
     rows = [
         Row(
@@ -253,17 +266,19 @@ def prune(
     keep: Annotated[int, Option("--keep", min=0, metavar="N", help="The newest so many stay; 0: none.")] = 1,
     dry_run: Annotated[bool, Option("--dry-run", help="Only show it.")] = False,
     yes: Yes = False,
+    namespace: InNamespace = "",
 ) -> Note | Verdict:
     """Remove backups but the newest, and tables that no backup names."""
     from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
+        place = _place(store, label, namespace)
         prune_label = partial(
             remove_superseded,
-            store.objects,
+            place,
             label,
             keep,
-            delete=store.delete_objects,
+            delete=partial(store.delete_objects, url=place.url),
             now_ms=SystemClock().now_ms(),
             home=_home(store),
         )
@@ -286,8 +301,9 @@ def restore(
     store_id: Annotated[
         str, Option("--store-id", metavar="ID", help="Another store's backups.", show_default="this one's")
     ] = "",
+    namespace: InNamespace = "",
 ) -> Note:
-    """Make a database of a backup, of this store or another."""
+    """Make a database of a backup, of this store or another; in the namespace that the backup is in."""
     from quire.durable.files import OsDisk
     from quire.durable.remote_names import kv_backups_prefix
     from quire.lsm.backup import FORMER_HOME, backups, read_backup
@@ -295,13 +311,35 @@ def restore(
 
     with cli.owner() as store:
         label, home = label or database, kv_backups_prefix(store_id) if store_id else _home(store)
-        there = backups(store.objects, label, home)
+        place = _place(store, label, namespace)
+        there = backups(place, label, home)
         if not store_id and (not there or (lsn and lsn not in there)):
             home = FORMER_HOME  # one that was made before backups had the store's identity in their names
-        chosen = read_backup(store.objects, label, lsn or None, home)
-        db_id = store.kvs.adopt(database, lambda target: bring_back(store.objects, chosen, OsDisk(), target))
+        chosen = read_backup(place, label, lsn or None, home)
+        db_id = store.kvs.adopt(
+            database,
+            lambda target: bring_back(place, chosen, OsDisk(), target),
+            namespace_id=_namespace_at(store, place.url),
+        )
     text = f"restored {database} with id {db_id}, as {chosen.label} was at lsn {chosen.lsn}"
     return Note(text=text, data={"db_id": db_id, "backup": _backup_json(chosen)})
+
+
+def _place(store: Store, label: str, namespace: str) -> ObjectStore:
+    """Where backups of a label are: in the namespace that is named, or in that of the database that is called so."""
+    if namespace:
+        return store.namespaces.objects(namespace)
+    try:
+        return store.place_of(label)
+    except UnknownDatabase:
+        return store.objects
+
+
+def _namespace_at(store: Store, url: str) -> int:
+    """The id of the namespace at a URL; 0 for the store's own place."""
+    return next(
+        (info.namespace_id for info in store.namespaces.list() if info.url == url and not info.dropped_at_ms), 0
+    )
 
 
 def _home(store: Store) -> str:

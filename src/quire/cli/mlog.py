@@ -8,7 +8,7 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -82,28 +82,30 @@ def verify(
     """
     from quire.jobs.stream_verify.logs import verify_logs
     from quire.jobs.stream_verify.run import LogTask
+    from quire.store.layout import objects_url
     from quire.stream.projection import witness_in
 
     need_runner(runner)
     streams = _streams(cli, stream)
     names = dict(streams)
     root, settings = os.path.abspath(cli.path), cli.settings().manifest_log
-    with _store(cli) as store:
+    with _stores(cli) as stores:
         with cli.reader() as manifest, manifest.read() as txn:
+            own = objects_url(root, cli.settings())
             tasks = [
                 LogTask(
                     stream_id=each,
                     root=root,
-                    url=store.url,
+                    url=txn.place_of(each, own)[1],
                     settings=settings,
                     witness=witness_in(txn, each),
-                    prefixes=txn.object_prefixes(),
+                    prefixes=txn.object_prefixes(txn.place_of(each, own)[0]),
                     store_id=txn.store_id(),
                 )
                 for each in names
             ]
-        here = _threads(root, store)
-        chosen = _spark(cli, root, store.url) if runner == "spark" and tasks else here
+        here = _threads(root, stores)
+        chosen = _spark(cli, root, own) if runner == "spark" and tasks else here
         found = list(verify_logs(tasks, chosen, here, deep=not shallow))
     rows = [_problem(each, stream_id, names[stream_id]) for stream_id, each in sorted(found, key=lambda it: it[0])]
     sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
@@ -224,39 +226,46 @@ def _one(cli: Cli, name: str) -> tuple[int, str]:
 
 
 @contextmanager
-def _store(cli: Cli) -> Iterator[ObjectStore]:
+def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
+    """Object stores by their URLs, each opened once."""
+    from quire.jobs.context import StorePool
     from quire.store.object_place import open_place
 
-    with cli.reader() as manifest, manifest.read() as txn:
-        store = open_place(txn, os.path.abspath(cli.path), cli.settings())
+    def opened(url: str) -> ObjectStore:
+        with cli.reader() as manifest, manifest.read() as txn:
+            return open_place(txn, os.path.abspath(cli.path), cli.settings(), url)
+
+    pool = StorePool(opened)
     try:
-        yield store
+        yield pool
     finally:
-        store.close()
+        pool.close()
 
 
-def _log(cli: Cli, store: ObjectStore, stream_id: int) -> tuple[LogFiles, LogObjects]:
+def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tuple[LogFiles, LogObjects]:
     from quire.durable.files import OsDisk
+    from quire.store.layout import objects_url
     from quire.stream.files import StreamFiles
     from quire.stream.mlog_files import LogFiles
     from quire.stream.mlog_tier2 import LogObjects
     from quire.stream.state import begins_of
 
     with cli.reader() as manifest, manifest.read() as txn:
-        prefixes, store_id = txn.object_prefixes(), txn.store_id()
+        place_id, url = txn.place_of(stream_id, objects_url(os.path.abspath(cli.path), cli.settings()))
+        prefixes, store_id = txn.object_prefixes(place_id), txn.store_id()
     files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
     begins = begins_of(StreamFiles(files.disk, files.root, stream_id))
-    return files, LogObjects(store, stream_id, prefixes, store_id, begins)
+    return files, LogObjects(stores(url), stream_id, prefixes, store_id, begins)
 
 
-def _threads(root: str, store: ObjectStore) -> ThreadRunner:
+def _threads(root: str, stores: Callable[[str], ObjectStore]) -> ThreadRunner:
     from quire.durable.files import OsDisk
     from quire.jobs.runner import ThreadRunner, Tools
     from quire.pages.cache import PageCache
     from quire.pages.sources import Sources
 
-    sources = Sources(root=root, disk=OsDisk(), open_store=lambda _: store, cache=PageCache(0))
-    return ThreadRunner(Tools(sources, lambda _: store, OsDisk(), root), THREADS, label="quire-verify")
+    sources = Sources(root=root, disk=OsDisk(), open_store=stores, cache=PageCache(0))
+    return ThreadRunner(Tools(sources, stores, OsDisk(), root), THREADS, label="quire-verify")
 
 
 def _spark(cli: Cli, root: str, objects_url: str) -> SparkRunner:
@@ -272,8 +281,8 @@ def _spark(cli: Cli, root: str, objects_url: str) -> SparkRunner:
 def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:
     from quire.stream.mlog_verify import inspect as rows_of
 
-    with _store(cli) as store:
-        files, objects = _log(cli, store, stream_id)
+    with _stores(cli) as stores:
+        files, objects = _log(cli, stores, stream_id)
         yield from map(_record, islice(rows_of(files, objects, start_chunk=start), limit or None))
 
 

@@ -102,6 +102,7 @@ def fork(
     database: Database,
     new: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
     at: At = "",
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Beside its source's; repeatable.")] = [],  # noqa: B006
 ) -> Note:
     """Make a database that begins as another one is, or was.
 
@@ -116,10 +117,14 @@ def fork(
         if version.at is not None:
             need_pages(found, "can be forked between snapshots")
         settled(store, database)
+        tags = tags_of(tag, reserved="")
         if version.at is None:
-            made = store.fork(database, new, at=version.snapshot.snapshot_id if version.snapshot else None)
+            snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
+            made = store.fork(database, new, at=snapshot_id, tags=tags)
         else:
             made = _forked_back(cli, store, database, new, version.at)
+            if tags:
+                made = store.set_options(new, tags={**made.tags, **tags})
     return Note(text=f"made {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
 
 

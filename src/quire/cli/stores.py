@@ -65,10 +65,13 @@ def create(
     cli: Cli,
     name: Name,
     kind: Annotated[str, Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
+    namespace: Annotated[
+        str, Option(metavar="NAME", help="Where all its objects go.", show_default="the store's own object store")
+    ] = "",
 ) -> Note:
     """Make a database."""
     with cli.keeper() as store:
-        made = store.create(name, kind)
+        made = store.create(name, kind, namespace=namespace)
     text = f"made {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
     return Note(text=text, data=made)
 

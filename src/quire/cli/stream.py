@@ -155,7 +155,8 @@ def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
         @cache
         def objects() -> ObjectStore:
             with manifest.read() as txn:
-                store = open_place(txn, root, cli.settings())
+                url = txn.place_of(txn.database_id(database), "")[1]
+                store = open_place(txn, root, cli.settings(), url)
             closing.callback(store.close)
             return store
 

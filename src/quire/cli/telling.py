@@ -21,9 +21,9 @@ from quire.core.errors import ManifestDamaged, NameTaken, QuireError, StoreLocke
 
 COMMANDS = frozenset(
     {
-        "audit", "checkpoint", "completion", "create", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs", "kv",
-        "ls", "manifest", "merge", "metrics", "objects", "quarantine", "rename", "restore", "retention", "serve", "snapshot",
-        "sqlite", "stats", "stream", "takeover", "tour", "tree", "verify", "why",
+        "audit", "checkpoint", "completion", "create", "db", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs",
+        "kv", "ls", "manifest", "merge", "metrics", "namespace", "objects", "quarantine", "rename", "restore", "retention",
+        "serve", "snapshot", "sqlite", "stats", "stream", "takeover", "tour", "tree", "verify", "why",
     }
 )  # fmt: skip
 """The first words of all commands: a test compares them with the program's."""

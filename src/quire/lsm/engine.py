@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -65,11 +65,12 @@ from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
 from quire.manifest.store import ManifestStore
+from quire.manifest.writability import Writability
 
 if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block
     from quire.lsm.survey import RepairReport
-    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.objects.api import ObjectStore
 
 MakeFiles = Callable[[str], object]
@@ -153,6 +154,7 @@ class KvEngine:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
             raise
         kv.check_owner = self._manifest.writer.check_owner
+        kv.require_writable = Writability(self._manifest, db_id).require
         kv.fold()
         if not made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
@@ -295,8 +297,10 @@ class KvEngine:
         path = self._path(lsm_snapshot_dir(info.db_id, number))
         return FrozenCopy(path, self._owner(info.db_id), number, record.anchor_lsn)
 
-    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
-        """A new database that begins as another one is now, or was at a snapshot; its id."""
+    def fork(
+        self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
+    ) -> int:
+        """A new database that begins as another one is now, or was at a snapshot, with its namespace and tags; its id."""
         check_name("database", new_name)
         with self._lock:
             self._require()
@@ -312,14 +316,21 @@ class KvEngine:
                     info = self._manifest.snapshots.get(source, at)
                     snapshot_id, lsn = info.snapshot_id, info.anchor_lsn
                     copy_frozen(self._disk, self._copy(source, at), target, self._owner(new_id))
-                self._manifest.submit([self._registration(new_id, new_name, source, snapshot_id, lsn)]).result()
+                kept = {
+                    "namespace_id": record.namespace_id,
+                    "tags": {**record.tags, **(options.tags if options else {})},
+                }
+                row = self._registration(new_id, new_name, source, snapshot_id, lsn, **kept)
+                self._manifest.submit([row]).result()
             except Exception:
                 remove_home(self._disk, target)
                 raise
         emit("info", "lsm.forked", source=record.name, name=new_name, db_id=new_id)
         return new_id
 
-    def _registration(self, db_id: int, name: str, parent: int = 0, snapshot_id: int = 0, lsn: int = 0) -> Op:
+    def _registration(
+        self, db_id: int, name: str, parent: int = 0, snapshot_id: int = 0, lsn: int = 0, **kept: Any
+    ) -> Op:
         """The row of a database whose files are there (rule 2)."""
         return RegisterDb(
             db_id,
@@ -331,10 +342,11 @@ class KvEngine:
                 parent_db_id=parent,
                 parent_snapshot_id=snapshot_id,
                 parent_lsn=lsn,
+                **kept,
             ),
         )
 
-    def adopt(self, name: str, make: MakeFiles) -> int:
+    def adopt(self, name: str, make: MakeFiles, *, namespace_id: int = 0) -> int:
         """A new database whose files `make(directory)` brings: how a backup is restored; its id."""
         check_name("database", name)
         with self._lock:
@@ -343,7 +355,7 @@ class KvEngine:
             target = self._path(lsm_home(db_id))
             try:
                 make(target)
-                self._manifest.submit([self._registration(db_id, name)]).result()
+                self._manifest.submit([self._registration(db_id, name, namespace_id=namespace_id)]).result()
             except Exception:
                 remove_home(self._disk, target)
                 raise

@@ -121,6 +121,8 @@ class Kv(Reader):
         self.failure: QuireError | None = None
         self.check_owner: Callable[[], None] = lambda: None
         """Raises if the store has another owner by now; set by the engine."""
+        self.require_writable: Callable[[], None] = lambda: None
+        """Raises if the database takes no writes; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
         self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
@@ -213,6 +215,7 @@ class Kv(Reader):
         items = checked_batch(batch)
         if not items:
             return 0
+        self.require_writable()
         with self._writing:
             if self.failure is not None:
                 self.require()
@@ -344,6 +347,7 @@ class Kv(Reader):
 
     def begin_load(self) -> int:
         """The lsn of a bulk load: everything written before is older than what it brings, everything after is newer."""
+        self.require_writable()
         with self._writing:
             self.require()
             if self.view.memtable.entries:

@@ -135,9 +135,11 @@ def _catalog(txn: ReadTxn, held: Tally[Code], rows: set[Code], findings: list[Fi
 
 
 def own_references(txn: ReadTxn) -> list[int]:
-    """The namespaces of the current owner epoch: each holds itself, so that it stays while it is empty (A1)."""
+    """Namespaces that hold themselves, so that they stay while they are empty: those of the current owner epoch (A1), and
+    places that people call by a name; neither if it was dropped."""
     epoch = txn.owner_epoch()
-    return [key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if epoch and row.owner_epoch == epoch]
+    rows = ((key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.dropped_at_ms)
+    return [number for number, row in rows if row.holds_itself or (epoch and row.owner_epoch == epoch)]
 
 
 # ── what is counted ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,3 +21,10 @@ class NamespaceRecord(Record, frozen=True):
     """Of an epoch's namespace: the store is older than epochs, and may have objects below no prefix of its own."""
     name: str = ""
     """Of a place: what people call it, and its section in quire.toml; empty for one registered before places had names."""
+    dropped_at_ms: UInt = 0
+    """Of a place: when a person dropped it; until then a place with a name holds itself."""
+
+    @property
+    def holds_itself(self) -> bool:
+        """Whether this is a place that people call by a name, and have not dropped."""
+        return bool(self.name) and not self.dropped_at_ms

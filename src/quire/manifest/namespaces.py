@@ -24,7 +24,7 @@ from quire.manifest import tables as t
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace
 from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.reads import ReadTxn
 
@@ -50,6 +50,11 @@ def put_namespace(manifest: ManifestStore, place: NamespaceRecord) -> int:
     return place_id
 
 
+def drop_namespace(manifest: ManifestStore, place_id: int) -> None:
+    """Give up a place that no database uses; its rows go after the grace."""
+    manifest.submit([DropNamespace(place_id), *manifest.jobs.deletions({NAMESPACES})]).result()
+
+
 def begin_owner_epoch(manifest: ManifestStore, at_least: int = 1) -> int:
     """Begin the next owner epoch: new objects get names that nobody else writes; the epoch's number."""
     for _ in range(ATTEMPTS - 1):
@@ -66,7 +71,8 @@ def _begin(manifest: ManifestStore, at_least: int) -> int:
         line = (*current.ancestors, current.owner_epoch) if current.owner_epoch else ()
         own = NamespaceRecord("", legacy=current.legacy)
         places = [(0, own)]
-        places += [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.owner_epoch]
+        rows = [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.owner_epoch]
+        places += [(place_id, row) for place_id, row in rows if not row.dropped_at_ms]
         records = [_of_epoch(txn, epoch, place_id, place, now, line) for place_id, place in places]
         plans = [key for key, _ in txn.scan(t.CHECKPOINT_PLAN)]
         origins = {key[0] for key in plans} | {NAMESPACES}
@@ -111,6 +117,9 @@ def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
     ancestors = {(objects_url, prefix) for prefix in line}
     former = {(objects_url, "")} if space.legacy or not space.owner_epoch else set()
     for _, row in txn.scan(t.REMOTE_NAMESPACE):
+        if row.name:  # streams and backups of key-value databases: their rows name the place, not an epoch of it
+            current.add((row.url, kv_backups_prefix(txn.store_id())))
+            ancestors |= {(row.url, prefix) for prefix in line}
         place = (row.url or objects_url, row.prefix.removesuffix("/"))
         if not row.owner_epoch:
             former.add(place)

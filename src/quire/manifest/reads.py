@@ -312,12 +312,35 @@ class ReadTxn:
             raise UnknownNamespace("no remote namespace has this id", namespace_id=place_id)
         return place_id, place
 
-    def object_prefixes(self) -> tuple[str, ...]:
-        """Below which prefixes of its own object store this store may have objects: the current epoch's, those before it."""
+    def object_prefixes(self, namespace_id: int = 0) -> tuple[str, ...]:
+        """Below which prefixes of a place this store may have objects: the current epoch's, those before it.
+
+        Only in its own place, namespace 0, an older store has some below no prefix.
+        """
         _, space = self.current_namespace()
         epochs = (space.owner_epoch, *reversed(space.ancestors)) if space.owner_epoch else ()
         prefixes = tuple(epoch_prefix(self.store_id(), epoch) for epoch in epochs)
+        if namespace_id:
+            return prefixes or (epoch_prefix(self.store_id(), 1),)
         return (*prefixes, "") if space.legacy or not epochs else prefixes
+
+    def place_of(self, db_id: int, objects_url: str) -> tuple[int, str]:
+        """(namespace id, URL) of the place where a stream or key-value database has all its objects, below `object_prefixes`.
+
+        The store's own, `objects_url`, is namespace 0, which has no row.
+        """
+        record = self.database(db_id)
+        if record is None or not record.namespace_id:
+            return 0, objects_url
+        row = self.namespace(record.namespace_id)
+        if row is None:
+            raise UnknownNamespace("no remote namespace has this id", namespace_id=record.namespace_id)
+        place_id, place = (
+            (row.place_id, self.namespace(row.place_id)) if row.owner_epoch else (record.namespace_id, row)
+        )
+        if place is None or not place.name:
+            return 0, objects_url  # from before namespaces had names: then only pages went there
+        return place_id, place.url
 
     def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
         """A snapshot by id."""

@@ -38,7 +38,7 @@ from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.lineage import grow
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
+from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
 
 if TYPE_CHECKING:
     from quire.manifest.differences import SnapshotDiff, View
@@ -65,6 +65,14 @@ class Anchor(msgspec.Struct, frozen=True):
     size_pages: int = 0
     pins: tuple[Pin, ...] = ()
     time_ms: int = 0
+
+
+class ForkOptions(msgspec.Struct, frozen=True):
+    """What a fork has of its own from the beginning."""
+
+    tags: dict[str, str] = {}
+    compression: Compression | None = None
+    """`None`: that of its source."""
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -192,12 +200,27 @@ class Snapshots:
                     found.update(pin.origin_db_id for pin in record.pins)
         return found
 
-    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, anchor: Anchor | None = None) -> int:
-        """A new database that begins as `db` is now, or was at snapshot `at`; its id. Shares everything until it diverges."""
+    def fork(
+        self,
+        db: int | str,
+        new_name: str,
+        *,
+        at: int | str | None = None,
+        anchor: Anchor | None = None,
+        options: ForkOptions | None = None,
+    ) -> int:
+        """A new database that begins as `db` is now, or was at snapshot `at`; its id. Shares everything until it diverges.
+
+        It has the tags of `db`, and those of `options` beside or instead.
+        """
         from quire.manifest.ops.base import Counter
+        from quire.manifest.ops.databases import SetDbOptions
         from quire.manifest.ops.snapshots import ForkDb
 
-        source = self._db(db)
+        source, options = self._db(db), options or ForkOptions()
+        with self._manifest.read() as txn:
+            record = txn.database(source)
+        tags = {**(record.tags if record is not None else {}), **options.tags}
         snapshot_id = self.get(source, at).snapshot_id if at is not None else LIVE
         if snapshot_id and anchor is not None:
             raise InvalidInput("a fork begins at a snapshot or at an anchor, not both", snapshot=at)
@@ -214,8 +237,10 @@ class Snapshots:
                 taken.size_pages,
                 list(taken.pins),
             )
+            is_plain = not tags and options.compression is None
+            own = [] if is_plain else [SetDbOptions(db_id, tags or None, options.compression)]
             try:
-                self._manifest.submit([op]).result()
+                self._manifest.submit([op, *own]).result()
             except _OVERTAKEN:
                 if anchor is not None:
                     raise

@@ -383,11 +383,11 @@ class ManifestStore:
         drops: list[Op] = [DropSnapshot(db_id, snapshot_id) for snapshot_id in held]
         return self.submit([*drops, DropDb(db_id), *self.jobs.deletions(origins)])
 
-    def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "") -> int:
-        """Register a bucket and prefix; its id."""
+    def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "", name: str = "") -> int:
+        """Register a bucket and prefix; its id. With a name it stays until it is dropped."""
         from quire.manifest import namespaces
 
-        record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms())
+        record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms(), name=name)
         return namespaces.put_namespace(self, t.REMOTE_NAMESPACE.codec.checked(record))
 
     def begin_owner_epoch(self, at_least: int = 1) -> int:

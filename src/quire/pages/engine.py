@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from quire.core.clock import Clock
@@ -31,7 +32,7 @@ from quire.core.events import emit
 from quire.core.ids import ArtifactKey
 from quire.core.settings import PagesSettings
 from quire.durable.files import Disk
-from quire.manifest.snapshots import Anchor, SnapshotInfo
+from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 from quire.pages.anchoring import anchored
@@ -291,9 +292,11 @@ class PageEngine:
             lambda db_id, anchor: publish(db_id, name, anchor=anchor, tags=tags, expires_at_ms=expires_at_ms),
         )
 
-    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+    def fork(
+        self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
+    ) -> int:
         """A new database that begins as `db` is now, or was at the snapshot `at`; its id. Shares everything with it."""
-        fork = self._manifest.snapshots.fork
+        fork = partial(self._manifest.snapshots.fork, options=options)
         if at is not None:
             return fork(db, new_name, at=at)
         return self._anchored(db, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))

@@ -40,9 +40,8 @@ from quire.core.errors import (
     TimedOut,
 )
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Component
-from quire.manifest.records import DbStatus
 from quire.manifest.store import ManifestStore
+from quire.manifest.writability import Writability
 from quire.pages.cache import RESOLVED_MAX
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
 from quire.pages.publication import Mark
@@ -57,8 +56,6 @@ from quire.pages.versions import InChain, Known, Versions
 from quire.pages.view import SnapshotView, ViewReader
 from quire.pages.view_build import view_of
 from quire.pages.wal import Wal
-
-_DATABASES = int(Component.DATABASE)
 
 UNPUBLISHED_MAX = 36 << 20
 """Two segments and a step (P6): beyond it `begin` publishes before it lets a writer in."""
@@ -96,7 +93,6 @@ class PageStore:
         self.readers = readers
         self.sources = sources
         self._manifest = manifest
-        self._marks = manifest.writer
         self._begin_read = manifest.read
         self._clock = clock
         self._regions = regions
@@ -121,8 +117,7 @@ class PageStore:
         """The thread that holds it, for messages."""
         # caches
         self._resolved = sources.cache.resolved(db_id)
-        self._active_at = -1
-        """The generation of databases at which this one was last seen to take writes."""
+        self._writable = Writability(manifest, db_id)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, timeout: float = 30.0) -> WriteTxn:
@@ -132,8 +127,7 @@ class PageStore:
         try:
             self._writer = get_ident()
             wal = self.wal
-            if self._active_at != self._marks.generations.get(_DATABASES, 0):
-                self._require_writable()
+            self._writable.require()
             if wal.failure is not None:
                 wal.require()
             if wal.unpublished_bytes > UNPUBLISHED_MAX:
@@ -141,7 +135,7 @@ class PageStore:
                 wal.publish()
             if wal.appended_bytes >= self.room_until:
                 self._wait_for_room(self, timeout)
-            return WriteTxn(wal, self, self._require_writable, self._write_lock.release, self._spill_pages)
+            return WriteTxn(wal, self, self._writable.require, self._write_lock.release, self._spill_pages)
         except BaseException:
             self._write_lock.release()
             raise
@@ -162,27 +156,11 @@ class PageStore:
             )
         return max(timeout - (self._clock.monotonic() - started), 0.0)
 
-    def _require_writable(self) -> None:
-        """The database takes writes; asked of the manifest only when something has happened to some database."""
-        generation = self._marks.generations.get(_DATABASES, 0)
-        if self._active_at == generation:
-            return
-        with self._manifest.read() as txn:
-            record = txn.database(self.db_id)
-        status = DbStatus.TOMBSTONED if record is None else record.status
-        if status is DbStatus.ACTIVE:
-            self._active_at = generation
-            return
-        if status is DbStatus.READ_ONLY:
-            raise ReadOnly("the database is open for reading only", hint="set its status to ACTIVE", db_id=self.db_id)
-        if status is DbStatus.TOMBSTONED:
-            raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=self.db_id)
-
     @property
     def is_dropped(self) -> bool:
         """Whether the manifest says that the database is gone."""
         try:
-            self._require_writable()
+            self._writable.require()
         except DatabaseTombstoned:
             return True
         except ReadOnly:

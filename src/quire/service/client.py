@@ -122,10 +122,12 @@ class Client:
         return _connect_again, (channel.uri, channel.token_file, channel.tls_ca_file, channel.call_seconds)
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def create(self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None) -> DatabaseInfo:
+    def create(
+        self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
+    ) -> DatabaseInfo:
         """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
         told = kind.name.lower() if isinstance(kind, DbKind) else kind
-        made: DatabaseInfo = self._channel.call("create", m.Create(name, told, tags or {}))
+        made: DatabaseInfo = self._channel.call("create", m.Create(name, told, tags or {}, namespace))
         return made
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
@@ -169,10 +171,28 @@ class Client:
         dropped: SnapshotInfo = self._channel.call("snapshot.drop", m.OfSnapshot(db, snapshot))
         return dropped
 
-    def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
+    def fork(
+        self,
+        name: str,
+        new_name: str,
+        *,
+        at: int | str | None = None,
+        tags: dict[str, str] | None = None,
+        compression: str = "",
+    ) -> DatabaseInfo:
         """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
-        made: DatabaseInfo = self._channel.call("fork", m.Fork(name, new_name, at))
+        made: DatabaseInfo = self._channel.call("fork", m.Fork(name, new_name, at, tags or {}, compression))
         return made
+
+    def set_status(self, name: str, status: str) -> DatabaseInfo:
+        """Make a database "read_only", so that every write is refused, or "active" again."""
+        changed: DatabaseInfo = self._channel.call("status", m.SetStatus(name, status))
+        return changed
+
+    def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
+        """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
+        changed: DatabaseInfo = self._channel.call("options", m.SetOptions(name, tags, compression))
+        return changed
 
     def view(self, db: int | str, snapshot: int | str, *, upload: bool = False, timeout: float = 600.0) -> SnapshotView:
         """A snapshot as a value that is read without the owner (P16); `upload` for readers that share no disk with it."""

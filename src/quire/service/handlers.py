@@ -118,7 +118,7 @@ class Handlers:
 
     def do_create(self, request: m.Create, asked: Asked) -> Any:
         def do() -> Any:
-            return self._store.create(request.name, request.kind, tags=request.tags)
+            return self._store.create(request.name, request.kind, tags=request.tags, namespace=request.namespace)
 
         return once(self._manifest, asked.key, "create", (RegisterDb,), _db_id, do, self._by_id)
 
@@ -130,9 +130,17 @@ class Handlers:
 
     def do_fork(self, request: m.Fork, asked: Asked) -> Any:
         def do() -> Any:
-            return self._store.fork(request.name, request.new_name, at=request.at)
+            return self._store.fork(
+                request.name, request.new_name, at=request.at, tags=request.tags, compression=request.compression
+            )
 
         return once(self._manifest, asked.key, "fork", (ForkDb,), _db_id, do, self._by_id)
+
+    def do_status(self, request: m.SetStatus, _: Asked) -> Any:
+        return self._store.set_status(request.name, request.status)
+
+    def do_options(self, request: m.SetOptions, _: Asked) -> Any:
+        return self._store.set_options(request.name, tags=request.tags, compression=request.compression)
 
     def do_drop(self, request: m.Drop, asked: Asked) -> Any:
         found: list[Any] = []

@@ -28,13 +28,14 @@ class StreamHandlers:
 
         if request.upload and asked.role != Access.ADMIN.value:
             raise AccessDenied("to upload needs the admin token", hint="ask without upload")
+        stream = self._store.stream(request.name)
         return share(
-            self._store.stream(request.name),
+            stream,
             request.start,
             request.stop,
             upload=request.upload,
             store_id=self._store.manifest.feed.store_id(),
-            objects_url=self._store.objects_url,
+            objects_url=self._store.place_url(request.name),
         )
 
     def do_stream_wait(self, request: m.WaitForRecord, asked: Asked) -> int:

@@ -58,6 +58,7 @@ class Create(Request, frozen=True):
     name: str
     kind: str
     tags: Tags = msgspec.field(default_factory=dict)
+    namespace: str = ""
 
 
 class Drop(Request, frozen=True):
@@ -80,6 +81,19 @@ class Fork(Request, frozen=True):
     name: str
     new_name: str
     at: int | str | None = None
+    tags: Tags = msgspec.field(default_factory=dict)
+    compression: str = ""
+
+
+class SetStatus(Request, frozen=True):
+    name: str
+    status: str
+
+
+class SetOptions(Request, frozen=True):
+    name: str
+    tags: Tags | None = None
+    compression: str = ""
 
 
 class Snapshots(Request, frozen=True):
@@ -346,6 +360,8 @@ ACTIONS: dict[str, Action] = {
         _once("create", Create, DatabaseInfo),
         _once("drop", Drop, DatabaseInfo),
         _once("rename", Rename, DatabaseInfo),
+        Action("status", SetStatus, DatabaseInfo),
+        Action("options", SetOptions, DatabaseInfo),
         _once("fork", Fork, DatabaseInfo),
         _once("snapshot.create", MakeSnapshot, SnapshotInfo),
         _once("snapshot.drop", OfSnapshot, SnapshotInfo),

@@ -41,6 +41,7 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent: str
     tags: dict[str, str]
     follows: str = ""
+    namespace: str = ""
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 from collections import Counter as Tally
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from quire.core.errors import UnknownDatabase
+from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
@@ -25,13 +26,15 @@ from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbKind, DbRecord, DbStatus, WalState
+from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.store import layout
 from quire.store.object_place import state_beside
 
 if TYPE_CHECKING:
     from quire.objects.owner_record import OwnerState
+
+E = TypeVar("E", bound=Enum)
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,8 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     tags: dict[str, str]
     follows: str = ""
     """The SQLite file that the owner follows into it, if there is one."""
+    namespace: str = ""
+    """Where its objects go; empty for the store's own object store."""
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +170,13 @@ def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
         parent=parent.name if parent is not None and parent.status is not DbStatus.TOMBSTONED else "",
         tags=dict(record.tags),
         follows=followed.path if followed is not None else "",
+        namespace=_namespace(txn, record),
     )
+
+
+def _namespace(txn: ReadTxn, record: DbRecord) -> str:
+    row = txn.namespace(record.namespace_id) if record.namespace_id else None
+    return "" if row is None else row.name or str(record.namespace_id)
 
 
 def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
@@ -310,3 +321,26 @@ def has_open_segment(txn: ReadTxn, db_id: int) -> bool:
     if record is None or record.kind is not DbKind.PAGES:
         return False
     return any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, db_id))
+
+
+# ── words of people ───────────────────────────────────────────────────────────────────────────────────────────────────
+def kind_named(name: str) -> DbKind:
+    """The kind of databases that a word stands for."""
+    return _named(DbKind, name, "kind of database", "pages (SQLite), stream, lsm (key-value)")
+
+
+def status_named(name: str) -> DbStatus:
+    """The status that a word stands for."""
+    return _named(DbStatus, name, "status", "active, read_only")
+
+
+def compression_named(name: str) -> Compression:
+    """The compression that a word stands for."""
+    return _named(Compression, name, "compression", "none, zstd")
+
+
+def _named(kind: type[E], name: str, what: str, names: str) -> E:
+    known = {member.name.lower(): member for member in kind}
+    if name not in known:
+        raise InvalidInput(f"there is no such {what}", hint=f"one of: {names}", name=name)
+    return known[name]

@@ -25,9 +25,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
-from quire.manifest.records import DbKind
+from quire.manifest.records import DbKind, DbStatus
+from quire.manifest.snapshots import ForkOptions
 from quire.store import layout, object_place
-from quire.store.info import DatabaseInfo, StoreInfo, database_info, has_open_segment, live_databases, store_info
+from quire.store.info import (
+    DatabaseInfo,
+    StoreInfo,
+    compression_named,
+    database_info,
+    has_open_segment,
+    kind_named,
+    live_databases,
+    status_named,
+    store_info,
+)
 
 if TYPE_CHECKING:
     from quire.durable.files import Disk
@@ -51,6 +62,7 @@ if TYPE_CHECKING:
     from quire.sqlite.connect import At, Connection
     from quire.sqlite.followers import FileFollowers
     from quire.store.heavy import Heavy
+    from quire.store.namespaces import Namespaces
     from quire.store.object_rights import ObjectRights
     from quire.store.rooms import Rooms
     from quire.stream.engine import StreamEngine
@@ -136,6 +148,22 @@ class Store:
         """The object store, opened now if it was not."""
         return self._need_rooms().stores(self.objects_url)
 
+    def place_url(self, name: str) -> str:
+        """Where all objects of a stream or key-value database are: its namespace, or the store's own object store."""
+        with self.manifest.read() as txn:
+            return txn.place_of(txn.database_id(name), self.objects_url)[1]
+
+    def place_of(self, name: str) -> ObjectStore:
+        """The object store at that place."""
+        return self._need_rooms().stores(self.place_url(name))
+
+    @property
+    def namespaces(self) -> Namespaces:
+        """Places beside the store's own object store, for the objects of some databases."""
+        from quire.store.namespaces import Namespaces
+
+        return Namespaces(self)
+
     @property
     def rights(self) -> ObjectRights:
         """Whether this store may put and delete objects: its owner epoch and session."""
@@ -146,9 +174,9 @@ class Store:
         """The store, as a job sees it."""
         return self._need_rooms().context
 
-    def delete_objects(self, keys: Iterable[str]) -> None:
-        """Remove objects of this store by their names; a foreign one is refused (A3)."""
-        self._need_rooms().collector.delete(self.objects_url, keys)
+    def delete_objects(self, keys: Iterable[str], *, url: str = "") -> None:
+        """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3)."""
+        self._need_rooms().collector.delete(url or self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:
@@ -262,10 +290,16 @@ class Store:
         return self.upkeep.run_once()
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def create(self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None) -> DatabaseInfo:
-        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
-        kind = kind if isinstance(kind, DbKind) else _kind_named(kind)
-        db_id = self.manifest.register_db(name, kind, tags=tags)
+    def create(
+        self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
+    ) -> DatabaseInfo:
+        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it.
+
+        All its objects go to `namespace`, if one is given, instead of the store's own object store.
+        """
+        kind = kind if isinstance(kind, DbKind) else kind_named(kind)
+        namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
+        db_id = self.manifest.register_db(name, kind, tags=tags, namespace_id=namespace_id)
         return self._info_of(db_id)
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
@@ -281,6 +315,23 @@ class Store:
         self.manifest.rename_db(self.database(old).db_id, new).result()
         return self.database(new)
 
+    def set_status(self, name: str, status: DbStatus | str) -> DatabaseInfo:
+        """Make a database "read_only", so that every write is refused, or "active" again. Upkeep goes on in both."""
+        status = status if isinstance(status, DbStatus) else status_named(status)
+        if status is DbStatus.TOMBSTONED:
+            raise InvalidInput("a database is not dropped by its status", hint="use `drop`", name=name)
+        db_id = self.database(name).db_id
+        self.manifest.update_db_status(db_id, status).result()
+        return self._info_of(db_id)
+
+    def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
+        """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
+        from quire.manifest.ops.databases import SetDbOptions
+
+        chosen = compression_named(compression) if compression else None
+        self.manifest.submit([SetDbOptions(self.database(name).db_id, tags, chosen)]).result()
+        return self.database(name)
+
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
@@ -291,14 +342,27 @@ class Store:
             return self.pages.snapshot(db_id, snapshot, tags=tags)
         return self.manifest.snapshots.publish(db_id, snapshot, tags=tags)
 
-    def fork(self, name: str, new_name: str, *, at: int | str | None = None) -> DatabaseInfo:
-        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
+    def fork(
+        self,
+        name: str,
+        new_name: str,
+        *,
+        at: int | str | None = None,
+        tags: dict[str, str] | None = None,
+        compression: str = "",
+    ) -> DatabaseInfo:
+        """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed.
+
+        It has that one's namespace, compression and tags; `tags` come beside those, `compression` (none or zstd) is for what is
+        checkpointed from now on.
+        """
+        options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
         if (kind := self.database(name).kind) is not DbKind.PAGES:
-            return self._info_of(self._need_rooms().engine_of(kind).fork(name, new_name, at=at))
+            return self._info_of(self._need_rooms().engine_of(kind).fork(name, new_name, at=at, options=options))
         source, in_segment = self._look(name)
         if at is None and in_segment:
-            return self._info_of(self.pages.fork(source, new_name))
-        return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at))
+            return self._info_of(self.pages.fork(source, new_name, options=options))
+        return self._info_of(self.manifest.snapshots.fork(source, new_name, at=at, options=options))
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
         """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""
@@ -418,11 +482,3 @@ class Store:
         if self.mode == "rw":
             return self.rights.state
         return object_place.state_beside(txn, self._disk, self.path, self.settings.object_store)
-
-
-def _kind_named(name: str) -> DbKind:
-    kinds = {kind.name.lower(): kind for kind in DbKind}
-    if name not in kinds:
-        hint = "kinds: pages (SQLite), stream, lsm (key-value)"
-        raise InvalidInput("there is no such kind of database", hint=hint, kind=name)
-    return kinds[name]

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -50,9 +51,9 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
+from quire.manifest.writability import Writability
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.mlog_log import Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_tier2 import LogObjects
@@ -77,8 +78,9 @@ class StreamEngine:
         root: str,
         disk: Disk,
         clock: Clock,
-        store: Callable[[], ObjectStore],
-        collect: Collect,
+        objects_url: str,
+        open_store: Callable[[str], ObjectStore],
+        collect: Callable[[str, Iterable[str]], None],
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
         background: bool = True,
@@ -90,9 +92,10 @@ class StreamEngine:
         self._root = root
         self._disk = disk
         self._clock = clock
-        self._store = store
-        self.collect = collect
-        """Has objects of streams and their logs deleted (A3)."""
+        self._objects_url = objects_url
+        self._open_store = open_store
+        self._collect = collect
+        """Has objects of streams and their logs deleted (A3), by the URL of their place."""
         self._settings = settings
         stored = load_mode(disk, root)
         self._log_settings = log_settings if stored is None else replace(log_settings, mode=stored)
@@ -135,13 +138,14 @@ class StreamEngine:
             return stream
 
     def _recover(self, stream_id: int) -> Stream:
-        return Stream.open(
+        url = self.objects_url(stream_id)
+        stream = Stream.open(
             stream_id=stream_id,
             root=self._root,
             disk=self._disk,
             manifest=self._manifest,
-            store=self._store,
-            collect=self.collect,
+            store=partial(self._open_store, url),
+            collect=partial(self._collect, url),
             clock=self._clock,
             settings=self._settings,
             log_settings=self._log_settings,
@@ -149,6 +153,17 @@ class StreamEngine:
             background=self._background,
             store_locked=self._store_locked,
         )
+        stream.hot.refuse_by(Writability(self._manifest, stream_id).require)
+        return stream
+
+    def objects_url(self, stream_id: int) -> str:
+        """Where a stream's objects and those of its log are: its namespace, or the store's own object store."""
+        with self._manifest.read() as txn:
+            return txn.place_of(stream_id, self._objects_url)[1]
+
+    def collect_of(self, stream_id: int, keys: Iterable[str]) -> None:
+        """Have objects of a stream deleted."""
+        self._collect(self.objects_url(stream_id), keys)
 
     def repair(self, db: int | str, *, apply: bool = False) -> Survey:
         """See what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
@@ -166,9 +181,8 @@ class StreamEngine:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
             projection = Projection(self._manifest, files)
-            objects = LogObjects(
-                self._store(), stream_id, projection.prefixes(), projection.store_id(), begins_of(files)
-            )
+            store = self._open_store(self.objects_url(stream_id))
+            objects = LogObjects(store, stream_id, projection.prefixes(), projection.store_id(), begins_of(files))
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:
@@ -210,10 +224,10 @@ class StreamEngine:
             stream.ledger.project_now()
             return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
-    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
+    def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
         """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""
         hint = "append `read_batches()` of it to a new stream"
-        raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at)
+        raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at, options=options)
 
     def figures(self) -> list[LogFigures]:
         """The figures of the manifest logs of open streams, by the design document's names."""
@@ -306,15 +320,25 @@ class StreamEngine:
         if stream is not None:
             stream.abandon()
         try:
-            store = self._store()
-            with self._manifest.read() as txn:
-                logs = [f"{prefix}/{log_prefix(stream_id)}".lstrip("/") for prefix in txn.object_prefixes()]
-            self.collect([each.key for log in logs for each in list_objects(store, log)])
+            for url, prefixes in self._log_places(stream_id):
+                store = self._open_store(url)
+                logs = [f"{prefix}/{log_prefix(stream_id)}".lstrip("/") for prefix in prefixes]
+                self._collect(url, [info.key for log in logs for info in list_objects(store, log)])
             remove_tree(self._disk, os.path.join(self._root, stream_home(stream_id)))
         except (Unavailable, StorageFault, ForeignObject) as error:  # the next sweep tries again
             emit("warning", "stream.sweep_failed", stream=stream_id, error=str(error))
             return False
         return True
+
+    def _log_places(self, stream_id: int) -> list[tuple[str, tuple[str, ...]]]:
+        """(URL, prefixes) of where a stream's log may have objects: everywhere, if its row is gone and says no more."""
+        with self._manifest.read() as txn:
+            place_id, url = txn.place_of(stream_id, self._objects_url)
+            places = [(url, txn.object_prefixes(place_id))]
+            if txn.database(stream_id) is None:
+                named = [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.name]
+                places += [(row.url, txn.object_prefixes(number)) for number, row in named]
+        return places
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close_stream(self, db: int | str) -> None:

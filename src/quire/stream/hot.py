@@ -100,6 +100,10 @@ class HotLog:
         pending = self._pending = Pending(self, settings, next_record=next_record, asked=asked, relieve=self._relieve)
         self.append, self.told = pending.append, pending.told
 
+    def refuse_by(self, require_writable: Callable[[], None]) -> None:
+        """Have every append ask this first, which raises if the stream takes no writes."""
+        self._pending.require_writable = require_writable
+
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _relieve(self, turn: Turn, first: int, count: int) -> None:
         """Too much is pending: the appending thread writes it, and what is wrong with the disk is told here."""

@@ -104,6 +104,8 @@ class Pending:
         self._asked = asked
         self._relieve = relieve
         """Writes what is pending, because it is too much; raises if that of (turn, first, count) was refused."""
+        self.require_writable: Callable[[], None] = lambda: None
+        """Raises if the stream takes no writes; set by the engine."""
         # guarded by _lock
         self._lock = threading.Lock()
         self.next_record = next_record
@@ -118,6 +120,7 @@ class Pending:
 
     def append(self, records: Records) -> Appended:
         """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns."""
+        self.require_writable()
         if type(records) is bytes and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run

@@ -49,12 +49,14 @@ class Projection:
         self._manifest = manifest
         self._files = files
         self._stream_id = files.stream_id
+        with manifest.read() as txn:
+            self._place_id, _ = txn.place_of(files.stream_id, "")
 
     def prefixes(self) -> tuple[str, ...]:
         """Below which prefixes the stream's objects are, that of new ones first: the current owner epoch's (A1)."""
         self._manifest.ensure_owner_epoch()
         with self._manifest.read() as txn:
-            return txn.object_prefixes()
+            return txn.object_prefixes(self._place_id)
 
     def store_id(self) -> str:
         """The store's, which the chunks of the manifest log carry."""
@@ -115,7 +117,7 @@ class Projection:
             ops.append(
                 UpdateArtifact(
                     self._stream_id, ArtifactKind.WAL, segment_id, 0, residency=residency, suffix=suffix,
-                    uploaded_at_ms=now,
+                    uploaded_at_ms=now, namespace_id=self._place_id if suffix else 0,
                 )
             )  # fmt: skip
         return ops
@@ -126,7 +128,7 @@ class Projection:
         ops: list[Op] = []
         if (row.residency, row.suffix) != (Residency.LOCAL, "") and row.state is not WalState.TRUNCATED:
             where = (self._stream_id, ArtifactKind.WAL, segment_id, 0)  # the log has deleted it: nobody else is to try
-            ops.append(UpdateArtifact(*where, residency=Residency.LOCAL, suffix=""))
+            ops.append(UpdateArtifact(*where, residency=Residency.LOCAL, suffix="", namespace_id=0))
         steps = _ORDER[_ORDER.index(row.state) + 1 :]
         return ops + [MoveWalState(self._stream_id, segment_id, state) for state in steps]
 

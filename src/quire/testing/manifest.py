@@ -53,10 +53,11 @@ from quire.manifest.ops.databases import (
     RemoveDb,
     RenameDb,
     ReserveGeneration,
+    SetDbOptions,
     SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import FollowSqliteFile, PutReader, RecordMetric, SetFloor, SetObjectPlace
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
@@ -219,6 +220,12 @@ class BatchMaker:
         return [RegisterDb(self._next(txn, Counter.DB), record)]
 
     def rename(self, txn: ReadTxn) -> list[Op]:
+        if self._chance(3):
+            return [
+                SetDbOptions(
+                    self._db(txn), self.rng.choice([None, {}, {"a": "b"}]), self._any([None, r.Compression.NONE])
+                )
+            ]
         return [RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
 
     def status(self, txn: ReadTxn) -> list[Op]:
@@ -248,7 +255,11 @@ class BatchMaker:
         number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
         if self._chance(3):
             return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
-        return [PutNamespace(number, NamespaceRecord("memory://", self.rng.choice("ab")))]
+        if self._chance(3):
+            places = [key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.owner_epoch]
+            return [DropNamespace(self._any(places) or number)]
+        name = self.rng.choice(["", "", f"place-{number}"])
+        return [PutNamespace(number, NamespaceRecord(f"memory://{name}", self.rng.choice("ab"), name=name))]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:

@@ -59,7 +59,8 @@ def bundle_job(
             first = _note(total, tasks[answer.key].stream_id, answer.error, first)
         else:
             found.append(answer.result())
-    wanted = [MakeTask(ctx.objects_url, each) for looked in found for each in looked.due]
+    urls = {task.stream_id: task.url for task in tasks}
+    wanted = [MakeTask(urls[looked.stream_id], due) for looked in found for due in looked.due]
     results = [BundleResult(task=each, key="", record_count=0, size_bytes=0) for it in found for each in it.left_over]
     runner = runners.choose(given["runner"], sum(each.size_bytes for each in found), threads)
     if wanted:

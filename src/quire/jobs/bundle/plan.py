@@ -23,13 +23,14 @@ def looks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> l
     found = []
     for stream_id, record in txn.databases():
         if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED and db_id in (0, stream_id):
+            place_id, url = txn.place_of(stream_id, ctx.objects_url)
             found.append(
                 LookTask(
                     stream_id=stream_id,
-                    url=ctx.objects_url,
+                    url=url,
                     now_ms=now,
                     period_seconds=period_seconds,
-                    prefixes=txn.object_prefixes()[:1],
+                    prefixes=txn.object_prefixes(place_id)[:1],
                 )
             )
     if db_id and not found:

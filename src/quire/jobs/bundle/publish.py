@@ -31,7 +31,7 @@ def retire(engine: StreamEngine, result: BundleResult) -> int:
     if is_open:
         stream.ledger.log.tick()
         return len(keys)
-    engine.collect(keys)
+    engine.collect_of(stream_id, keys)
     hit("jobs.bundle.deleted")
     with engine.borrowed(stream_id) as (stream, is_open):
         if is_open:

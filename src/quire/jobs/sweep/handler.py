@@ -151,7 +151,7 @@ def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
     """Look missing objects up once more, and report those that are still missing (rule 6)."""
     ctx, total = sweep.ctx, sweep.total
     with ctx.manifest.read() as txn:
-        places = still_promised(ctx, txn, missing, wave.namespaces, wave.space[1], wave.since, wave.next)
+        places = still_promised(ctx, txn, missing, wave.namespaces, wave.space, wave.since, wave.next)
         for place in _not_there(ctx, places):
             total["lost"] += 1
             if len(total["missing"]) < LISTED_MAX:

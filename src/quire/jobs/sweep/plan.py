@@ -87,6 +87,9 @@ def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()
     for (number,), space in txn.scan(t.REMOTE_NAMESPACE):
+        if space.name:  # a stream's rows name the place, whatever epoch its objects are of
+            for prefix in txn.object_prefixes(number):
+                found.setdefault((space.url, prefix), set())
         if space.owner_epoch or is_old:  # else nothing is in a place itself, only below it
             found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
     if is_old:
@@ -115,7 +118,7 @@ def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iter
         known, start = array("Q"), border
         return made
 
-    for key, name in _names(txn, namespaces, prefix, row):
+    for key, name in _names(txn, namespaces, space, row):
         place = key.origin_db_id, key.id
         while place[0] >= first + RANGE_DATABASES:
             first += RANGE_DATABASES
@@ -140,19 +143,22 @@ def _under(prefix: str, name: str) -> str:
 
 
 def _names(
-    txn: ReadTxn, namespaces: Set[int], prefix: str, row: tuple[int, int] = (0, 0)
+    txn: ReadTxn, namespaces: Set[int], space: Space, row: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[ArtifactKey, str]]:
     """(artifact, name) of every object that a row promises in these namespaces, in the order of (origin, id), from one on."""
     if row >= END:
         return
+    url, prefix = space
+    places = (key[0] for key, place in txn.scan(t.REMOTE_NAMESPACE) if place.name and place.url == url)
+    place_id = next(places, 0)
     every = merge(
         _chunks(txn, row), _deltas(txn, row), _segments(txn, row), key=lambda item: (item[0].origin_db_id, item[0].id)
     )
     for key, record in every:
         if record.residency is Residency.LOCAL:
             continue
-        if record.namespace_id == 0 and parse_epoch_key(record.suffix) is not None:
-            if prefix and record.suffix.startswith(f"{prefix}/"):
+        if parse_epoch_key(record.suffix) is not None:
+            if record.namespace_id == place_id and prefix and record.suffix.startswith(f"{prefix}/"):
                 yield key, record.suffix  # a stream's: its log has whole keys
         elif record.namespace_id in namespaces:
             yield key, _under(prefix, record.suffix or object_key(key))
@@ -199,7 +205,7 @@ def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
 
 
 def still_promised(
-    ctx: JobContext, txn: ReadTxn, missing: Hashes, namespaces: Set[int], prefix: str, since: Mark, until: Mark | None
+    ctx: JobContext, txn: ReadTxn, missing: Hashes, namespaces: Set[int], space: Space, since: Mark, until: Mark | None
 ) -> Iterator[Place]:
     """Where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
 
@@ -210,7 +216,7 @@ def still_promised(
     if not len(missing):
         return
     end = until.row if until is not None else END
-    names = takewhile(lambda item: (item[0].origin_db_id, item[0].id) < end, _names(txn, namespaces, prefix, since.row))
+    names = takewhile(lambda item: (item[0].origin_db_id, item[0].id) < end, _names(txn, namespaces, space, since.row))
     while step := list(islice(names, LOOKED_UP)):
         hashes = np.array([name_hash(name) for _, name in step], np.uint64)
         places = np.minimum(np.searchsorted(missing, hashes), len(missing) - 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.core.events import emit
 from quire.durable.names import Tier, WalSegmentFile, stream_dir
@@ -155,23 +155,23 @@ def _key_values(ctx: JobContext, counts: Counts) -> Iterator[StoredFile]:
 
 
 def _backups(ctx: JobContext) -> Iterator[StoredFile]:
-    """Tables that lists of backups in the store's own object store name."""
+    """Tables that lists of backups name, in the store's own object store and in namespaces."""
     with ctx.manifest.read() as txn:
         if not any(True for _ in _live(txn, DbKind.LSM)):
             return
         homes = (kv_backups_prefix(txn.store_id()), "kv")
+        urls = [ctx.objects_url, *(row.url for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.holds_itself)]
     from quire.lsm.backup import backups, labels, read_backup  # Arrow with it
 
-    store = ctx.open_store(ctx.objects_url)
-    seen: set[str] = set()
-    for home, label in [(place, name) for place in homes for name in labels(store, place)]:
-        for lsn in backups(store, label, home):
-            for table in read_backup(store, label, lsn, home).tables:
-                if table.key not in seen:
-                    seen.add(table.key)
-                    yield StoredFile(
-                        kind=FileKind.KV_BACKUP, path=table.key, size_bytes=table.size_bytes, sha256=table.sha256
-                    )
+    for url in urls:
+        store, seen = ctx.open_store(url), set[str]()
+        for home, label in [(place, name) for place in homes for name in labels(store, place)]:
+            for lsn in backups(store, label, home):
+                for table in read_backup(store, label, lsn, home).tables:
+                    if table.key not in seen:
+                        seen.add(table.key)
+                        facts = StoredFile(kind=FileKind.KV_BACKUP, path=table.key, size_bytes=table.size_bytes)
+                        yield replace(facts, sha256=table.sha256, url=url)
 
 
 def _live(txn: ReadTxn, kind: DbKind) -> Iterator[int]:

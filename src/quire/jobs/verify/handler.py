@@ -105,9 +105,9 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
             LogTask(
                 stream_id=db_id,
                 root=ctx.root,
-                url=ctx.objects_url,
+                url=txn.place_of(db_id, ctx.objects_url)[1],
                 witness=witness_in(txn, db_id),
-                prefixes=txn.object_prefixes(),
+                prefixes=txn.object_prefixes(txn.place_of(db_id, "")[0]),
                 store_id=txn.store_id(),
             )
             for db_id, record in txn.databases()

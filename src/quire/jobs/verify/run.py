@@ -188,6 +188,8 @@ class StoredFile:
     size_bytes: int = 0
     sha256: str = ""
     """Of an object, as its list has it."""
+    url: str = ""
+    """Of the object store that a backup is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ def check_files(task: FilesTask, tools: Tools) -> list[FileFinding]:
 def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
     try:
         if file.kind is FileKind.KV_BACKUP:
-            data = tools.open_store(url).get(file.path)
+            data = tools.open_store(file.url or url).get(file.path)
             is_same = len(data) == file.size_bytes and sha256(data).hex() == file.sha256
             return [] if is_same else ["the object is not what was backed up"]
         if file.kind is FileKind.KV_TABLE:

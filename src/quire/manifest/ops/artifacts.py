@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, InvalidInput, UnknownArtifact
+from quire.core.errors import AlreadyExists, InvalidInput, NameTaken, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
 from quire.manifest.namespace_records import NamespaceRecord
@@ -244,7 +244,23 @@ class PutNamespace(Op, frozen=True, tag=23):
         before = tables.remote_namespace.get(key)
         if before is not None and before != self.record:
             raise AlreadyExists("a namespace of this id exists already", namespace_id=self.namespace_id)
+        if self.record.name:
+            _claim_place(tables, self.record)
         tables.remote_namespace.put(key, self.record)
         raise_watermark(tables, Counter.NAMESPACE, self.namespace_id)
-        if before is None and self.record.owner_epoch:
-            retain_namespace(tables, self.namespace_id)  # its own, as long as its epoch lasts
+        if before is None and (self.record.owner_epoch or self.record.name):
+            retain_namespace(tables, self.namespace_id)  # its own, as long as its epoch lasts, or until it is dropped
+
+
+def _claim_place(tables: Overlay, record: NamespaceRecord) -> None:
+    """A name and a URL belong to one place: how it is reached is a section of quire.toml under that name."""
+    if record.prefix or not record.url:
+        raise InvalidInput("a namespace with a name has a URL, and its prefix in that", name=record.name)
+    for _, row in tables.remote_namespace.scan():
+        if not row.holds_itself or row == record:
+            continue
+        if row.name == record.name:
+            raise NameTaken("a namespace has this name", hint="`quire namespace ls` shows it", name=row.name)
+        if row.url == record.url:
+            hint = f"use the namespace {row.name!r}, or a prefix of the bucket that no other has"
+            raise NameTaken("a namespace is in this place already", hint=hint, url=row.url)

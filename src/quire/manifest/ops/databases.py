@@ -1,5 +1,7 @@
 """Operations on databases: register, rename, open and close for writing, drop, forget."""
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, IllegalTransition, NameTaken, OutOfRange, StillReferenced
@@ -12,6 +14,7 @@ from quire.manifest.ops.refs import namespace_key, release, retain_namespace
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import (
     AuditAction,
+    Compression,
     DbRecord,
     DbStatus,
     IndexRecord,
@@ -68,6 +71,23 @@ class UpdateDbStatus(Op, frozen=True, tag=11):
         if self.status is DbStatus.TOMBSTONED:
             raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
         tables.put_db(self.db_id, replace(record, status=self.status))
+
+
+class SetDbOptions(Op, frozen=True, tag=161):
+    """What a person may change of a database, a fork as any other: its tags, and how chunks are compressed from now on."""
+
+    component = int(Component.DATABASE)
+    db_id: UInt
+    tags: dict[str, str] | None = None
+    """All of them; `None` leaves them as they are."""
+    compression: Compression | None = None
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        record = tables.writable(self.db_id, even="read_only")
+        changes: dict[str, Any] = {} if self.tags is None else {"tags": self.tags}
+        if self.compression is not None:
+            changes["compression"] = self.compression
+        tables.put_db(self.db_id, replace(record, **changes))
 
 
 class RenameDb(Op, frozen=True, tag=12):

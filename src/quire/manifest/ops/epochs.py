@@ -8,16 +8,20 @@ Rules
   1. Epochs rise. The current one is the highest that a namespace has.
   2. A namespace of the current epoch holds a reference of its own, so that it stays while nothing is in it; the former epoch's
      let go of theirs, and stay as long as something is in them.
-  3. No plan outlives its epoch: it names objects of that (P10). The batch that begins an epoch abandons them first, so that
+  3. A place with a name holds itself too, until a person drops it; then it and its namespace of the current epoch let go
+     together, so that neither stays behind.
+  4. No plan outlives its epoch: it names objects of that (P10). The batch that begins an epoch abandons them first, so that
      what they wrote is garbage in the former epoch's namespaces before these let go.
 """
 
-from quire.core.errors import InvalidInput, StalePlan
+from msgspec.structs import replace
+
+from quire.core.errors import InvalidInput, StalePlan, StillReferenced, UnknownNamespace
 from quire.core.ids import some_u32
 from quire.manifest import tables as t
 from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
-from quire.manifest.ops.refs import namespace_key, release, retain_namespace
+from quire.manifest.ops.refs import doom, namespace_key, release, release_epochs, retain_namespace
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import UInt
 
@@ -41,9 +45,12 @@ class BeginOwnerEpoch(Op, frozen=True, tag=113):
         if tables.checkpoint_plan.any(b""):
             raise StalePlan("a plan of the former epoch is stored", hint="abandon it in the same batch, before this")
         for namespace_id, record in self.namespaces:
+            place = tables.remote_namespace.get(t.REMOTE_NAMESPACE.key.pack(record.place_id))
+            if place is not None and place.dropped_at_ms:
+                raise StalePlan("a place was dropped meanwhile", hint="look again", namespace_id=record.place_id)
             self._put(tables, namespace_id, record)
         for key, row in rows:
-            if row.owner_epoch == former:
+            if row.owner_epoch == former and not row.dropped_at_ms:
                 release(tables, namespace_key(t.REMOTE_NAMESPACE.key.unpack(key)[0]), at_ms)
 
     def _put(self, tables: Overlay, namespace_id: int, record: NamespaceRecord) -> None:
@@ -53,3 +60,33 @@ class BeginOwnerEpoch(Op, frozen=True, tag=113):
         tables.remote_namespace.put(key, record)
         raise_watermark(tables, Counter.NAMESPACE, namespace_id)
         retain_namespace(tables, namespace_id)
+
+
+class DropNamespace(Op, frozen=True, tag=160):
+    """A person gives up a place that no database uses: it goes after the grace, with its namespaces of owner epochs."""
+
+    component = int(Component.REMOTE)
+    namespace_id: UInt
+
+    def apply(self, tables: Overlay, at_ms: int) -> None:
+        key, count_key = t.REMOTE_NAMESPACE.key.pack(self.namespace_id), namespace_key(self.namespace_id)
+        place = tables.remote_namespace.get(key)
+        if place is None or place.owner_epoch:
+            raise UnknownNamespace("no such namespace is registered", namespace_id=self.namespace_id)
+        if place.dropped_at_ms:
+            return
+        count = tables.gc_refcounts.get(count_key)
+        users = (count.in_use if count is not None else 0) - place.holds_itself
+        if users > 0:
+            raise StillReferenced(
+                "databases use the namespace",
+                hint="drop them first; a dropped one lets go when its objects are deleted (`quire namespace ls`)",
+                namespace=place.name or self.namespace_id,
+                users=users,
+            )
+        tables.remote_namespace.put(key, replace(place, dropped_at_ms=at_ms))
+        if place.holds_itself:
+            release(tables, count_key, at_ms)
+        elif count is None:
+            doom(tables, count_key, at_ms)
+        release_epochs(tables, self.namespace_id, at_ms)

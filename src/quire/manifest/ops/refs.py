@@ -8,6 +8,8 @@ Rules
      what releases them; artifacts with bytes hold a reference on their namespace likewise.
 """
 
+from msgspec.structs import replace
+
 from quire.core.errors import ArtifactGone, RefcountUnderflow, StillReferenced, UnknownArtifact, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
@@ -139,7 +141,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
         require_doomed(tables, key)
-        row = self._remove_row(tables)
+        row = self._remove_row(tables, at_ms)
         forget(tables, key)
         if self.kind is not ArtifactKind.NAMESPACE:
             size = getattr(row, "size_bytes", 0) or getattr(row, "used_bytes", 0)
@@ -149,7 +151,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
         if namespace_id:
             release(tables, namespace_key(namespace_id), at_ms)
 
-    def _remove_row(self, tables: Overlay) -> ChunkRecord | DeltaRecord | WalRecord | None:
+    def _remove_row(self, tables: Overlay, at_ms: int) -> ChunkRecord | DeltaRecord | WalRecord | None:
         """Delete the catalog row; what it said, if it pointed at bytes."""
         if self.kind is ArtifactKind.BASE:
             key = t.CHUNK_CATALOG.key.pack(self.origin_db_id, self.id, self.generation)
@@ -160,7 +162,9 @@ class RemoveArtifact(Op, frozen=True, tag=60):
         if self.kind is ArtifactKind.WAL:
             return _remove(tables.wal_catalog, t.WAL_CATALOG.key.pack(self.origin_db_id, self.id))
         if self.kind is ArtifactKind.NAMESPACE:
-            tables.remote_namespace.delete(t.REMOTE_NAMESPACE.key.pack(self.id))
+            place = _remove(tables.remote_namespace, t.REMOTE_NAMESPACE.key.pack(self.id))
+            if place is not None and not place.owner_epoch:
+                release_epochs(tables, self.id, at_ms)
             return None
         raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)
 
@@ -188,3 +192,13 @@ def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None
             "no remote namespace has this id", hint="register it with put_namespace first", namespace_id=namespace_id
         )
     retain(tables, namespace_key(namespace_id), count)
+
+
+def release_epochs(tables: Overlay, place_id: int, at_ms: int) -> None:
+    """A place goes: its namespaces of owner epochs hold themselves no longer, and go when nothing is in them."""
+    epochs = [(key, row) for key, row in tables.remote_namespace.scan() if row.owner_epoch]
+    newest = max((row.owner_epoch for _, row in epochs), default=0)
+    for key, row in epochs:
+        if row.place_id == place_id and row.owner_epoch == newest and not row.dropped_at_ms:
+            tables.remote_namespace.put(key, replace(row, dropped_at_ms=at_ms))
+            release(tables, namespace_key(t.REMOTE_NAMESPACE.key.unpack(key)[0]), at_ms)

@@ -24,11 +24,12 @@ from quire.manifest.ops.databases import (
     RemoveDb,
     RenameDb,
     ReserveGeneration,
+    SetDbOptions,
     SetDbPageSize,
     SetRetention,
     UpdateDbStatus,
 )
-from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
@@ -60,6 +61,7 @@ AnyOp = (
     | RegisterDb
     | UpdateDbStatus
     | RenameDb
+    | SetDbOptions
     | ReserveGeneration
     | SetDbPageSize
     | DropDb
@@ -69,6 +71,7 @@ AnyOp = (
     | PutDelta
     | UpdateArtifact
     | PutNamespace
+    | DropNamespace
     | BeginOwnerEpoch
     | SetSlots
     | CollectLeaf

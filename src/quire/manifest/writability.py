@@ -1,0 +1,44 @@
+"""Whether a database takes writes: asked before every write of every engine, and of LMDB only when a database has changed.
+
+Threads: any; two that ask at once both look. Raises `ReadOnly`, `DatabaseTombstoned`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.core.errors import DatabaseTombstoned, ReadOnly
+from quire.manifest.kinds import DbStatus
+from quire.manifest.ops.base import Component
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
+
+_DATABASES = int(Component.DATABASE)
+
+
+class Writability:
+    """Of one database."""
+
+    __slots__ = ("_active_at", "_db_id", "_manifest", "_marks")
+
+    def __init__(self, manifest: ManifestStore, db_id: int) -> None:
+        self._manifest = manifest
+        self._marks = manifest.writer
+        self._db_id = db_id
+        self._active_at = -1
+        """The generation of databases at which this one was last seen to take writes."""
+
+    def require(self) -> None:
+        """Raise unless the database takes writes."""
+        generation = self._marks.generations.get(_DATABASES, 0)
+        if self._active_at == generation:
+            return
+        with self._manifest.read() as txn:
+            record = txn.database(self._db_id)
+        if record is None or record.status is DbStatus.TOMBSTONED:
+            raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=self._db_id)
+        if record.status is DbStatus.READ_ONLY:
+            hint = f"`quire db set-status {record.name} active` lets it be written again"
+            raise ReadOnly("the database is read-only", hint=hint, database=record.name)
+        self._active_at = generation

@@ -1,0 +1,149 @@
+"""Namespaces: places beside a store's own object store, each with a name, where all objects of some databases go.
+
+Terms
+  namespace   a place that a person registered: a URL, reached as the section `namespaces.NAME` of quire.toml says
+  user        a database whose objects go there; a dropped one counts until its last object is deleted
+
+Rules
+  1. A name and a URL belong to one namespace. The store's own place is none: databases without a namespace are there.
+  2. The URL cannot be changed: objects are found through it.
+  3. A namespace without users stays until it is dropped; one with users cannot be dropped.
+
+Threads: any. Raises `InvalidInput`, `InvalidName`, `InvalidConfig`, `NameTaken`, `UnknownNamespace`, `StillReferenced`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.core.errors import InvalidInput, UnknownNamespace
+from quire.durable.names import check_name
+from quire.manifest import tables as t
+from quire.manifest.namespaces import drop_namespace
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbStatus
+from quire.store import object_place
+from quire.store.layout import check_objects_url
+
+if TYPE_CHECKING:
+    from quire.objects.api import ObjectStore
+    from quire.store.store import Store
+
+
+class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One namespace."""
+
+    namespace_id: int
+    name: str
+    """Empty for one that was registered before namespaces had names."""
+    url: str
+    created_at_ms: int
+    databases: list[str]
+    """The live databases whose objects are there."""
+    dropped_databases: int
+    """Dropped databases of which objects are left there."""
+    objects: int
+    """Objects that the manifest knows there; of key-value databases it knows none."""
+    dropped_at_ms: int
+    """When it was dropped; its rows go after the grace."""
+
+
+def namespaces(txn: ReadTxn) -> list[NamespaceInfo]:
+    """All of them, by name."""
+    rows = {key[0]: row for key, row in txn.scan(t.REMOTE_NAMESPACE)}
+    places = {number: row.place_id if row.owner_epoch else number for number, row in rows.items()}
+    users: dict[int, list[str]] = {}
+    dropped: dict[int, int] = {}
+    for _, database in txn.databases():
+        if not database.namespace_id:
+            continue
+        place = places.get(database.namespace_id, database.namespace_id)
+        if database.status is DbStatus.TOMBSTONED:
+            dropped[place] = dropped.get(place, 0) + 1
+        else:
+            users.setdefault(place, []).append(database.name)
+    objects: dict[int, int] = {}
+    tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
+    for table in tables:
+        for _, artifact in txn.scan(table):
+            if artifact.namespace_id:
+                place = places.get(artifact.namespace_id, artifact.namespace_id)
+                objects[place] = objects.get(place, 0) + 1
+    found = [
+        NamespaceInfo(
+            namespace_id=number,
+            name=row.name,
+            url=_joined(row.url, row.prefix),
+            created_at_ms=row.created_at_ms,
+            databases=sorted(users.get(number, [])),
+            dropped_databases=dropped.get(number, 0),
+            objects=objects.get(number, 0),
+            dropped_at_ms=row.dropped_at_ms,
+        )
+        for number, row in rows.items()
+        if not row.owner_epoch
+    ]
+    return sorted(found, key=lambda info: (info.name, info.namespace_id))
+
+
+def _joined(url: str, prefix: str) -> str:
+    return f"{url.rstrip('/')}/{prefix}" if prefix else url
+
+
+def find_namespace(txn: ReadTxn, name: str) -> NamespaceInfo:
+    """A namespace by name, or by id; one that was dropped is none."""
+    for info in namespaces(txn):
+        if not info.dropped_at_ms and (info.name == name or (not info.name and str(info.namespace_id) == name)):
+            return info
+    raise UnknownNamespace("no namespace has this name", hint="`quire namespace ls` lists them", name=name)
+
+
+class Namespaces:
+    """The namespaces of an opened store: `store.namespaces`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def create(self, name: str, url: str) -> NamespaceInfo:
+        """Register a place; nothing is contacted, and nothing is written there."""
+        check_name("namespace", name)
+        check_objects_url(url)
+        if "://" not in url and not os.path.isabs(url):
+            raise InvalidInput("the path of a namespace must be absolute", hint=f"use {os.path.abspath(url)}", url=url)
+        store = self._store
+        place = object_place.place_of(store.path, url)
+        if place == object_place.place_of(store.path, store.settings.object_store):
+            raise InvalidInput("this is the store's own place", hint="its databases need no namespace", url=url)
+        if object_place.is_inside(store.path, place):
+            raise InvalidInput(
+                "a namespace cannot be inside the store's directory", hint="choose a directory beside it", url=url
+            )
+        if "://" not in place:
+            place = os.path.normpath(os.path.join(store.path, place))
+        with store.manifest.read() as txn:
+            object_place.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
+        store.manifest.put_namespace(place, name=name)
+        return self.get(name)
+
+    def list(self) -> list[NamespaceInfo]:
+        """All of them, by name, each with the databases that use it."""
+        with self._store.manifest.read() as txn:
+            return namespaces(txn)
+
+    def get(self, name: str) -> NamespaceInfo:
+        """A namespace by name."""
+        with self._store.manifest.read() as txn:
+            return find_namespace(txn, name)
+
+    def drop(self, name: str) -> NamespaceInfo:
+        """Give up a namespace that no database uses; its name is free at once."""
+        info = self.get(name)
+        drop_namespace(self._store.manifest, info.namespace_id)
+        return info
+
+    def objects(self, name: str) -> ObjectStore:
+        """The object store of a namespace."""
+        return self._store.context.open_store(self.get(name).url)

@@ -1,0 +1,228 @@
+"""A database's namespace is where all its objects go, whatever made them (issue 19, B7; A1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.core.errors import InvalidConfig, InvalidInput, NameTaken, StillReferenced, UnknownNamespace
+from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
+from quire.durable.remote_names import kv_backups_prefix
+from quire.lsm.backup import back_up, read_backup
+from quire.manifest import tables as t
+from quire.testing.clock import ManualClock
+from tests.objects.conftest import fresh_url, s3_server
+
+__all__ = ["s3_server"]  # a fixture
+
+HOUR = 3_600_000
+SETTINGS = StoreSettings(
+    maintenance=MaintenanceSettings(enabled=False), stream=StreamSettings(hot_bytes=0, warm_bytes=0)
+)
+
+
+def files(place: Path) -> set[str]:
+    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} if place.exists() else set()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Path:
+    return tmp_path / "cold"
+
+
+@pytest.fixture
+def store(tmp_path: Path, cold: Path, clock: ManualClock) -> Iterator[quire.Store]:
+    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as opened:
+        opened.namespaces.create("cold", str(cold))
+        yield opened
+
+
+def fill(store: quire.Store) -> None:
+    """All that makes objects: checkpoints, WAL uploads, streams, their manifest logs, backups."""
+    store.create("shop", "pages", namespace="cold")
+    with store.sqlite("shop") as db:
+        db.execute("create table t(x); insert into t values (1)")
+    store.checkpoint("shop")
+    with store.sqlite("shop") as db:
+        db.execute("insert into t values (2)")
+    store.snapshot("shop", "kept")
+    store.view("shop", "kept", upload=True)  # segments that the snapshot needs get objects
+    store.create("clicks", "stream", namespace="cold")
+    clicks = store.stream("clicks")
+    clicks.append([b"click %d" % number for number in range(100)]).result()
+    clicks.seal()
+    move(store)
+    store.create("cart", "lsm", namespace="cold")
+    cart = store.kv("cart")
+    cart.put(b"k", b"v")
+    back_up(cart, store.place_of("cart"), "cart", kv_backups_prefix(store.feed.store_id()))
+
+
+def payloads(store: quire.Store) -> list[bytes]:
+    return [record.payload for record in store.stream("clicks").read(1, 200)]
+
+
+def move(store: quire.Store) -> None:
+    clicks = store.stream("clicks")
+    for _ in range(4):
+        clicks.tick()
+    clicks.ledger.log.rotate()
+    clicks.tick()
+
+
+def test_every_object_of_a_database_goes_to_its_namespace(store: quire.Store, tmp_path: Path, cold: Path) -> None:
+    """Hazard: checkpoints, streams, manifest logs and backups went to the store's own place."""
+    fill(store)
+    kinds = {
+        "base": "/base:",
+        "segment": "/wal:",
+        "log": "/manifest/",
+        "backup": "/backups/kv/cart/",
+    }
+    names = files(cold)
+    for kind, part in kinds.items():
+        assert any(part in f"/{name}" for name in names), (kind, names)
+    assert files(tmp_path / "store" / "objects") == set()
+    assert all(name.startswith(store.feed.store_id()) for name in names), "the store's identity is in every name"
+    assert [(info.name, info.databases) for info in store.namespaces.list()] == [("cold", ["cart", "clicks", "shop"])]
+    assert store.database("shop").namespace == "cold"
+
+
+def test_what_is_in_a_namespace_is_read_again_from_there(
+    store: quire.Store, tmp_path: Path, cold: Path, clock: ManualClock
+) -> None:
+    fill(store)
+    clicks = store.stream("clicks")
+    for segment in clicks.ledger.view.sealed:
+        clicks.tiers.evict(segment.segment_id)
+        clicks.tiers.evict(segment.segment_id, warm=True)
+    store.close()
+    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as again:
+        assert payloads(again)[:2] == [b"click 0", b"click 1"]
+        with again.sqlite("shop") as db:
+            assert db.execute("select sum(x) from t").fetchone() == (3,)
+        backup = read_backup(again.place_of("cart"), "cart", home=kv_backups_prefix(again.feed.store_id()))
+        assert backup.tables
+        again.heavy.verify()
+        assert again.heavy.damaged() == []
+        assert again.heavy.sweep(delete=True, grace_seconds=0).result["orphans"] == []
+        assert again.manifest.check() == []
+
+
+@pytest.mark.parametrize("part", ["/base:", "/wal:"])
+def test_a_lost_object_of_a_namespace_is_noticed(store: quire.Store, cold: Path, part: str) -> None:
+    fill(store)
+    lost = next(path for path in cold.rglob("*") if path.is_file() and part in str(path))
+    lost.unlink()
+    assert store.heavy.verify().result["problems"] or store.heavy.damaged()
+
+
+def test_a_takeover_begins_an_epoch_in_every_place(
+    store: quire.Store, tmp_path: Path, cold: Path, clock: ManualClock
+) -> None:
+    fill(store)
+    store.manifest.begin_owner_epoch()
+    store.close()
+    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as again:
+        clicks = again.stream("clicks")
+        clicks.append(b"after").result()
+        clicks.seal()
+        move(again)
+        with again.sqlite("shop") as db:
+            db.execute("insert into t values (4)")
+        again.checkpoint("shop")
+        prefix = f"{again.feed.store_id()}/e/00000002/"
+        assert any(name.startswith(prefix) and "/wal:" in name for name in files(cold))
+        assert any((name.startswith(prefix) and "/base:" in name) or "/delta" in name for name in files(cold))
+        assert payloads(again)[-1] == b"after"
+        again.heavy.verify()
+        assert again.heavy.damaged() == []
+        assert again.manifest.check() == []
+
+
+def test_dropped_databases_leave_nothing_in_their_namespace_and_let_it_go(
+    store: quire.Store, cold: Path, clock: ManualClock
+) -> None:
+    fill(store)
+    with pytest.raises(StillReferenced, match="databases use the namespace"):
+        store.namespaces.drop("cold")
+    for name in ("shop", "clicks", "cart"):
+        store.drop(name, snapshots=True)
+    for _ in range(6):
+        clock.advance(HOUR)
+        store.worker.drain()
+    backups = {name for name in files(cold) if "/backups/kv/" in name}
+    assert files(cold) == backups, "backups outlive their database"
+    store.namespaces.drop("cold")
+    assert [info.dropped_at_ms > 0 for info in store.namespaces.list()] == [True]
+    for _ in range(4):
+        clock.advance(HOUR)
+        store.worker.drain()
+    assert store.namespaces.list() == []
+    with store.manifest.read() as txn:
+        assert [row.place_id for _, row in txn.scan(t.REMOTE_NAMESPACE)] == [0]
+
+
+def test_a_namespace_that_nothing_ever_referred_to_is_dropped_whole(store: quire.Store, clock: ManualClock) -> None:
+    """issue 18, B14."""
+    store.manifest.ensure_owner_epoch()
+    store.namespaces.drop("cold")
+    with pytest.raises(UnknownNamespace):
+        store.create("shop", "pages", namespace="cold")
+    for _ in range(4):
+        clock.advance(HOUR)
+        store.worker.drain()
+    with store.manifest.read() as txn:
+        assert [row.place_id for _, row in txn.scan(t.REMOTE_NAMESPACE)] == [0]
+
+
+def test_forks_have_their_sources_namespace(store: quire.Store) -> None:
+    fill(store)
+    assert store.fork("shop", "copy").namespace == "cold"
+    assert store.fork("cart", "basket").namespace == "cold"
+
+
+def test_what_cannot_be_a_namespace_is_refused(store: quire.Store, tmp_path: Path, cold: Path) -> None:
+    for name, url, error in [
+        ("cold", str(tmp_path / "other"), NameTaken),
+        ("icy", str(cold), NameTaken),
+        ("own", str(tmp_path / "store" / "objects"), InvalidInput),
+        ("inside", str(tmp_path / "store" / "cold"), InvalidInput),
+        ("relative", "cold", InvalidInput),
+        ("ftp", "ftp://host/x", InvalidConfig),
+    ]:
+        with pytest.raises(error):
+            store.namespaces.create(name, url)
+    assert [info.name for info in store.namespaces.list()] == ["cold"]
+
+
+def test_a_namespace_is_reached_as_its_section_of_quire_toml_says(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ALLOW_HTTP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLD_SECRET", "testing")
+    endpoint = "http://{}:{}".format(*request.getfixturevalue("s3_server"))
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "quire.toml").write_text(
+        "[maintenance]\nenabled = false\n[namespaces.cold]\n"
+        f'endpoint = "{endpoint}"\nallow_http = true\nregion = "us-east-1"\n'
+        'credentials = { access_key_id = "testing", secret_access_key = "env:COLD_SECRET" }\n'
+    )
+    with quire.open(tmp_path / "store") as store:
+        store.namespaces.create("cold", fresh_url())
+        store.create("shop", "pages", namespace="cold")
+        with store.sqlite("shop") as db:
+            db.execute("create table t(x)")
+        store.checkpoint("shop")
+        there = [info.key for page in store.namespaces.objects("cold").list_pages() for info in page]
+        assert any("/base:" in key for key in there)
+        assert files(tmp_path / "store" / "objects") == set()
