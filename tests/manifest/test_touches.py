@@ -207,8 +207,6 @@ def story() -> Iterator[Op]:
     """A life in which every operation does everything it may do. Local ones have stories of their own, below."""
     local, both = Residency.LOCAL, Residency.LOCAL_AND_REMOTE
     yield from (PutNamespace(n, NamespaceRecord("memory://", f"p{n}")) for n in (1, 2, 3))
-    yield PutNamespace(8, NamespaceRecord("memory://named", name="named"))
-    yield DropNamespace(8)
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
     yield RegisterDb(1, DbRecord("ash", DbKind.PAGES, 0, namespace_id=1))
     yield RegisterDb(2, DbRecord("birch", DbKind.PAGES, 0, namespace_id=3))
@@ -276,7 +274,9 @@ def _later() -> Iterator[Op]:
     yield from (AbandonPlan(1, 5), BeginPlan(1, 6, plan), FinishPlan(1, 6, 1))
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
     yield BeginOwnerEpoch(1, [(4, NamespaceRecord("", "e1", owner_epoch=1))])
-    yield BeginOwnerEpoch(2, [(5, NamespaceRecord("", "e2", owner_epoch=2))])
+    yield PutNamespace(6, NamespaceRecord("memory://named", name="named"))
+    yield DropNamespace(6)
+    yield BeginOwnerEpoch(2, [(7, NamespaceRecord("", "e2", owner_epoch=2))])
     # the end
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
     yield from (DropDb(1), ForgetPages(1), PruneAudit(1, 2**50), DropDb(3))

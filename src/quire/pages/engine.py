@@ -286,20 +286,17 @@ class PageEngine:
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
         """Keep the database as it is now, written but not yet durable transactions included, under a name or without one."""
-        publish = self._manifest.snapshots.publish
-        return self._anchored(
-            db,
-            lambda db_id, anchor: publish(db_id, name, anchor=anchor, tags=tags, expires_at_ms=expires_at_ms),
-        )
+        publish = partial(self._manifest.snapshots.publish, tags=tags, expires_at_ms=expires_at_ms)
+        return self._anchored(db, lambda db_id, anchor: publish(db_id, name, anchor=anchor))
 
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
     ) -> int:
         """A new database that begins as `db` is now, or was at the snapshot `at`; its id. Shares everything with it."""
-        fork = partial(self._manifest.snapshots.fork, options=options)
+        fork = self._manifest.snapshots.fork
         if at is not None:
-            return fork(db, new_name, at=at)
-        return self._anchored(db, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
+            return fork(db, new_name, at=at, options=options)
+        return self._anchored(db, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor, options=options))
 
     def _anchored(self, db: int | str, publish: Callable[[int, Anchor], R]) -> R:
         return anchored(self._manifest, self.open(db), self._flush, publish)

@@ -329,9 +329,12 @@ def kind_named(name: str) -> DbKind:
     return _named(DbKind, name, "kind of database", "pages (SQLite), stream, lsm (key-value)")
 
 
-def status_named(name: str) -> DbStatus:
-    """The status that a word stands for."""
-    return _named(DbStatus, name, "status", "active, read_only")
+def status_named(name: DbStatus | str) -> DbStatus:
+    """The status that a word stands for, if a person may set it."""
+    status = name if isinstance(name, DbStatus) else _named(DbStatus, name, "status", "active, read_only")
+    if status is DbStatus.TOMBSTONED:
+        raise InvalidInput("a database is not dropped by its status", hint="use `drop`")
+    return status
 
 
 def compression_named(name: str) -> Compression:

@@ -317,12 +317,8 @@ class Store:
 
     def set_status(self, name: str, status: DbStatus | str) -> DatabaseInfo:
         """Make a database "read_only", so that every write is refused, or "active" again. Upkeep goes on in both."""
-        status = status if isinstance(status, DbStatus) else status_named(status)
-        if status is DbStatus.TOMBSTONED:
-            raise InvalidInput("a database is not dropped by its status", hint="use `drop`", name=name)
-        db_id = self.database(name).db_id
-        self.manifest.update_db_status(db_id, status).result()
-        return self._info_of(db_id)
+        self.manifest.update_db_status(self.database(name).db_id, status_named(status)).result()
+        return self.database(name)
 
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
         """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
@@ -353,8 +349,7 @@ class Store:
     ) -> DatabaseInfo:
         """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed.
 
-        It has that one's namespace, compression and tags; `tags` come beside those, `compression` (none or zstd) is for what is
-        checkpointed from now on.
+        It has that one's namespace, tags and compression (none or zstd); `tags` come beside those.
         """
         options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
         if (kind := self.database(name).kind) is not DbKind.PAGES:

@@ -221,11 +221,7 @@ class BatchMaker:
 
     def rename(self, txn: ReadTxn) -> list[Op]:
         if self._chance(3):
-            return [
-                SetDbOptions(
-                    self._db(txn), self.rng.choice([None, {}, {"a": "b"}]), self._any([None, r.Compression.NONE])
-                )
-            ]
+            return [SetDbOptions(self._db(txn), self.rng.choice([None, {}, {"a": "b"}]))]
         return [RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
 
     def status(self, txn: ReadTxn) -> list[Op]:
@@ -256,10 +252,9 @@ class BatchMaker:
         if self._chance(3):
             return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
         if self._chance(3):
-            places = [key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.owner_epoch]
-            return [DropNamespace(self._any(places) or number)]
-        name = self.rng.choice(["", "", f"place-{number}"])
-        return [PutNamespace(number, NamespaceRecord(f"memory://{name}", self.rng.choice("ab"), name=name))]
+            return [DropNamespace(self._any([key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]) or number)]
+        name = self.rng.choice(["", f"place-{number}"])
+        return [PutNamespace(number, NamespaceRecord(f"memory://{name}", "" if name else "a", name=name))]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:
