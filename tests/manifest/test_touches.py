@@ -208,10 +208,8 @@ def story() -> Iterator[Op]:
     local, both = Residency.LOCAL, Residency.LOCAL_AND_REMOTE
     yield from (PutNamespace(n, NamespaceRecord("memory://", f"p{n}")) for n in (1, 2, 3))
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
-    yield RegisterDb(1, DbRecord("ash", DbKind.PAGES, 0, namespace_id=1))
-    yield RegisterDb(2, DbRecord("birch", DbKind.PAGES, 0, namespace_id=3))
+    yield from (RegisterDb(n, DbRecord(f"ash-{n}", DbKind.PAGES, 0, namespace_id=2 * n - 1)) for n in (1, 2))
     yield from (UpdateDbStatus(1, DbStatus.READ_ONLY), UpdateDbStatus(1, DbStatus.ACTIVE), RenameDb(1, "oak"))
-    yield SetDbOptions(1, {"team": "ash"})
     yield from (SetDbPageSize(1, 4096, 16384, b""), SetRetention(1, RetentionRecord(keep_last=3)))
     yield from (ReserveGeneration(1, generation) for generation in (1, 2, 3, 4))
     # write-ahead log: three segments, the second held by an upload
@@ -274,8 +272,7 @@ def _later() -> Iterator[Op]:
     yield from (AbandonPlan(1, 5), BeginPlan(1, 6, plan), FinishPlan(1, 6, 1))
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
     yield BeginOwnerEpoch(1, [(4, NamespaceRecord("", "e1", owner_epoch=1))])
-    yield PutNamespace(6, NamespaceRecord("memory://named", name="named"))
-    yield DropNamespace(6)
+    yield from (PutNamespace(6, NamespaceRecord("memory://x", name="x")), DropNamespace(6), SetDbOptions(1, {"a": "b"}))
     yield BeginOwnerEpoch(2, [(7, NamespaceRecord("", "e2", owner_epoch=2))])
     # the end
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))

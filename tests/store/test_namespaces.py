@@ -63,7 +63,7 @@ def fill(store: quire.Store) -> None:
     store.create("cart", "lsm", namespace="cold")
     cart = store.kv("cart")
     cart.put(b"k", b"v")
-    back_up(cart, store.place_of("cart"), "cart", kv_backups_prefix(store.feed.store_id()))
+    back_up(cart, store.namespaces.objects_of("cart"), "cart", kv_backups_prefix(store.feed.store_id()))
 
 
 def payloads(store: quire.Store) -> list[bytes]:
@@ -109,7 +109,7 @@ def test_what_is_in_a_namespace_is_read_again_from_there(
         assert payloads(again)[:2] == [b"click 0", b"click 1"]
         with again.sqlite("shop") as db:
             assert db.execute("select sum(x) from t").fetchone() == (3,)
-        backup = read_backup(again.place_of("cart"), "cart", home=kv_backups_prefix(again.feed.store_id()))
+        backup = read_backup(again.namespaces.objects_of("cart"), "cart", home=kv_backups_prefix(again.feed.store_id()))
         assert backup.tables
         again.heavy.verify()
         assert again.heavy.damaged() == []

@@ -181,7 +181,7 @@ def repair(
     would be done and what cannot be saved; nothing is removed, what is left over goes to quarantine.
     """
     with cli.owner() as store:
-        report = store.kvs.repair(database, apply=apply, objects=store.place_of(database))
+        report = store.kvs.repair(database, apply=apply, objects=store.namespaces.objects_of(database))
     if not report.is_needed:
         return Verdict(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
     lines = [
@@ -217,7 +217,7 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     from quire.lsm.backup import prune as remove_superseded
 
     with cli.owner() as store:
-        place = store.place_of(database)
+        place = store.namespaces.objects_of(database)
         made = back_up(store.kv(database), place, label or database, _home(store))
         removed: tuple[int, ...] = ()
         if keep := store.settings.lsm.backups_kept:
@@ -330,7 +330,7 @@ def _place(store: Store, label: str, namespace: str) -> ObjectStore:
     if namespace:
         return store.namespaces.objects(namespace)
     try:
-        return store.place_of(label)
+        return store.namespaces.objects_of(label)
     except UnknownDatabase:
         return store.objects
 

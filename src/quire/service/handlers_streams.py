@@ -35,7 +35,7 @@ class StreamHandlers:
             request.stop,
             upload=request.upload,
             store_id=self._store.manifest.feed.store_id(),
-            objects_url=self._store.place_url(request.name),
+            objects_url=self._store.namespaces.url_of(request.name),
         )
 
     def do_stream_wait(self, request: m.WaitForRecord, asked: Asked) -> int:

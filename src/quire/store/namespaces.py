@@ -147,3 +147,12 @@ class Namespaces:
     def objects(self, name: str) -> ObjectStore:
         """The object store of a namespace."""
         return self._store.context.open_store(self.get(name).url)
+
+    def url_of(self, database: str) -> str:
+        """Where all objects of a stream or key-value database are: its namespace, or the store's own object store."""
+        with self._store.manifest.read() as txn:
+            return txn.place_of(txn.database_id(database), self._store.objects_url)[1]
+
+    def objects_of(self, database: str) -> ObjectStore:
+        """The object store at that place."""
+        return self._store.context.open_store(self.url_of(database))

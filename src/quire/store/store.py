@@ -148,15 +148,6 @@ class Store:
         """The object store, opened now if it was not."""
         return self._need_rooms().stores(self.objects_url)
 
-    def place_url(self, name: str) -> str:
-        """Where all objects of a stream or key-value database are: its namespace, or the store's own object store."""
-        with self.manifest.read() as txn:
-            return txn.place_of(txn.database_id(name), self.objects_url)[1]
-
-    def place_of(self, name: str) -> ObjectStore:
-        """The object store at that place."""
-        return self._need_rooms().stores(self.place_url(name))
-
     @property
     def namespaces(self) -> Namespaces:
         """Places beside the store's own object store, for the objects of some databases."""

@@ -220,9 +220,7 @@ class BatchMaker:
         return [RegisterDb(self._next(txn, Counter.DB), record)]
 
     def rename(self, txn: ReadTxn) -> list[Op]:
-        if self._chance(3):
-            return [SetDbOptions(self._db(txn), self.rng.choice([None, {}, {"a": "b"}]))]
-        return [RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
+        return [SetDbOptions(self._db(txn), {"a": "b"}), RenameDb(self._db(txn), self.rng.choice(self.NAMES))]
 
     def status(self, txn: ReadTxn) -> list[Op]:
         return [UpdateDbStatus(self._db(txn), self.rng.choice(list(r.DbStatus)))]
@@ -251,10 +249,9 @@ class BatchMaker:
         number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
         if self._chance(3):
             return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
-        if self._chance(3):
-            return [DropNamespace(self._any([key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]) or number)]
-        name = self.rng.choice(["", f"place-{number}"])
-        return [PutNamespace(number, NamespaceRecord(f"memory://{name}", "" if name else "a", name=name))]
+        name = f"place-{number}" if self._chance(2) else ""
+        made = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=name))
+        return [DropNamespace(self.rng.randint(1, number)) if self._chance(3) else made]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:
