@@ -209,13 +209,12 @@ class BatchMaker:
     def register(self, txn: ReadTxn) -> list[Op]:
         if txn.count(t.DB) >= self._databases_max:
             return self.remove(txn)
-        namespaces = [key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)]
         record = r.DbRecord(
             name=self.rng.choice(self.NAMES),
             kind=self.rng.choice((r.DbKind.STREAM, r.DbKind.LSM)) if self._chance(4) else r.DbKind.PAGES,
             created_at_ms=self.rng.randint(0, 2**40),
             page_size=4096,
-            namespace_id=(self._any(namespaces) or 0) if self._chance(3) else 0,
+            namespace_id=self._any([key[0] for key, _ in txn.scan(t.REMOTE_NAMESPACE)] if self._chance(3) else []) or 0,
         )
         return [RegisterDb(self._next(txn, Counter.DB), record)]
 
@@ -249,9 +248,8 @@ class BatchMaker:
         number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
         if self._chance(3):
             return [BeginOwnerEpoch(epoch, [(number, NamespaceRecord("", "s", owner_epoch=epoch))])]
-        name = f"place-{number}" if self._chance(2) else ""
-        made = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=name))
-        return [DropNamespace(self.rng.randint(1, number)) if self._chance(3) else made]
+        made = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=f"n{number}"))
+        return [made, DropNamespace(self.rng.randint(0, number))][: self.rng.randint(1, 2)]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:
