@@ -271,9 +271,8 @@ def _later() -> Iterator[Op]:
     plan = PlanRecord(12, 1, 49, 8, b"digest", [4], [], 1)
     yield from (AbandonPlan(1, 5), BeginPlan(1, 6, plan), FinishPlan(1, 6, 1))
     yield from (OpenSegment(1, 5, WalFormat.PAGER, 65536, b"salt", 50), DiscardSegment(1, 5))
-    yield BeginOwnerEpoch(1, [(4, NamespaceRecord("", "e1", owner_epoch=1))])
-    yield from (PutNamespace(6, NamespaceRecord("memory://x", name="x")), DropNamespace(6), SetDbOptions(1, {"a": "b"}))
-    yield BeginOwnerEpoch(2, [(7, NamespaceRecord("", "e2", owner_epoch=2))])
+    yield from (PutNamespace(4, NamespaceRecord("memory://x", name="x")), DropNamespace(4), SetDbOptions(1, {"a": "b"}))
+    yield from (BeginOwnerEpoch(n, [(n + 4, NamespaceRecord("", f"e{n}", owner_epoch=n))]) for n in (1, 2))
     # the end
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
     yield from (DropDb(1), ForgetPages(1), PruneAudit(1, 2**50), DropDb(3))

@@ -154,8 +154,8 @@ def mirror(
     root = os.path.abspath(directory)
     if os.path.exists(os.path.join(root, MANIFEST)):
         raise InvalidInput("the directory is a store", hint="name another one", directory=root)
-    with _store(cli) as store:
-        _, objects = _log(cli, store, stream_id)
+    with _stores(cli) as stores:
+        _, objects = _log(cli, stores, stream_id)
         follower = Follower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
 
         def rows() -> Iterator[Row]:
@@ -289,8 +289,8 @@ def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterato
 def _minimal(cli: Cli, stream_id: int, limit: int) -> Iterator[Row]:
     from quire.stream.mlog_verify import minimal_rows
 
-    with _store(cli) as store:
-        for row in islice(minimal_rows(*_log(cli, store, stream_id)), limit or None):
+    with _stores(cli) as stores:
+        for row in islice(minimal_rows(*_log(cli, stores, stream_id)), limit or None):
             segment = str(row["segment_id"]) if row["segment_id"] else "-"
             yield Row([row["record"], segment, pairs(row["fields"])], row)
 

@@ -22,7 +22,6 @@ from quire.core.errors import ManifestDamaged, NameTaken, QuireError, StoreLocke
 COMMANDS = frozenset(
     {
         "audit", "checkpoint", "completion", "create", "db", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs",
-        "audit", "checkpoint", "completion", "create", "db", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs",
         "kv", "ls", "manifest", "merge", "metrics", "namespace", "objects", "quarantine", "rename", "restore", "retention",
         "serve", "snapshot", "sqlite", "stats", "stream", "takeover", "tour", "tree", "verify", "why",
     }
