@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
 
 
@@ -70,6 +71,7 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     readers: int
     disk_bytes: int = 0
     followed_files: int = 0
+    page_readers: tuple[ReaderInfo, ...] = ()
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):
