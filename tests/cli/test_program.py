@@ -47,21 +47,18 @@ NAMES = [" ".join(words) for words in COMMANDS]
 
 def test_the_commands_are_these() -> None:
     assert NAMES == [
-        "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "evict", "hydrate",
-        "restore", "verify", "stats", "metrics", "gc", "audit", "takeover", "serve", "doctor", "tour", "completion",
-        "snapshot create", "snapshot ls",
-        "snapshot show", "snapshot drop", "snapshot diff", "sqlite import", "sqlite export", "sqlite follow",
-        "sqlite unfollow", "sqlite shell", "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact",
-        "kv verify", "kv repair",
-        "kv backup", "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
+        "init", "ls", "info", "create", "drop", "rename", "tree", "why", "fork", "checkpoint", "merge", "evict",
+        "hydrate", "restore", "verify", "stats", "metrics", "gc", "audit", "takeover", "serve", "doctor", "tour",
+        "completion", "db set-status", "db set", "snapshot create", "snapshot ls", "snapshot show", "snapshot drop",
+        "snapshot diff", "sqlite import", "sqlite export", "sqlite follow", "sqlite unfollow", "sqlite shell",
+        "kv get", "kv put", "kv delete", "kv scan", "kv stats", "kv compact", "kv verify", "kv repair", "kv backup",
+        "kv backups", "kv prune", "kv restore", "stream append", "stream read", "stream tail", "stream ls",
         "stream info", "stream seal", "stream tier", "stream checkpoint", "stream verify", "stream repair",
-        "stream mirror", "stream retention", "retention show", "retention set", "retention clear",
-        "retention plan", "retention apply",
-        "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail", "feed cursors",
-        "feed resume", "feed drop",
-        "manifest check", "manifest tables", "manifest dump", "manifest inspect", "manifest verify",
-        "manifest mode", "manifest bundle",
-        "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
+        "stream mirror", "stream retention", "retention show", "retention set", "retention clear", "retention plan",
+        "retention apply", "jobs ls", "jobs show", "jobs retry", "jobs cancel", "jobs work", "feed tail",
+        "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
+        "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
+        "quarantine restore", "quarantine rm", "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
     assert {name.split()[0] for name in NAMES} == telling.COMMANDS, "hints may name these"
 
