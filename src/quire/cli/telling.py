@@ -23,7 +23,7 @@ COMMANDS = frozenset(
     {
         "audit", "checkpoint", "completion", "create", "db", "doctor", "drop", "feed", "fork", "gc", "info", "init", "jobs",
         "kv", "ls", "manifest", "merge", "metrics", "namespace", "objects", "quarantine", "rename", "restore", "retention",
-        "serve", "snapshot", "sqlite", "stats", "stream", "takeover", "tour", "tree", "verify", "why",
+        "serve", "evict", "hydrate", "snapshot", "sqlite", "stats", "stream", "takeover", "tour", "tree", "verify", "why",
     }
 )  # fmt: skip
 """The first words of all commands: a test compares them with the program's."""

@@ -18,6 +18,7 @@ Reads the manifest, one transaction. Raises `NotFound` errors for what is not th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -53,9 +54,15 @@ Who = Callable[[int], list[ReaderInfo]]
 
 def readers_at(root: str) -> Who:
     """Those that a process which only looks at the store sees: they have lease files."""
-    from quire.pages.leasefiles import UNREADABLE, live_leases
 
-    return lambda db_id: [lease.info for lease in live_leases(root) if lease.db_id in (db_id, UNREADABLE)]
+    def of(db_id: int) -> list[ReaderInfo]:
+        if not os.path.isdir(folder := os.path.join(root, names.READERS)) or not os.listdir(folder):
+            return []
+        from quire.pages.leasefiles import UNREADABLE, live_leases  # not where nobody reads beside the owner
+
+        return [lease.info for lease in live_leases(root) if lease.db_id in (db_id, UNREADABLE)]
+
+    return of
 
 
 def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda _: []) -> Answer:
