@@ -166,10 +166,10 @@ class PagesCollector:
             labels=["db", "name", "reader", "pid", "host", "tags"],
         )
         for each in figures.databases:
-            if (who := each.oldest_reader) is not None:
-                tags = ",".join(f"{name}={value}" for name, value in sorted(who.tags.items()))
-                labels = [str(each.db_id), each.name, who.reader, str(who.pid), who.host, tags]
-                oldest.add_metric(labels, who.since_ms / 1000)
+            who = each.oldest_reader or ReaderInfo(reader="", lsn=0)  # 0 and no name: nobody reads
+            tags = ",".join(f"{name}={value}" for name, value in sorted(who.tags.items()))
+            labels = [str(each.db_id), each.name, who.reader, str(who.pid or ""), who.host, tags]
+            oldest.add_metric(labels, who.since_ms / 1000)
         yield oldest
         for name, text, field in counters:
             counter = CounterMetricFamily(name, text, labels=["db", "name"])
