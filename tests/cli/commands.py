@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quire.cli.app import Program
-from quire.cli.declared import Command, Group
+from quire.cli.declarations import Command, Group
 
 PROGRAM = Program().load_all()
 GROUPS = [name for name, found in PROGRAM.commands.items() if isinstance(found, Group)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.cli import check
 from quire.cli.output import width_of
-from quire.manifest import probe
 from quire.manifest import tables as t
 from quire.manifest.records import IndexRecord, LeafRef
 from quire.manifest.store import ManifestStore
@@ -99,7 +99,7 @@ def test_damage_that_kills_is_met_by_a_child(run: Run, path: Path, monkeypatch: 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("opened what kills")
 
-    monkeypatch.setattr(probe, "probe", lambda at: f"reading {at} kills the process with SIGBUS")
+    monkeypatch.setattr(check, "probe", lambda at: f"reading {at} kills the process with SIGBUS")
     monkeypatch.setattr(ManifestStore, "open", refuse)
     for how in ([], ["--repair"], ["--repair", "--partial"]):
         ended = run("manifest", "check", *how)

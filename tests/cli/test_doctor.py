@@ -12,7 +12,7 @@ import quire
 from quire.cli.output import width_of
 from quire.manifest.ops.jobs import ForgetJob
 from quire.manifest.ops.local import RecordVerification
-from quire.manifest.verified import last_verification
+from quire.manifest.verification import last_verification
 from quire.testing.clock import ManualClock
 from tests.cli.conftest import GARBAGE, GHOST, Plant, Run, on_a_terminal
 

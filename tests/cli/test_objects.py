@@ -10,8 +10,8 @@ import pytest
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from tests.cli.conftest import Run
-from tests.store.test_object_place import edit
-from tests.store.test_object_rights import put_some
+from tests.store.test_object_location import edit
+from tests.store.test_write_permission import put_some
 
 QUIET = MaintenanceSettings(enabled=False)
 

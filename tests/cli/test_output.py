@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from quire.cli.exits import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
+from quire.cli.exit_codes import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
 from quire.cli.output import Facts, JsonOutput, Listing, Node, Note, Report, Row, TextOutput, Tree, width_of
 from quire.core import errors
 from quire.core.errors import QuireError, StoreLocked

@@ -15,10 +15,10 @@ import pytest
 
 from tests.house.tree import ROOT, Source, parse, sources
 
-MODULE_LINES_MAX = 450
+MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
-LONGER_MODULES: dict[str, int] = {"src/quire/manifest/records.py": 480, "src/quire/store/store.py": 470}
+LONGER_MODULES: dict[str, int] = {}
 LONGER_FUNCTIONS: dict[str, int] = {}
 
 CODE = ("src/quire", "bench", "examples", "tests")

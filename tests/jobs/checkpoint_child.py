@@ -16,7 +16,7 @@ from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import arm_from
 from quire.jobs.context import JobContext
 from quire.jobs.handlers import HANDLERS
-from quire.jobs.places import remote_name
+from quire.jobs.locations import remote_name
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job

@@ -17,7 +17,7 @@ from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import armed
 from quire.jobs import steps
 from quire.jobs.checkpoint import handler, plan, select
-from quire.jobs.upkeep import Upkeep
+from quire.jobs.maintenance import Upkeep
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.plans import BeginPlan, FinishPlan
 from quire.manifest.records import JobKind, JobState, LeafRef, WalState

@@ -18,7 +18,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import JobAlreadyPending, SnapshotGone, WouldDropEverything
 from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import armed
-from quire.jobs.upkeep import Upkeep
+from quire.jobs.maintenance import Upkeep
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, RetentionRecord, WalState
 from quire.pages.snapshot import Snapshot

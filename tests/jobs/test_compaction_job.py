@@ -176,7 +176,7 @@ def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store
 
 def test_a_task_that_runs_twice_at_a_time_writes_the_same_tables(store: Store) -> None:
     """A speculative copy, or one whose executor was only believed dead: it must not touch what is already live."""
-    from quire.lsm.offload import plan_major, run_task
+    from quire.lsm.remote_compaction import plan_major, run_task
 
     kv, model = filled(store)
     with plan_major(kv, tasks=2) as plan:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.ids import ArtifactKey
-from quire.jobs.requests import request_evict, request_hydrate, request_retention, request_upload, request_verify
+from quire.jobs.enqueue import request_evict, request_hydrate, request_retention, request_upload, request_verify
 from quire.manifest.ops.jobs import CompleteJob
 from quire.manifest.records import AuditAction, JobState, Residency, RetentionRecord
 from quire.testing.clock import ManualClock

@@ -12,7 +12,7 @@ from quire.durable.failpoints import armed
 from quire.durable.names import object_key
 from quire.jobs.delete import plan as plan_module
 from quire.jobs.delete import publish
-from quire.jobs.requests import request_evict, request_upload, request_verify
+from quire.jobs.enqueue import request_evict, request_upload, request_verify
 from quire.jobs.steps import update
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job

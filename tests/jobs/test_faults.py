@@ -15,7 +15,7 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey
 from quire.durable.files import Disk, OsDisk
-from quire.jobs.requests import request_evict, request_hydrate, request_upload, request_verify
+from quire.jobs.enqueue import request_evict, request_hydrate, request_upload, request_verify
 from quire.manifest.records import JobState, Residency, VerifyState
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store

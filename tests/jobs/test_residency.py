@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.core.settings import MaintenanceSettings
+from quire.jobs.maintenance import Upkeep
 from quire.jobs.residency import evict_database, hydrate_database
-from quire.jobs.upkeep import Upkeep
 from quire.manifest import tables as t
 from quire.manifest.records import JobState, Residency, WalState
 from tests.jobs.checkpoint_child import Owner

@@ -14,8 +14,8 @@ import quire
 from quire.core.errors import InvalidInput
 from quire.durable.failpoints import armed
 from quire.jobs import retention
+from quire.jobs.enqueue import request_retention
 from quire.jobs.handler import Done
-from quire.jobs.requests import request_retention
 from quire.jobs.retention import PLANS_MAX, apply_many
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job, JobQueue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.core.errors import JobAlreadyPending, UnknownDatabase
-from quire.jobs.requests import request_retention
+from quire.jobs.enqueue import request_retention
 from quire.manifest.records import JobKind, RetentionRecord
 from quire.manifest.retention import WINDOW_TAG
 from tests.jobs.world import World, drop

@@ -17,12 +17,12 @@ from quire.core.errors import IllegalTransition
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import VARIABLE, armed, hits, recording
 from quire.durable.names import Tier, object_key
-from quire.jobs.requests import request_evict, request_hydrate, request_upload, request_verify
+from quire.jobs.enqueue import request_evict, request_hydrate, request_upload, request_verify
 from quire.jobs.stream_checkpoint.chunks import row_of
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState
-from quire.manifest.verified import borrows
+from quire.manifest.verification import borrows
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, check, fill

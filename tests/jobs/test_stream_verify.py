@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import Tier
-from quire.jobs.requests import request_verify
+from quire.jobs.enqueue import request_verify
 from quire.jobs.stream_verify.logs import verify_logs
 from quire.jobs.stream_verify.run import LogTask
 from quire.jobs.threads import thread_runner

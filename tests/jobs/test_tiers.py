@@ -12,7 +12,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.checksums import sha256
 from quire.durable.names import object_key
 from quire.jobs.copies import STEP_BYTES
-from quire.jobs.requests import request_evict, request_hydrate, request_upload
+from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.open import open_store

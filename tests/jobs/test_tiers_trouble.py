@@ -13,7 +13,7 @@ import pytest
 from quire.core.ids import ArtifactKey
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import armed
-from quire.jobs.requests import request_evict, request_hydrate, request_upload
+from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
 from quire.jobs.steps import update
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState
 from quire.objects.api import ObjectStore, PutResult

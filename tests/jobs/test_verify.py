@@ -15,7 +15,7 @@ from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
-from quire.jobs.requests import request_evict, request_upload, request_verify
+from quire.jobs.enqueue import request_evict, request_upload, request_verify
 from quire.jobs.steps import update
 from quire.jobs.verify import handler as handler_module
 from quire.manifest.ops.wal import OpenSegment

@@ -10,7 +10,7 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.jobs.runner import Runners, ThreadRunner
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify import whole
@@ -19,7 +19,7 @@ from quire.jobs.verify.run import run_task
 from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState, VerifyState
-from quire.manifest.verified import artifacts
+from quire.manifest.verification import artifacts
 from quire.objects.api import ObjectStore, list_objects
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images

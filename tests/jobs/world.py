@@ -20,10 +20,10 @@ from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, StorePool, artifact_row
+from quire.jobs.enqueue import request_evict, request_upload
 from quire.jobs.handlers import HANDLERS
-from quire.jobs.places import OpenStore, Place
-from quire.jobs.requests import request_evict, request_upload
-from quire.jobs.upkeep import Upkeep
+from quire.jobs.locations import OpenStore, Place
+from quire.jobs.maintenance import Upkeep
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, WalChunkUpdate

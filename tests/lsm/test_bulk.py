@@ -246,7 +246,7 @@ def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothin
     path = str(tmp_path / "db")
     kv = Kv.open(OsDisk(), path, SMALL, background=False)
     with monkeypatch.context() as patched:
-        patched.setattr("quire.lsm.upkeep.write_note", full)
+        patched.setattr("quire.lsm.maintenance.write_note", full)
         with pytest.raises(DiskFull):
             loaded(kv, {b"a": b"1"}, number=5)
     with pytest.raises(StoreUnusable):

@@ -19,8 +19,6 @@ from quire.core.errors import (
 )
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.lsm.facts import StoreFacts, end_row
-from quire.lsm.ledger import Follower
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import (
     AddFrozenWal,
@@ -34,6 +32,8 @@ from quire.lsm.manifest_data import (
     Version,
     kind_of,
 )
+from quire.lsm.observers import Follower
+from quire.lsm.witnesses import StoreFacts, end_row
 from quire.manifest.lsm_records import LsmEndsRecord
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault

@@ -16,10 +16,10 @@ from quire.durable.files import OsDisk
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir, sst_entry_path
 from quire.durable.names import LsmManifestLogFile, LsmManifestSnapshotFile, LsmWalFile, SstFile
-from quire.lsm.facts import Owner
 from quire.lsm.memtable import Memtable
 from quire.lsm.merge import Retention, compacted, merged, retained, scan_parts, visible
 from quire.lsm.wal import LOG_KIND, Wal, batches_of, decode_batch, encode_batch
+from quire.lsm.witnesses import Owner
 from tests.house.tree import ROOT
 from tests.lsm.tables import KEYS, ROWS, VALUES, Row, batch_of, in_order, make_table, newest, rows_of
 

@@ -20,10 +20,10 @@ from quire.durable.files import OsDisk
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.quarantine import entries
-from quire.lsm.facts import Owner
 from quire.lsm.manifest_format import LOG_FIRST
 from quire.lsm.verify import problems
 from quire.lsm.wal import LOG_KIND, Wal, encode_batch
+from quire.lsm.witnesses import Owner
 from quire.manifest import tables as t
 from quire.store.store import Store
 from tests.lsm.worlds import TINY, assert_same, assert_sound, forget_ends

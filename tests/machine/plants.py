@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quire.jobs.delete import handler, plan, run
-from quire.jobs.places import Place
-from quire.jobs.upkeep import Upkeep
+from quire.jobs.locations import Place
+from quire.jobs.maintenance import Upkeep
 from quire.manifest import check as checker
 from quire.manifest.ops import databases, refs, slots, snapshots
 from quire.manifest.ops.jobs import EnsureJob

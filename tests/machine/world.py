@@ -27,7 +27,7 @@ from quire.durable.files import OsDisk
 from quire.durable.names import CachedChunkFile, WalSegmentFile, object_key
 from quire.jobs.context import JobContext
 from quire.jobs.delete.handler import delete_job
-from quire.jobs.upkeep import Upkeep
+from quire.jobs.maintenance import Upkeep
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from quire.core.aio import iterate
+from quire.core.async_bridge import iterate
 from quire.core.errors import StoreClosed, TimedOut
 from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import chunk, does, eventually, finish, python, register

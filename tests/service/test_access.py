@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 import quire
-from quire.service import gate, wire
+from quire.service import admission, wire
 from quire.service.client import Client
 from quire.service.messages import Access
 from quire.service.tokens import Tokens, ensure_token, read_token
@@ -64,7 +64,7 @@ def owned(path: Path) -> Iterator[Store]:
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What was told about refused calls."""
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(gate, "emit", lambda _, event, **fields: told.append({"event": event, **fields}))
+    monkeypatch.setattr(admission, "emit", lambda _, event, **fields: told.append({"event": event, **fields}))
     return told
 
 
@@ -171,10 +171,10 @@ def test_a_flood_of_refusals_is_counted_and_not_logged_in_full(refused: list[dic
             return 0
 
     clock = Still()
-    refusals = gate.Refusals(clock)
+    refusals = admission.Refusals(clock)
     for _ in range(100):
         refusals.add(quire.AccessDenied("no"))
-    assert (refusals.count, len(refused)) == (100, gate.LOGGED_PER_SECOND)
+    assert (refusals.count, len(refused)) == (100, admission.LOGGED_PER_SECOND)
     clock.now = 6.0
     refusals.add(quire.AccessDenied("no"))
     assert refused[-1]["left_out"] == 80

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.durable.failpoints import armed
 from quire.manifest.feed import Start
 from quire.manifest.records import JobKind, JobState

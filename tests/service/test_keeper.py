@@ -13,7 +13,7 @@ import pytest
 
 import quire
 from quire.cli import main
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.store.store import Store
 from tests.cli.conftest import Ended, quire_program
 from tests.service.world import served

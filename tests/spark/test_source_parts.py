@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.core.errors import InvalidInput, OutOfRange
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.manifest.change import ChangeRecord, change_json
 from quire.manifest.ops.base import Component, Counter, ReserveIds
 from quire.manifest.ops.cursors import TrimChanges

@@ -21,7 +21,7 @@ from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreS
 from quire.spark.access import options_of
 from quire.spark.sources import manifest_log, stream, stream_queries
 from quire.spark.sources.options import Options
-from quire.stream.shared import Share, SharedSegment
+from quire.stream.remote_read import Share, SharedSegment
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.spark.sourced import Owned, rows_of

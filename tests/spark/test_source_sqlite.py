@@ -16,7 +16,7 @@ from quire.spark.sources import sqlite
 from quire.spark.sources.sqlite import SqliteReader, SqliteSource
 from quire.spark.sources.sqlite_tables import table_schema
 from quire.spark.sources.views import Asked
-from quire.sqlite.condition import bracketed
+from quire.sqlite.where_clause import bracketed
 from tests.spark.sourced import Owned, owned, rows_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ SCHEMA = (
 
 def warm_up() -> None:
     """Load what a store loads only when somebody needs it."""
-    for module in ("quire.store.rooms", "quire.sqlite.connect", "quire.sqlite.live"):
+    for module in ("quire.store.wiring", "quire.sqlite.connect", "quire.sqlite.live"):
         importlib.import_module(module)
 
 

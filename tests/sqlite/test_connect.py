@@ -26,7 +26,7 @@ from quire.core.errors import (
 )
 from quire.core.ids import Epoch
 from quire.sqlite.connect import SqliteRoom
-from quire.sqlite.pin import Pin
+from quire.sqlite.read_version import Pin
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count, extended
 

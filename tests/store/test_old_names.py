@@ -46,7 +46,7 @@ def make_old(path: Path, url: str, clock: ManualClock, word: str = "") -> None:
     """A store as older code left it: no owner epoch, no session, objects below no prefix; with a word, it has some."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.manifest.store.ManifestStore.ensure_owner_epoch", lambda _: None)
-        patch.setattr("quire.store.object_rights.ObjectRights.before_put", lambda _: None)
+        patch.setattr("quire.store.write_permission.ObjectRights.before_put", lambda _: None)
         patch.setattr(Tiers, "_new_key", lambda tiers, number: old_key(tiers._files.stream_id, number))
         with quire.open(path, settings=settings(url), clock=clock) as store:
             txn = store.manifest.env._env.begin(write=True)

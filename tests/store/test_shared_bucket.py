@@ -251,7 +251,7 @@ def test_a_copy_that_is_not_confirmed_deletes_nothing_of_its_original(
         return NoOwners(open_store(place, **options), lambda: None, lambda: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("quire.store.object_rights.open_store", opened)
+        patch.setattr("quire.store.write_permission.open_store", opened)
         with quire.open(tmp_path / "copy", settings=settings(url), clock=clock) as copy:
             for name in ("shop", "clicks"):
                 copy.drop(name)

@@ -127,9 +127,9 @@ def test_what_people_are_shown_is_what_du_says(mixed: Path) -> None:
 
 
 def test_the_dashboard_and_metrics_say_the_same(mixed: Path) -> None:
+    from quire.service.web.dashboard_state import Sight
     from quire.service.web.metrics import StoreCollector
     from quire.service.web.overview import overview
-    from quire.service.web.sight import Sight
     from quire.store.why import why
 
     with quire.open(mixed) as store:

@@ -35,7 +35,7 @@ def open_at(base: Path) -> Store:
 def warm_up() -> None:
     """Import what a life needs, and leave no thread behind."""
     import quire.objects.open
-    import quire.store.rooms
+    import quire.store.wiring
     import quire.stream.engine  # noqa: F401
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import Corruption, CursorLost, InvalidInput, InvalidName, OutOfRange, UnknownCursor
-from quire.stream.catalogue import Segment
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
+from quire.stream.segments import Segment
 from quire.stream.state import Consumer, Retention, StreamState, due
 from tests.stream.streams import StreamWorld, ids
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import Corruption
 from quire.stream import spans as spans_module
-from quire.stream.reading import SCHEMA, Batches
+from quire.stream.arrow_batches import SCHEMA, Batches
 from quire.stream.segment import ALIGN, HEADER_BYTES, Place, SegmentHeader, body_of, encode_block
 from quire.stream.sources import HotSource, Lost
 from quire.stream.spans import Plain, Span, spans_of

@@ -15,10 +15,10 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from quire.core.aio import iterate
+from quire.core.async_bridge import iterate
 from quire.core.errors import Corruption, CursorLost, ObjectNotFound, ObjectStoreUnavailable, OutOfRange, StoreClosed
 from quire.durable.names import Tier
-from quire.stream.reading import SCHEMA
+from quire.stream.arrow_batches import SCHEMA
 from quire.stream.verify import problems
 from tests.stream.streams import SMALL, StreamWorld, ids, record
 

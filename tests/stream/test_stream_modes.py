@@ -12,11 +12,11 @@ import pytest
 from quire.core.errors import DiskFull, ManifestIntegrityError, ObjectNotFound, ObjectStoreUnavailable, StoreUnusable
 from quire.durable.failpoints import armed
 from quire.objects.api import list_objects
-from quire.stream.ledger import facts_of_index
 from quire.stream.mlog_modes import Divergence, Mode, compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted, UploadDone, UploadStarted
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
+from quire.stream.segment_events import facts_of_index
 from quire.stream.state import Retention
 from quire.testing.faults import PowerCut
 from tests.stream.streams import StreamWorld

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from quire.core.errors import Corruption, ManifestIntegrityError
 from quire.durable import quarantine
 from quire.durable.names import Tier
-from quire.stream.catalogue import View
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_verify import verify
 from quire.stream.segment import SegmentHeader
+from quire.stream.segments import View
 from quire.stream.state import Retention
 from tests.stream.streams import StreamWorld, record
 

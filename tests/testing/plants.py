@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quire.jobs import upkeep
+from quire.jobs import maintenance
 from quire.lsm import recovery as kv_recovery
 from quire.lsm.projection import Projection
 from quire.manifest import rows
@@ -100,7 +100,7 @@ def a_shared_leaf_is_taken_over() -> None:
 
 # ── space ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def nobody_removes_leftovers() -> None:
-    _patch.setattr(upkeep, "sweep_leftovers", lambda _: 0)
+    _patch.setattr(maintenance, "sweep_leftovers", lambda _: 0)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.named import any_database, names_of
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.durations import moment_of
+from quire.cli.formatting import moment, plain, size
+from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Listing, Row
-from quire.cli.plain import moment, plain, size
-from quire.cli.times import moment_of
 from quire.core.errors import InvalidInput
+from quire.durable.remote_names import parse_epoch_key
 
 if TYPE_CHECKING:
     from quire.manifest.audit import AuditEntry
@@ -41,7 +42,7 @@ def audit(
     until: Annotated[str, Option(metavar="WHEN", help="Before then; as --since.")] = "",
     limit: Annotated[int, Option(min=0, metavar="N", help="The newest N; 0: all of them.")] = 50,
 ) -> Listing:
-    """Show what happened to databases: snapshots, forks, deletions …"""
+    """Show the history of databases: snapshots, forks, deletions."""
     with cli.reader() as manifest:
         now = manifest.clock.now_ms()
         since_ms = moment_of(since, "--since", now_ms=now) if since else 0
@@ -65,8 +66,6 @@ def audit(
 
 
 def _cells(each: AuditEntry, names: dict[int, str]) -> list[str]:
-    from quire.durable.remote_names import parse_epoch_key  # a command loads nothing heavy before it begins
-
     action = each.action.name.lower()
     subject = each.subject or (f"#{each.number}" if each.number else "-")
     if in_epoch := parse_epoch_key(subject):

@@ -21,14 +21,20 @@ from io import StringIO
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli.declarations import Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, in_words, plain
 from quire.cli.output import Listing, Row
-from quire.cli.plain import count_of, in_words, plain
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.manifest.check import Problem
+from quire.manifest.permissions import denied
+from quire.manifest.probe import probe
+from quire.manifest.repair import propose
+from quire.store.layout import Found, look, not_found
 
 if TYPE_CHECKING:
-    from quire.manifest.check import Problem
     from quire.manifest.store import ManifestStore
 
 CIRCULAR = re.compile(r"; run `quire manifest check`[^()]*(?=\(|$)")
@@ -72,12 +78,6 @@ def check(
 
 def unreadable(root: str) -> str | None:
     """What keeps the pages of a store's manifest from being read; `None` if nothing does (rule 4)."""
-    from quire.durable import names
-    from quire.durable.files import OsDisk
-    from quire.manifest.access import denied
-    from quire.manifest.probe import probe
-    from quire.store.layout import Found, look, not_found
-
     if look(OsDisk(), root) is not Found.STORE:
         raise not_found(root)
     path = os.path.join(root, names.MANIFEST)
@@ -88,8 +88,6 @@ def unreadable(root: str) -> str | None:
 
 
 def _problems_now(cli: Cli) -> list[Problem]:
-    from quire.manifest.check import Problem
-
     if (why := unreadable(os.path.abspath(cli.path))) is not None:
         return [Problem("K1", why)]
     with cli.reader() as manifest:
@@ -98,7 +96,6 @@ def _problems_now(cli: Cli) -> list[Problem]:
 
 def _problems(manifest: ManifestStore) -> list[Problem]:
     from quire.manifest.check import Problem, check
-    from quire.manifest.repair import propose
 
     found: list[Problem] = []
     try:

@@ -12,19 +12,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.bar import bar
+import msgspec
+
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, size
+from quire.cli.job_progress import Bench, failure_of
 from quire.cli.jobs import job_json
-from quire.cli.named import names_of, need_pages, settled
+from quire.cli.lookup import names_of, need_pages, settled
 from quire.cli.output import Listing, Note, Report, Row
-from quire.cli.plain import count_of, size
+from quire.cli.progress_bar import bar
 from quire.core.errors import InvalidInput
+from quire.core.reader_info import ReaderInfo, reader_text
+from quire.manifest import tables as t
+from quire.manifest.records import DbKind, JobKind, WalState
 
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
-    from quire.manifest.records import JobKind
     from quire.store.store import Store
 
 RUNNERS = ("auto", "threads", "spark")
@@ -48,7 +53,7 @@ def add_to(app: Group) -> None:
 def checkpoint(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
 ) -> Note | Verdict | Listing:
-    """Bring the WAL of page databases into chunks, now.
+    """Write the WAL of page databases into chunks now.
 
     The WAL that no snapshot, fork or reader needs any more is let go.
     """
@@ -63,7 +68,7 @@ def checkpoint(
 def merge(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
 ) -> Note | Verdict | Listing:
-    """Rewrite chunks that many deltas lie over, now."""
+    """Rewrite chunks that have many deltas now."""
     names = _wanted(databases, every, runner)
     if dry_run:
         return _outlook(cli, names, "MERGE")
@@ -76,7 +81,7 @@ Database = Annotated[str, Argument(metavar="DB", help="The name of a page databa
 
 
 def evict(cli: Cli, database: Database) -> Note:
-    """Remove local copies of a page database that are in the object store.
+    """Remove local copies of a page database that the object store has.
 
     Those of WAL that only snapshots need, which is uploaded first, and of chunks that were hydrated.
     """
@@ -84,13 +89,11 @@ def evict(cli: Cli, database: Database) -> Note:
 
 
 def hydrate(cli: Cli, database: Database) -> Note:
-    """Fetch what a page database has in the object store alone."""
+    """Fetch what only the object store has of a page database."""
     return _move_copies(cli, database, "hydrate")
 
 
 def _move_copies(cli: Cli, database: str, move: str) -> Note:
-    from quire.cli.working import failure_of
-
     with cli.owner(upkeep=True) as store:
         need_pages(store.database(database), "are evicted and hydrated here")
         jobs = store.evict(database) if move == "evict" else store.hydrate(database)
@@ -120,8 +123,6 @@ def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
 # ── one database ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Note:
     from quire.cli.stream import published
-    from quire.cli.working import Bench, failure_of
-    from quire.manifest.records import JobKind
 
     need = f"have a {kind.lower()}"
     with cli.owner(upkeep=True) as store:
@@ -174,9 +175,6 @@ def _held_back(result: dict[str, Any]) -> str:
     """Who keeps a checkpoint from absorbing more; empty if nobody does."""
     if not result.get("waiting_segments"):
         return ""
-    import msgspec
-
-    from quire.core.reader_info import ReaderInfo, reader_text
 
     readers = [reader_text(each) for each in msgspec.convert(result["readers"], list[ReaderInfo])]
     wait = "waits" if result["waiting_segments"] == 1 else "wait"
@@ -186,8 +184,6 @@ def _held_back(result: dict[str, Any]) -> str:
 
 # ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> Verdict:
-    from quire.manifest.records import JobKind
-
     with cli.owner(upkeep=True) as store:
         for name in names:
             need_pages(store.database(name), f"have a {kind.lower()}")
@@ -229,9 +225,6 @@ def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) 
 # ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
     """What waits for a checkpoint, or for a merge."""
-    from quire.manifest import tables as t
-    from quire.manifest.records import DbKind, WalState
-
     rows: list[Row] = []
     with cli.reader() as manifest, manifest.read() as txn:
         wanted = [txn.database_id(name) for name in names] or [

@@ -21,9 +21,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.exits import OK, PIPE_CLOSED, exit_of
+from quire.cli.exit_codes import OK, PIPE_CLOSED, exit_of
+from quire.cli.formatting import visible
 from quire.cli.output import JsonOutput, Look, Output, Shown, TextOutput, wrapped
-from quire.cli.plain import visible
 from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault, StoreLocked
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
                 _show(output, verdict.shown)
             return verdict.code
         except StoreLocked as locked:
-            from quire.cli.away import done_there
+            from quire.cli.remote import done_there
 
             return done_there(body, cli, arguments, locked)
     except BrokenPipeError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from quire.cli.app import Program
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Argument, Group, command
-from quire.cli.exits import OK
+from quire.cli.completion import SHELLS, script
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.exit_codes import OK
 from quire.cli.output import Note
 from quire.core.errors import InvalidInput
 
@@ -25,9 +27,6 @@ def completion(
     Put `eval "$(quire completion bash)"` into ~/.bashrc, the same with zsh into ~/.zshrc; for fish write the output to
     ~/.config/fish/completions/quire.fish.
     """
-    from quire.cli.app import Program
-    from quire.cli.completion import SHELLS, script
-
     if shell not in SHELLS:
         raise InvalidInput("there is no completion for this shell", hint="choose bash, zsh or fish", shell=shell)
     text = script(Program(), shell)

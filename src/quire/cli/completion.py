@@ -22,7 +22,9 @@ from click.shell_completion import (
     shell_complete,
 )
 
-from quire.cli.command import COMPLETING, HERE
+from quire.cli.command import COMPLETING, HERE, Cli
+from quire.manifest import tables as t
+from quire.manifest.tables import TABLES
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "KIND": ("pages", "stream", "lsm"),
@@ -67,8 +69,6 @@ def _offered(word: str, ctx: click.Context) -> Iterator[str]:
     elif word not in {*DATABASES, *SNAPSHOTS, "NAME", "CURSOR", "TABLE"}:
         return
     elif word == "TABLE":
-        from quire.manifest.tables import TABLES
-
         yield from sorted(TABLES)
     elif word == "NAME" and ctx.command_path not in NAMED_IN:
         return
@@ -77,9 +77,6 @@ def _offered(word: str, ctx: click.Context) -> Iterator[str]:
 
 
 def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
-    from quire.cli.command import Cli
-    from quire.manifest import tables as t
-
     with Cli(ctx.params.get("store") or HERE).reader() as manifest, manifest.read() as txn:
         if word == "CURSOR":
             yield from sorted(row.name for _, row in txn.scan(t.CHANGE_CURSORS) if row.name)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.named import Database, tags_of
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.formatting import tags_text
+from quire.cli.lookup import Database, tags_of
 from quire.cli.output import Note
-from quire.cli.plain import tags_text
 from quire.core.errors import InvalidInput
 
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("How a database is kept: open for writing or not, tags, compression.")
+    group = Group("Change a database's status, tags and compression.")
     command(group, "set-status", example="quire db set-status shop read_only")(set_status)
     command(group, "set", example="quire db set shop --tag team=sales")(set_options)
     app.add("db", group)

@@ -13,25 +13,41 @@ Rules
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Annotated, TypeVar
 
 from quire.cli.check import RESTORE, unreadable
 from quire.cli.command import HERE, Cli, Verdict
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli.declarations import Group, Option, command
+from quire.cli.error_text import for_people, next_step
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, here, size, span
 from quire.cli.output import Listing, Row
-from quire.cli.plain import count_of, here, size, span
-from quire.cli.telling import for_people, next_step
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
-
-if TYPE_CHECKING:
-    from quire.manifest.store import ManifestStore
+from quire.durable import names
+from quire.durable.files import OsDisk
+from quire.durable.locks import holder, is_held
+from quire.durable.quarantine import entries
+from quire.manifest import tables as t
+from quire.manifest.records import JobState
+from quire.manifest.store import ManifestStore
+from quire.manifest.verification import damaged_artifacts, last_verification
+from quire.objects.collector import Collector, Owned
+from quire.objects.local import LocalStore
+from quire.objects.open import open_store
+from quire.objects.options import options_of
+from quire.objects.ownership import newer_owner
+from quire.spark.java import find_java
+from quire.store.layout import Found, look, not_found, objects_url, read_config
+from quire.store.object_location import NOT_NEEDED, open_place, state_beside
 
 T = TypeVar("T")
 
@@ -64,7 +80,7 @@ def add_to(app: Group) -> None:
 def doctor(
     cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not touch the object store.")] = False
 ) -> Verdict:
-    """See whether machine, store and object store are well.
+    """Check the machine, the store and the object store.
 
     Looks at versions, Java and Spark, disk, configuration, the lock's holder, and at the manifest: its rules, readers and
     map, and the clock. Puts one small object into the object store, reads it back and deletes it. Makes nothing.
@@ -94,10 +110,6 @@ def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[Finding
 def _store_findings(
     root: str, pages: Callable[[], str | None], *, named: bool, with_objects: bool
 ) -> Iterator[Finding]:
-    from quire.durable import names
-    from quire.durable.files import OsDisk
-    from quire.store.layout import Found, look
-
     yield _probed("disk", lambda: _disk(root))
     store = _probed("store", lambda: _store(root) if named or look(OsDisk(), root) is Found.STORE else NO_STORE)
     yield store
@@ -118,8 +130,6 @@ def _store_findings(
 
 def _begun(call: Callable[[], T]) -> Callable[[], T]:
     """Rule 3: begin a call; what comes of it is asked for later, or never: Python waits for its thread before it ends."""
-    import threading
-
     came: list[T] = []
     failed: list[BaseException] = []
 
@@ -153,8 +163,6 @@ def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
 
 # ── the machine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _machine(java: Callable[[], Finding]) -> Iterator[Finding]:
-    import platform
-
     yield _probed("quire", lambda: Finding("quire", "ok", _version("quire")))
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
@@ -172,10 +180,6 @@ def _version(package: str) -> str:
 def _java() -> Finding:
     """What Spark would run on. It is optional: page databases of any size work without, with threads."""
     if os.environ.get("JAVA_HOME") or shutil.which("java"):
-        from tempfile import TemporaryDirectory
-
-        from quire.spark.java import find_java
-
         with TemporaryDirectory() as cache:  # rule 4
             found = find_java(cache)
         return Finding("java", "ok", f"{found.version}, from {found.where}")
@@ -220,9 +224,6 @@ def _disk(path: str) -> Finding:
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _store(root: str) -> Finding:
     """A directory with the right files and a configuration that makes sense; what is in the manifest is another row."""
-    from quire.durable.files import OsDisk
-    from quire.store.layout import Found, look, not_found, read_config
-
     if look(OsDisk(), root) is not Found.STORE:
         raise not_found(root)
     read_config(OsDisk(), root, None)
@@ -230,8 +231,6 @@ def _store(root: str) -> Finding:
 
 
 def _owner(lock: str) -> Finding:
-    from quire.durable.locks import holder, is_held
-
     if not is_held(lock):
         return Finding("owner", "ok", "nobody owns the store now")
     found = holder(lock)
@@ -242,9 +241,6 @@ def _owner(lock: str) -> Finding:
 
 
 def _quarantine(root: str) -> Finding:
-    from quire.durable.files import OsDisk
-    from quire.durable.quarantine import entries
-
     held = entries(OsDisk(), root)
     if not held:
         return Finding("quarantine", "ok", "empty")
@@ -257,9 +253,6 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
 
     Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
     """
-    import quire.manifest.check  # noqa: F401 - it is loaded while the child reads
-    from quire.manifest.store import ManifestStore
-
     opened: list[ManifestStore] = []
 
     def open_and_check() -> Finding:
@@ -296,8 +289,6 @@ def _rules(manifest: ManifestStore) -> Finding:
 
 def _verification(manifest: ManifestStore) -> Finding:
     """What verifications have recorded: in rows of artifacts, and in the result of the last one of the whole store."""
-    from quire.manifest.verified import damaged_artifacts, last_verification
-
     with manifest.read() as txn:
         artifacts = damaged_artifacts(txn)
         last = last_verification(txn)
@@ -311,9 +302,6 @@ def _verification(manifest: ManifestStore) -> Finding:
 
 
 def _jobs(manifest: ManifestStore) -> Finding:
-    from quire.manifest import tables as t
-    from quire.manifest.records import JobState
-
     with manifest.read() as txn:
         failed = [job_id for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.FAILED_PERMANENT)]
         job = txn.job(failed[-1]) if failed else None
@@ -357,11 +345,6 @@ def _clock(manifest: ManifestStore) -> Finding:
 
 def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Finding:
     """Whether the bucket is this directory's to write: by what the directory remembers, and by what the bucket says."""
-    from quire.durable.files import OsDisk
-    from quire.objects.ownership import newer_owner
-    from quire.store.layout import read_config
-    from quire.store.object_place import NOT_NEEDED, open_place, state_beside
-
     settings = read_config(OsDisk(), root, None)
     with manifest.read() as txn:
         owner, store_id = state_beside(txn, OsDisk(), root, settings.object_store), txn.store_id()
@@ -385,13 +368,6 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
 
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _objects(root: str) -> Finding:
-    from quire.durable.files import OsDisk
-    from quire.objects.collector import Collector, Owned
-    from quire.objects.local import LocalStore
-    from quire.objects.open import open_store
-    from quire.objects.options import options_of
-    from quire.store.layout import objects_url, read_config
-
     settings = read_config(OsDisk(), root, None)
     url = objects_url(root, settings)
     objects = open_store(url, options=options_of(settings.objects, "objects"))

@@ -13,13 +13,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import Follow
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import count_of, moment, pairs, plain, span, telling
+from quire.cli.lookup import Follow
 from quire.cli.output import Listing, Note, Row
-from quire.cli.plain import count_of, moment, pairs, plain, span, telling
+from quire.cli.tailing import follow as go_on
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
+from quire.manifest.change import change_json
 
 if TYPE_CHECKING:
     from quire.manifest.change import ChangeRecord, CursorInfo
@@ -32,7 +34,7 @@ STEP_RECORDS = 64
 
 def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = Group("Every batch that was committed, in order, and who follows it.")
+    group = Group("Read the change feed and manage its cursors.")
     command(group, "tail", example="quire feed tail --limit 5")(tail)
     command(group, "cursors", example="quire feed cursors --json")(cursors)
     command(group, "resume", example="quire feed resume my-app")(resume)
@@ -55,8 +57,6 @@ def tail(
     """
     columns = [">sequence", "committed", "operations"]
     if follow:
-        from quire.cli.following import follow as go_on
-
         with cli.reader() as manifest:
             tail = _Tail(manifest, start, limit)
             return go_on(cli, columns, lambda: map(_row, tail.new()))
@@ -68,8 +68,6 @@ def tail(
 
 
 def _row(each: ChangeRecord) -> Row:
-    from quire.manifest.change import change_json
-
     return Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], change_json(each))
 
 

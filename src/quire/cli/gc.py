@@ -15,18 +15,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import PROBLEMS
+from quire.cli.declarations import Group, Option, command
+from quire.cli.durations import seconds_of
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import count_of, moment, plain, size, span
+from quire.cli.job_progress import Bench, worker_of
 from quire.cli.jobs import job_json, state_text
-from quire.cli.named import Yes, names_of
+from quire.cli.lookup import Yes, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, plain, size, span
-from quire.cli.times import seconds_of
 from quire.core.errors import InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import parse_object_key
+from quire.manifest import tables as t
+from quire.manifest.leases import leases_of
+from quire.manifest.records import AuditAction, JobKind, JobState
+from quire.store.info import artifact_bytes
 
 if TYPE_CHECKING:
-    from quire.cli.working import Bench
-    from quire.core.ids import ArtifactKey
     from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
@@ -72,7 +77,7 @@ def gc(
     until: Annotated[str, Option("--until", metavar="FOR", help="With --keep: for how long, 7d; 0 lifts it.")] = "",
     yes: Yes = False,
 ) -> Report | Note | Verdict:
-    """Do a round of maintenance, now, and show what was done.
+    """Run one round of maintenance now and show what it did.
 
     That is schedules, retention, deletions, and all jobs that are due: what the owner of a store does by itself. Bytes that
     nothing refers to any more go a minute after their last reference did (maintenance.delete_grace_seconds).
@@ -90,15 +95,12 @@ def gc(
             question = f"delete at once, even if another process is reading it: {what}?"
             if not agreed(question, "nothing was done"):
                 return Verdict(Note(text="nothing was done", data={"done": False}), PROBLEMS)
-        from quire.cli.working import Bench
 
         return _collect(Bench(store), grace_ms, at_once=now)
 
 
 def _keep(cli: Cli, name: str, until: str) -> Note:
     """Have a chunk's or delta's bytes stay, whatever refers to them."""
-    from quire.durable.names import parse_object_key
-
     artifact = parse_object_key(name)
     if artifact is None or not until:
         hint = "`quire gc --keep 00000001/00000000/base:00000001 --until 7d`; `quire why DATABASE` shows names"
@@ -117,10 +119,6 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
 
     Nothing goes before the delete job of its database is due, except with no grace: then that job is run in any case.
     """
-    from quire.manifest import tables as t
-    from quire.manifest.leases import leases_of
-    from quire.manifest.records import JobKind
-
     due: dict[int, int] = {}
     with manifest.read() as txn:
         names = names_of(txn)
@@ -143,10 +141,6 @@ def _zero(
     grace_ms: int,
     kept: tuple[int, int] | None,
 ) -> Zero:
-    from quire.core.ids import ArtifactKey, ArtifactKind
-    from quire.manifest import tables as t
-    from quire.store.info import artifact_bytes
-
     origin, kind, number, generation, delta = key
     artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
     due = since_ms + grace_ms
@@ -165,8 +159,6 @@ def _zero(
 
 
 def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
-    from quire.manifest.records import JobState
-
     waiting = at_zero(manifest, grace_ms)
     now = manifest.clock.now_ms()
     with manifest.read() as txn:
@@ -207,8 +199,6 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
 
 def _retention(manifest: ManifestStore) -> dict[int, int]:
     """Database → snapshots that its policy would drop now, where that is any."""
-    from quire.manifest import tables as t
-
     with manifest.read() as txn:
         databases = list(txn.owners(t.SNAPSHOT_INDEX))
     going = {db_id: len(manifest.retention.plan(db_id).dropped) for db_id in databases}
@@ -232,9 +222,6 @@ def _amount(waiting: list[Zero]) -> str:
 
 # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
-    from quire.cli.working import worker_of
-    from quire.manifest.records import AuditAction, JobKind, JobState
-
     store, manifest = bench.store, bench.store.manifest
     with manifest.read() as txn:
         _, head = txn.feed_bounds()

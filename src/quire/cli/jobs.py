@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import INTERRUPTED, OK
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import INTERRUPTED, OK
+from quire.cli.formatting import count_of, in_words, moment, pairs, plain, size, span
+from quire.cli.job_progress import Bench, until_interrupted, worker_of
 from quire.cli.logging import Log, log_to
-from quire.cli.named import any_database, names_of
+from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, in_words, moment, pairs, plain, size, span
 from quire.core.errors import IllegalTransition, InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest.records import JobState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quire.core.ids import ArtifactKey
     from quire.manifest.jobqueue import Job
-    from quire.manifest.records import JobState
     from quire.manifest.store import ManifestStore
     from quire.store.store import Store
 
@@ -41,7 +44,7 @@ SHOWN_MAX = 200
 
 def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = Group("Work that survives a crash: checkpoints, deletions, uploads …")
+    group = Group("Inspect and control durable jobs.")
     command(group, "ls", example="quire jobs ls --state failed --db shop")(ls)
     command(group, "show", example="quire jobs show 12")(show)
     command(group, "retry", example="quire jobs retry 12")(retry)
@@ -79,8 +82,6 @@ def ls(
 
 
 def _state_named(text: str) -> JobState:
-    from quire.manifest.records import JobState
-
     states = {each.name.lower(): each for each in JobState}
     for name, shorter in STATES.items():
         states[shorter] = states[name]
@@ -198,7 +199,6 @@ def _when(at_ms: int, now: int) -> str:
 def _artifact(job: Job) -> ArtifactKey | None:
     if job.record.artifact is None:
         return None
-    from quire.core.ids import ArtifactKey, ArtifactKind
 
     origin, kind, number, generation, delta = job.record.artifact
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
@@ -208,7 +208,6 @@ def _decoded(packed: bytes) -> Any:
     """What was packed into a job; its bytes, if they are not msgpack."""
     if not packed:
         return None
-    import msgspec
 
     try:
         return msgspec.msgpack.decode(packed)
@@ -291,8 +290,6 @@ def work(
     This process owns the store meanwhile, and does its other upkeep too unless --once is given. What is running when it is
     stopped goes back into the queue.
     """
-    from quire.cli.working import Bench, until_interrupted, worker_of
-
     log_to(log)
     stopped = False
     with cli.owner(upkeep=not once) as store:
@@ -312,8 +309,6 @@ def work(
 
 def told(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
     """What was run, and what waits."""
-    from quire.manifest.records import JobState
-
     now = manifest.clock.now_ms()
     waiting = manifest.jobs.jobs(JobState.PENDING)
     with manifest.read() as txn:

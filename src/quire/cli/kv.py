@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.checkpoint import Runner, need_runner
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
-from quire.cli.named import Database, Yes
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, moment, size
+from quire.cli.job_progress import failure_of
+from quire.cli.lookup import Database, Yes
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, size
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
+from quire.durable.files import OsDisk
+from quire.durable.remote_names import kv_backups_prefix
 
 if TYPE_CHECKING:
     from quire.lsm.backup import Backup
@@ -44,7 +47,7 @@ SCAN_ROWS = 100
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("Key-value databases: read, write, look after.")
+    group = Group("Read, write and maintain key-value databases.")
     command(group, "get", example="quire kv get cart ann")(get)
     command(group, "put", example="quire kv put cart ann '3 apples' --create")(put)
     command(group, "delete", example="quire kv delete cart ann")(delete)
@@ -141,8 +144,6 @@ def stats(cli: Cli, database: Database) -> Facts:
 
 def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
     """Merge all tables into one level. What was overwritten or deleted goes."""
-    from quire.cli.working import failure_of
-
     need_runner(runner)
     with cli.owner() as store:
         job = store.heavy.compact(database, runner=runner)
@@ -304,8 +305,6 @@ def restore(
     namespace: InNamespace = "",
 ) -> Note:
     """Make a database of a backup, of this store or another; in the namespace that the backup is in."""
-    from quire.durable.files import OsDisk
-    from quire.durable.remote_names import kv_backups_prefix
     from quire.lsm.backup import FORMER_HOME, backups, read_backup
     from quire.lsm.backup import restore as bring_back
 
@@ -344,8 +343,6 @@ def _namespace_at(store: Store, url: str) -> int:
 
 def _home(store: Store) -> str:
     """Where this store's backups are."""
-    from quire.durable.remote_names import kv_backups_prefix
-
     return kv_backups_prefix(store.feed.store_id())
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.output import Node
-from quire.cli.plain import count_of, moment, size
 from quire.cli.show import about
+from quire.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from quire.manifest.records import DbRecord
@@ -135,8 +136,6 @@ def nested(
     for each in order:
         depth[each.db_id] = depth.get(each.parent_db_id, 0) + 1
     if max(depth.values(), default=0) > deepest:
-        from quire.core.errors import InvalidInput
-
         raise InvalidInput(
             "the forks of forks are too deep to nest", hint="`quire ls --json` names every parent", max=deepest
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from quire.cli.declared import Option
+from quire.cli.declarations import Option
+from quire.core.logs import configure
 
 Log = Annotated[
     str,
@@ -17,6 +18,4 @@ Log = Annotated[
 def log_to(style: str) -> None:
     """Write events in this style, if one was asked for."""
     if style:
-        from quire.core.logs import configure
-
         configure(style)

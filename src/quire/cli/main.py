@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from quire.cli.app import Program
 from quire.cli.command import COMPLETING, output_for, pipe_closed, tell, unwritable
-from quire.cli.declared import run as run_command_line
-from quire.cli.exits import INTERRUPTED
+from quire.cli.completion import answer
+from quire.cli.declarations import run as run_command_line
+from quire.cli.exit_codes import INTERRUPTED
 
 GARBAGE_ALLOCATIONS = 50_000
 """Allocations between two looks for garbage. Python's own 700 are passed a hundred times while modules are loaded, of which
@@ -33,8 +34,6 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line; its exit code."""
     try:
         if asked := os.environ.get(COMPLETING):
-            from quire.cli.completion import answer
-
             return answer(Program(), asked)
         code = run_command_line(Program(), arguments)
         sys.stdout.flush()

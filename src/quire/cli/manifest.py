@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import check, mlog
+from quire.cli import check, manifest_log
 from quire.cli.command import Cli
-from quire.cli.declared import Argument, Group, Option, command
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.formatting import pairs, plain, telling
 from quire.cli.output import STEP_ROWS, Listing, Row
-from quire.cli.plain import pairs, plain, telling
 from quire.core.errors import InvalidInput, ManifestDamaged
+from quire.core.limits import SLOTS_PER_LEAF
+from quire.manifest.change import ChangeRecord
+from quire.manifest.reads import table_named
+from quire.manifest.records import LeafRecord
+from quire.manifest.slots import unpack_leaf
+from quire.manifest.tables import TABLES
 
 if TYPE_CHECKING:
     from quire.manifest.slots import Chain, Leaf
@@ -29,18 +35,16 @@ CHANGE_LOG = {"change_log": ("local", "committed batches, in order", ["sequence"
 
 def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = Group("Look into the manifest: the catalog of everything in a store.")
+    group = Group("Inspect the manifest, the catalog of everything in a store.")
     check.add_to(group)
     command(group, "tables", example="quire manifest tables")(tables)
     command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
-    mlog.add_to(group)
+    manifest_log.add_to(group)
     app.add("manifest", group)
 
 
 def tables(cli: Cli) -> Listing:
     """List the tables of the manifest."""
-    from quire.manifest.tables import TABLES
-
     declared = {
         each.name: (each.policy.value, each.purpose, [name for name, _ in each.key.fields]) for each in TABLES.values()
     }
@@ -69,8 +73,6 @@ def dump(
     As text only the fields that differ from their defaults, as JSON all of them. A chain of slot_leaf reads
     SLOTS base:GENERATION@LSN + delta-ID:GENERATION@LSN.
     """
-    from quire.manifest.reads import table_named
-
     try:
         chosen = table_named(table)
     except InvalidInput as error:
@@ -101,9 +103,6 @@ def _rows(cli: Cli, table: Table[Any], limit: int) -> Iterator[Row]:
 
 
 def _row(key: dict[str, Any], record: Any) -> Row:
-    from quire.manifest.change import ChangeRecord
-    from quire.manifest.records import LeafRecord
-
     data = {**key, "record": plain(record)}
     if isinstance(record, ChangeRecord):
         summary = {"operations": len(record.operations), "first": type(record.operations[0]).__name__}
@@ -116,9 +115,6 @@ def _row(key: dict[str, Any], record: Any) -> Row:
 
 def _chains(number: int, entries: bytes) -> Leaf | None:
     """The chains of a leaf by slot; `None` if its bytes make no sense, which is for `check` to say."""
-    from quire.core.limits import SLOTS_PER_LEAF
-    from quire.manifest.slots import unpack_leaf
-
     try:
         return {number * SLOTS_PER_LEAF + offset: chain for offset, chain in unpack_leaf(entries).items()}
     except ManifestDamaged:

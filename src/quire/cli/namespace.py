@@ -6,18 +6,19 @@ import os
 from typing import Annotated
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import Yes
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import moment
+from quire.cli.lookup import Yes
 from quire.cli.output import Listing, Note, Row
-from quire.cli.plain import moment
+from quire.store.namespaces import namespaces
 
 Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as its section in quire.toml has it.")]
 
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("Places beside the store's own, for the objects of some databases.")
+    group = Group("Manage places for objects besides the store's own.")
     command(group, "create", example="quire namespace create cold s3://cold-bucket/quire")(create)
     command(group, "ls", example="quire namespace ls")(ls)
     command(group, "drop", example="quire namespace drop cold --yes")(drop)
@@ -41,8 +42,6 @@ def create(
 
 def ls(cli: Cli) -> Listing:
     """List the namespaces, and who uses them."""
-    from quire.store.namespaces import namespaces
-
     with cli.reader() as manifest, manifest.read() as txn:
         found = namespaces(txn)
     rows = []

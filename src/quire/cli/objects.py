@@ -6,17 +6,17 @@ Both open the store as its owner, which they are about: a live owner has to end 
 from __future__ import annotations
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Group, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import Yes
+from quire.cli.declarations import Group, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import count_of
+from quire.cli.lookup import Yes
 from quire.cli.output import Note
-from quire.cli.plain import count_of
 
 
 def add_to(app: Group) -> None:
     """Register these commands."""
     command(app, "takeover", example="quire takeover --store ./restored --yes")(takeover)
-    group = Group("Where the objects are.")
+    group = Group("Manage where the store's objects are.")
     command(group, "moved", example="quire objects moved --yes")(moved)
     app.add("objects", group)
 

@@ -9,7 +9,7 @@ Terms
 
 Rules
   1. A command shows exactly one value; so stdout holds one JSON document, or nothing when an error is told on stderr. Only what
-     has no end (`quire.cli.following`) is written row by row.
+     has no end (`quire.cli.tailing`) is written row by row.
   2. Text fits the terminal (`quire.cli.tables`). Where there is no terminal nothing is wrapped or cut, so that `grep` and `awk`
      see whole lines.
   3. Colours only on a terminal, and not if NO_COLOR is set or TERM is dumb.
@@ -22,14 +22,17 @@ Not thread-safe: one command, one output.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from shutil import get_terminal_size
 from typing import Any, Protocol, TextIO
 
-from quire.cli.plain import plain, visible
+from quire.cli.error_text import for_people, for_programs, next_step
+from quire.cli.formatting import plain, visible
 from quire.cli.tables import lines_of, plan
 from quire.cli.tables import width_of as width_of
 from quire.cli.tables import wrapped as wrapped
@@ -125,8 +128,6 @@ class JsonOutput:
             sys.stdout.write(part)
 
     def fail(self, error: QuireError) -> None:
-        from quire.cli.telling import for_programs
-
         sys.stderr.write(_json({"error": for_programs(error)}) + "\n")
 
 
@@ -138,8 +139,6 @@ class TextOutput:
             sys.stdout.write(part)
 
     def fail(self, error: QuireError) -> None:
-        from quire.cli.telling import for_people, next_step
-
         look = Look.of(sys.stderr)
         for name, style, text in (("error", "1;31", for_people(error)), ("next", "1", visible(next_step(error)))):
             first, *others = wrapped(text, look.width - 7 if look.width else 0)
@@ -158,7 +157,6 @@ class Look:
     def of(cls, stream: TextIO) -> Look:
         if not stream.isatty():
             return cls(0, False)
-        from shutil import get_terminal_size
 
         plain_terminal = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         return cls(get_terminal_size().columns, not plain_terminal)
@@ -193,7 +191,7 @@ def _lines(value: Shown, look: Look) -> Iterator[str]:
     if isinstance(value, Report):
         return _report(value, look)
     if isinstance(value, Tree):
-        from quire.cli.drawing import tree_lines
+        from quire.cli.tree_drawing import tree_lines
 
         return tree_lines(value, look)
     return iter(wrapped(visible(value.text), look.width))
@@ -242,7 +240,5 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
 
 
 def _json(value: Any) -> str:
-    import json
-
     any_character = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     return json.dumps(value, ensure_ascii=not any_character, separators=(", ", ": "))

@@ -12,19 +12,24 @@ from contextlib import contextmanager
 from typing import Annotated
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import Yes
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import count_of, moment, size
+from quire.cli.lookup import Yes
 from quire.cli.output import Listing, Note, Row
-from quire.cli.plain import count_of, moment, size
 from quire.core.errors import InvalidInput
+from quire.durable.files import OsDisk
+from quire.durable.locks import FileLock
+from quire.durable.names import LOCK
+from quire.durable.quarantine import entries, remove
+from quire.durable.quarantine import restore as put_back
 
 Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number, as `quire quarantine ls` has it.")]
 
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("What recovery moved away: list it, put it back, remove it.")
+    group = Group("List, restore or remove files that recovery set aside.")
     command(group, "ls", example="quire quarantine ls")(ls)
     command(group, "restore", example="quire quarantine restore 1")(restore)
     command(group, "rm", example="quire quarantine rm 2 --yes")(rm)
@@ -33,9 +38,6 @@ def add_to(app: Group) -> None:
 
 def ls(cli: Cli) -> Listing:
     """List what is in quarantine: where it was, when, and why."""
-    from quire.durable.files import OsDisk
-    from quire.durable.quarantine import entries
-
     rows = [
         Row(
             [str(entry.number), moment(entry.moved_ms), size(entry.size_bytes), entry.path or "-", entry.why],
@@ -59,9 +61,6 @@ def restore(cli: Cli, number: Number) -> Note:
 
     Nothing takes it up by itself: `quire stream repair` and `quire kv repair` do, for what belongs to their databases.
     """
-    from quire.durable.files import OsDisk
-    from quire.durable.quarantine import restore as put_back
-
     with _owned(cli) as root:
         entry = put_back(OsDisk(), root, number)
     return Note(text=f"{entry.path} is back", data={"number": number, "path": entry.path})
@@ -73,9 +72,6 @@ def rm(
     yes: Yes = False,
 ) -> Note | Verdict:
     """Remove files in quarantine for good."""
-    from quire.durable.files import OsDisk
-    from quire.durable.quarantine import remove
-
     if not numbers:
         raise InvalidInput("which ones?", hint="`quire quarantine ls` lists them by number")
     if not yes and not agreed(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed"):
@@ -94,9 +90,6 @@ def _root(cli: Cli) -> str:
 @contextmanager
 def _owned(cli: Cli) -> Iterator[str]:
     """The store's directory, while no other process owns it."""
-    from quire.durable.locks import FileLock
-    from quire.durable.names import LOCK
-
     root = _root(cli)
     lock = FileLock.acquire(os.path.join(root, LOCK))
     try:

@@ -12,17 +12,21 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec.structs import replace
+
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.named import Database, Yes
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.durations import duration, seconds_of
+from quire.cli.formatting import count_of, moment, plain
+from quire.cli.lookup import Database, Yes
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, plain
 from quire.cli.snapshots import share_json, share_words, snapshot_json
-from quire.cli.times import duration, seconds_of
 from quire.core.errors import InvalidInput
+from quire.manifest.records import RetentionRecord
+from quire.manifest.retention import check_policy, has_rules
+from quire.store.info import snapshots_share
 
 if TYPE_CHECKING:
-    from quire.manifest.records import RetentionRecord
     from quire.manifest.retention import Decision, RetentionPlan
     from quire.manifest.store import ManifestStore
     from quire.store.info import Share
@@ -34,7 +38,7 @@ DryRun = Annotated[bool, Option("--dry-run", help="Only show what would go.")]
 
 def add_to(app: Group) -> None:
     """Register these commands, as a group."""
-    group = Group("Which snapshots are kept, and which are made by themselves.")
+    group = Group("Choose which snapshots are kept and taken automatically.")
     command(group, "show", example="quire retention show shop")(show)
     command(group, "set", example="quire retention set shop --hourly 24 --daily 7 --schedule hourly")(set_)
     command(group, "clear", example="quire retention clear shop")(clear)
@@ -74,11 +78,6 @@ def set_(
     0 ends a rule. Nothing is dropped yet. A snapshot is kept if any rule keeps it; without a rule every one is. The owner of
     the store applies the rules about once a minute.
     """
-    from msgspec.structs import replace
-
-    from quire.manifest.records import RetentionRecord
-    from quire.manifest.retention import check_policy
-
     asked: dict[str, Any] = {
         "keep_last": keep_last,
         "keep_generations": keep_generations,
@@ -190,8 +189,6 @@ def _facts(database: str, found: RetentionPlan) -> list[tuple[str, str]]:
 
 
 def _rules(policy: RetentionRecord | None) -> list[str]:
-    from quire.manifest.retention import has_rules
-
     if policy is None or not has_rules(policy):
         return []
     rules = ["those that a person named"] if policy.keep_named else []
@@ -235,7 +232,5 @@ def _decision_json(each: Decision, database: str) -> dict[str, Any]:
 
 def share_of(manifest: ManifestStore, found: RetentionPlan) -> Share:
     """What only those hold that would go."""
-    from quire.store.info import snapshots_share
-
     with manifest.read() as txn:
         return snapshots_share(txn, found.db_id, [each.snapshot_id for each in found.dropped])

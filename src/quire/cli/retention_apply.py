@@ -15,15 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bar import bar
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.exits import OK, PROBLEMS
-from quire.cli.named import names_of, title_of
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, size
+from quire.cli.job_progress import failure_of
+from quire.cli.lookup import names_of, title_of
 from quire.cli.output import Listing, Note, Report, Row
-from quire.cli.plain import count_of, size
+from quire.cli.progress_bar import bar
 from quire.cli.retention import policy_json, share_of, verdict_text
 from quire.cli.snapshots import share_clause, share_json, share_later, snapshot_json
 from quire.core.errors import JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
+from quire.manifest.records import JobKind
+from quire.store.info import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from quire.manifest.retention import RetentionPlan
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
-    from quire.store.info import Share
 
 NAMED_MAX = 5
 """Snapshots that a question names."""
@@ -79,8 +81,6 @@ def apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note | Verdict
 
 def _ended(manifest: ManifestStore, going: _Going, force: bool) -> Job:
     """The job of one database, run now; raises what it met."""
-    from quire.cli.working import failure_of
-
     found = _run([going], manifest, force)
     if not found:
         job_id, worker = _holder(manifest, going.plan.db_id)
@@ -110,8 +110,6 @@ def _run(going: list[_Going], manifest: ManifestStore, force: bool, title: str =
 
 def _holder(manifest: ManifestStore, db_id: int) -> tuple[int, str]:
     """The job that somebody else has of a database, and who; (0, "") if it has just ended."""
-    from quire.manifest.records import JobKind
-
     with suppress(UnknownJob):
         if job_id := manifest.jobs.outstanding(db_id, JobKind.RETENTION):
             lease = manifest.jobs.get(job_id).lease
@@ -254,8 +252,6 @@ def _number(going: list[_Going]) -> str:
 
 def _sum(going: Iterable[_Going]) -> Share:
     """What they hold alone, each database by itself: what two of them share, and nobody else, is not counted."""
-    from quire.store.info import Share
-
     shares = [each.share for each in going]
     return Share(
         chunks=sum(each.chunks for each in shares),

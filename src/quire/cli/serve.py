@@ -13,11 +13,14 @@ import time
 from typing import Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declared import Group, Option, command
+from quire.cli.declarations import Group, Option, command
+from quire.cli.formatting import count_of
+from quire.cli.job_progress import LOOK_SECONDS, until_interrupted
 from quire.cli.logging import Log, log_to
 from quire.cli.output import Note
-from quire.cli.plain import count_of
+from quire.cli.remote import run_here
 from quire.core.events import emit
+from quire.service.commands import install
 
 
 def add_to(app: Group) -> None:
@@ -53,14 +56,11 @@ def serve(
     ] = "",
     log: Log = "",
 ) -> Note:
-    """Own the store and let other processes use it.
+    """Own a store and serve it to other processes.
 
     Until Ctrl-C or SIGTERM. On the network every call shows a token: `quire.connect(ADDRESS, token_file=…)`.
     With --http 127.0.0.1:7448 a browser on this machine shows the store.
     """
-    from quire.cli.away import run_here
-    from quire.cli.working import LOOK_SECONDS, until_interrupted
-    from quire.service.commands import install
     from quire.service.server import Credentials, Server
     from quire.service.web.server import WebServer
 

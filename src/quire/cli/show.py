@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.cli.command import Cli
+from quire.cli.formatting import count_of, moment, size, tags_text
 from quire.cli.output import Facts, Listing, Row
-from quire.cli.plain import count_of, moment, size, tags_text
+from quire.core.reader_info import reader_text
+from quire.store.info import Glance
 
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
@@ -21,8 +23,6 @@ TIME_TRAVEL = "time-travel"
 
 def ls(cli: Cli) -> Listing:
     """List the databases of a store."""
-    from quire.store.info import Glance
-
     with Glance(cli.path) as store:
         found = store.databases()
     followed = any(database.follows for database in found)  # else the column would take room from the others
@@ -44,10 +44,7 @@ def origin(each: DatabaseInfo) -> str:
 
 
 def info(cli: Cli) -> Facts:
-    """Show a store in numbers."""
-    from quire.core.reader_info import reader_text
-    from quire.store.info import Glance
-
+    """Show a summary of a store."""
     with Glance(cli.path) as store:
         found = store.info()
     databases = ", ".join(f"{count:,} {kind}" for kind, count in found.databases.items() if count) or "none"

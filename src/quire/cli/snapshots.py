@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import PROBLEMS
-from quire.cli.named import (
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import count_of, moment, plain, size, span, tags_text
+from quire.cli.lookup import (
     Database,
     Snapshot,
     Yes,
@@ -24,16 +25,20 @@ from quire.cli.named import (
     tags_of,
     title_of,
 )
+from quire.cli.manifest import chain_text
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import count_of, moment, plain, size, span, tags_text
 from quire.cli.show import about, purpose
-from quire.cli.versions import At, version_of
+from quire.cli.version_options import At, version_of
 from quire.core.errors import UnknownSnapshot
+from quire.manifest import tables as t
+from quire.manifest.records import WalState
+from quire.manifest.retention import SCHEDULE_TAG
+from quire.store.info import artifact_bytes, snapshots_share
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from quire.cli.named import AnyInfo
+    from quire.cli.lookup import AnyInfo
     from quire.core.ids import Epoch
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
@@ -48,7 +53,7 @@ NOW = "now"
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("Snapshots: a database as it was, kept without copying.")
+    group = Group("Create, list, compare and drop snapshots.")
     command(group, "create", example="quire snapshot create shop monday --tag by=ann")(create)
     command(group, "ls", example="quire snapshot ls shop")(ls)
     command(group, "show", example="quire snapshot show shop monday")(show)
@@ -71,8 +76,6 @@ def create(
     need_no_number(name)
     tags: dict[str, str] = {}
     if tag:
-        from quire.manifest.retention import SCHEDULE_TAG
-
         tags = tags_of(tag, reserved=SCHEDULE_TAG)
     with cli.keeper() as store:
         settled(store, database)
@@ -82,8 +85,6 @@ def create(
 
 def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note | Verdict:
     """Drop a snapshot. What only it holds is deleted, a minute later at the earliest."""
-    from quire.store.info import snapshots_share
-
     with cli.owner() as store:
         found = snapshot_named(store.manifest, database, snapshot)
         with store.manifest.read() as txn:
@@ -104,7 +105,7 @@ def fork(
     at: At = "",
     tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Beside its source's; repeatable.")] = [],  # noqa: B006
 ) -> Note:
-    """Make a database that begins as another one is, or was.
+    """Create a database from another one, as it is or was.
 
     The two share everything until one of them changes it; nothing is copied, however large it is. A version is a snapshot, an
     epoch (3:4711, as exports print it) or a moment (15m ago, or a date).
@@ -164,8 +165,6 @@ def _cells(snapshot: SnapshotInfo) -> list[str]:
 
 def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
     """Show what a snapshot keeps, and what only it holds."""
-    from quire.store.info import snapshots_share
-
     with cli.reader() as manifest:
         found = snapshot_named(manifest, database, snapshot)
         detail = manifest.snapshots.describe(found.db_id, found.snapshot_id)
@@ -283,17 +282,12 @@ def _version(manifest: ManifestStore, database: str, text: str) -> Version:
 
 def _is_open(manifest: ManifestStore, version: Version) -> bool:
     """Whether a database has a WAL segment that nobody has sealed yet: it is being written, or its owner crashed."""
-    from quire.manifest import tables as t
-    from quire.manifest.records import WalState
-
     with manifest.read() as txn:
         rows = txn.scan(t.WAL_CATALOG, txn.database_id(version.database))
         return any(row.state is WalState.OPEN for _, row in rows)
 
 
 def _bytes(manifest: ManifestStore, found: SnapshotDiff) -> tuple[int, int]:
-    from quire.store.info import artifact_bytes
-
     with manifest.read() as txn:
         added, removed = (sum(artifact_bytes(txn, key) for key in keys) for keys in (found.added, found.removed))
         return added, removed
@@ -334,8 +328,6 @@ def _pages_text(found: SnapshotDiff, size_pages: int) -> str:
 
 
 def _slot_cells(each: SlotDiff) -> list[str]:
-    from quire.cli.manifest import chain_text
-
     origin = (each.after or each.before)[0].origin_db_id
     pages = "all" if each.pages is None else f"{len(each.pages):,}"
     return [f"{each.slot:,}", pages, *(chain_text(chain, origin) or "-" for chain in (each.before, each.after))]

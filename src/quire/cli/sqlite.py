@@ -13,14 +13,16 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import ELSEWHERE, Cli, Verdict, on_terminal
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import OK
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK
+from quire.cli.formatting import count_of, plain, size, visible
+from quire.cli.job_progress import until_interrupted
 from quire.cli.logging import Log, log_to
-from quire.cli.named import Database, need_pages, settled
+from quire.cli.lookup import Database, need_pages, settled
 from quire.cli.output import Note
-from quire.cli.plain import count_of, plain, size, visible
-from quire.cli.versions import At, version_of
+from quire.cli.version_options import At, version_of
 from quire.core.errors import InvalidInput, StoreLocked
+from quire.store.opening import open as open_quire
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -36,7 +38,7 @@ Name = Annotated[str, Argument(metavar="[DB]", help="The database's name here.",
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("SQLite databases: in, out, followed, by hand.")
+    group = Group("Import, export, follow and query SQLite databases.")
     command(group, "import", example="quire sqlite import ./shop.db")(import_)
     command(group, "export", example="quire sqlite export shop ./monday.db --at monday")(export)
     command(group, "follow", example="quire sqlite follow ./app.db app")(follow)
@@ -122,7 +124,6 @@ def follow(
 
     Beside a `quire serve` of the store the server does it, until `quire sqlite unfollow DB`, also after its next start.
     """
-    from quire.cli.working import until_interrupted
     from quire.sqlite.follow import Follower
 
     log_to(log)
@@ -185,7 +186,7 @@ def shell(
 
     An earlier version is for reading, and so is every one while another process owns the store.
     """
-    from quire.sqlite.terminal import run_shell
+    from quire.sqlite.shell import run_shell
 
     with _at_hand(cli) as store:
         need_pages(store.database(database), "have a shell")
@@ -222,14 +223,12 @@ def _at_hand(cli: Cli) -> Store:
     try:
         return cli.owner(upkeep=True)
     except StoreLocked:
-        from quire.store.opening import open as open_quire
-
         return open_quire(cli.path, "r")
 
 
 # ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────
 class Bars:
-    """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.copying.Progress`."""
+    """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.page_copy.Progress`."""
 
     def __init__(self) -> None:
         self._wanted = on_terminal()

@@ -6,13 +6,15 @@ import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.bar import bar
 from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import OK
+from quire.cli.declarations import Group, Option, command
+from quire.cli.exit_codes import OK
+from quire.cli.formatting import plain, size
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.plain import plain, size
+from quire.cli.progress_bar import bar
+from quire.durable.space import measure
+from quire.manifest.metrics import RollingCollector, rolling
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
@@ -33,12 +35,11 @@ def stats(
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
-    """Show what each database takes, alone and shared.
+    """Show how much space each database uses, alone and shared.
 
     Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
     its snapshots. `alone` is what dropping it would free; `on disk` is what its files take, as `du` says.
     """
-    from quire.durable.space import measure
     from quire.jobs.stats.compute import usage, with_disk
 
     need_runner(runner)
@@ -97,12 +98,12 @@ def metrics(
     cli: Cli,
     prometheus: Annotated[bool, Option("--prometheus", help="As Prometheus reads it, and `/metrics` says it.")] = False,
 ) -> Listing | Note | Verdict:
-    """Show the rolling metrics that the manifest keeps: WAL lag, latency of checkpoints and merges, snapshots.
+    """Show the rolling metrics that the manifest keeps.
+
+    WAL lag, latency of checkpoints and merges, snapshots.
 
     They are written in the transactions that they are about, and read without disturbing the writer.
     """
-    from quire.manifest.metrics import RollingCollector, rolling
-
     with cli.reader() as manifest:
         if prometheus:
             from prometheus_client import CollectorRegistry, generate_latest

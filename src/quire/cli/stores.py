@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec.structs import replace
+
 from quire.cli import show
 from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import PROBLEMS
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import PROBLEMS
+from quire.cli.formatting import article, count_of
 from quire.cli.output import Note
-from quire.cli.plain import article, count_of
+from quire.core.settings import StoreSettings
+from quire.durable.files import OsDisk
+from quire.manifest.records import DbStatus
+from quire.objects.open import open_store
+from quire.store.layout import Found, check_objects_url, look
+from quire.store.opening import open as open_quire
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
@@ -42,16 +50,9 @@ def init(
         ),
     ] = "",
 ) -> Note:
-    """Make a store, or see that one is there."""
-    from quire.core.settings import StoreSettings
-    from quire.durable.files import OsDisk
-    from quire.store.layout import Found, check_objects_url, look
-    from quire.store.opening import open as open_quire
-
+    """Create a store, or check that one exists."""
     target = path or cli.path
     if object_store:
-        from quire.objects.open import open_store
-
         check_objects_url(object_store)
         open_store(object_store).close()  # refuses what cannot work, before anything is made
     found = look(OsDisk(), target) is Found.STORE
@@ -69,7 +70,7 @@ def create(
         str, Option(metavar="NAME", help="Where all its objects go.", show_default="the store's own object store")
     ] = "",
 ) -> Note:
-    """Make a database."""
+    """Create a database."""
     with cli.keeper() as store:
         made = store.create(name, kind, namespace=namespace)
     text = f"made {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
@@ -83,10 +84,6 @@ def drop(
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> Note | Verdict:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
-    from msgspec.structs import replace
-
-    from quire.manifest.records import DbStatus
-
     with cli.keeper() as store:
         found = store.database(name)
         if not yes:
@@ -104,7 +101,7 @@ def rename(
     old: Annotated[str, Argument(metavar="OLD", help="Its name now.")],
     new: Annotated[str, Argument(metavar="NEW", help="Its name then.")],
 ) -> Note:
-    """Give a database another name."""
+    """Rename a database."""
     with cli.keeper() as store:
         renamed = store.rename(old, new)
     return Note(text=f"{old} is called {new} now", data=renamed)

@@ -4,8 +4,8 @@ Rules
   1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
      it is not. JSON has payloads in hexadecimal.
   2. What was appended is durable before the command says so.
-  3. `tail` reads files beside another owner (`quire.stream.beside`), and with `--follow` in any case: whoever writes can. The
-     other commands own the store.
+  3. `tail` reads files beside another owner (`quire.stream.file_reader`), and with `--follow` in any case: whoever writes
+     can. The other commands own the store.
 """
 
 from __future__ import annotations
@@ -19,22 +19,29 @@ from functools import cache
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import mlog
+from quire.cli import manifest_log
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Argument, Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
-from quire.cli.named import Database, Follow
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, moment, pairs, size, span
+from quire.cli.job_progress import failure_of
+from quire.cli.lookup import Database, Follow
 from quire.cli.output import Facts, Listing, Note, Row
-from quire.cli.plain import count_of, moment, pairs, size, span
+from quire.cli.tailing import follow as go_on
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
+from quire.durable.files import OsDisk
+from quire.store.object_location import open_place
+from quire.stream.file_reader import Beside
+from quire.stream.files import StreamFiles
+from quire.stream.state import Retention
+from quire.stream.verify import problems
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.store.store import Store
-    from quire.stream.beside import Beside
-    from quire.stream.catalogue import Segment
     from quire.stream.reader import Record
+    from quire.stream.segments import Segment
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000
@@ -48,7 +55,7 @@ Limit = Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0 f
 
 def add_to(app: Group) -> None:
     """Register these commands."""
-    group = Group("Streams: append, read, move between tiers.")
+    group = Group("Append to streams, read them, move them between tiers.")
     command(group, "append", example="quire stream append clicks 'ann bought apples' --create")(append)
     command(group, "read", example="quire stream read clicks --from 1 --limit 10")(read)
     command(group, "tail", example="quire stream tail clicks -n 5")(tail)
@@ -59,7 +66,7 @@ def add_to(app: Group) -> None:
     command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
     command(group, "verify", example="quire stream verify clicks")(verify)
     command(group, "repair", example="quire stream repair clicks")(repair)
-    command(group, "mirror", example="quire stream mirror clicks ./clicks-copy")(mlog.mirror)
+    command(group, "mirror", example="quire stream mirror clicks ./clicks-copy")(manifest_log.mirror)
     command(group, "retention", example="quire stream retention clicks --days 30")(retention)
     app.add("stream", group)
 
@@ -120,8 +127,6 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
     """
     columns = [">id", "appended", "record"]
     if follow:
-        from quire.cli.following import follow as go_on
-
         with _beside(cli, database) as (beside, first, end):
             beside.position = max(first, end - limit)
             return go_on(cli, columns, lambda: map(_record, beside.new()))
@@ -144,11 +149,6 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
 @contextmanager
 def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
     """A stream beside whoever owns the store (rule 3): the first record it keeps, and the one behind its last."""
-    from quire.durable.files import OsDisk
-    from quire.store.object_place import open_place
-    from quire.stream.beside import Beside
-    from quire.stream.files import StreamFiles
-
     root = os.path.abspath(cli.path)
     with cli.reader() as manifest, ExitStack() as closing:
 
@@ -269,8 +269,6 @@ def checkpoint(cli: Cli, database: Database) -> Note:
 
 def published(store: Store, database: str) -> Note:
     """A checkpoint of a stream, and what it did."""
-    from quire.cli.working import failure_of
-
     store.stream(database)  # says so if it is none
     job = store.checkpoint(database)
     if (failure := failure_of(job, f"the checkpoint of {database}")) is not None:
@@ -288,8 +286,6 @@ def verify(
     shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
 ) -> Verdict:
     """Read every copy of every segment and say what is wrong."""
-    from quire.stream.verify import problems
-
     with _open(cli, database) as stream:
         found = list(problems(stream, deep=not shallow))
         count = len(stream.ledger.view.segments)
@@ -352,8 +348,6 @@ def retention(
     apply: Annotated[bool, Option("--apply", help="Let go now what may go.")] = False,
 ) -> Note:
     """Show or set what a stream keeps."""
-    from quire.stream.state import Retention
-
     with _open(cli, database) as stream:
         if reset:
             stream.retain(None)

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from re import findall, sub
 from typing import TYPE_CHECKING
+from unicodedata import combining, east_asian_width
 
-from quire.cli.plain import visible
+from quire.cli.formatting import visible
 
 if TYPE_CHECKING:
     from quire.cli.output import Look
@@ -141,7 +143,6 @@ def width_of(text: str) -> int:
     """
     if text.isascii():
         return len(text)
-    from unicodedata import combining, east_asian_width
 
     return sum(0 if combining(each) else 1 + (east_asian_width(each) in "WF") for each in text)
 
@@ -154,7 +155,6 @@ def wrapped(text: str, width: int) -> list[str]:
     """
     if width <= 0 or width_of(text) <= width:
         return [text]
-    from re import findall, sub
 
     lines, line = [], ""
     for word in findall(r" *[^ ]+", sub(GLUED, GLUE, text)):
@@ -167,8 +167,6 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _longest_word(text: str) -> int:
-    from re import sub
-
     return max(map(width_of, sub(GLUED, GLUE, text).split(" ")))
 
 

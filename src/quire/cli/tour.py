@@ -20,18 +20,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli import tour_engines as engines
 from quire.cli import tour_versions as versions
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli.declarations import Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.feed import summary
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.output import Facts
-from quire.cli.plain import count_of, moment, size
 from quire.cli.tour_guide import Guide, Onlooker
 from quire.cli.tour_versions import FORK, SHOP
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
+from quire.core.ids import ArtifactKind
+from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.manifest import tables as t
+from quire.manifest.ops.artifacts import PutChunk
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import RenameDb, UpdateDbStatus
+from quire.manifest.ops.refs import RemoveArtifact
+from quire.manifest.ops.slots import CollectLeaf, SetSlots
+from quire.manifest.records import ChunkRecord, DbStatus, LeafRef, Residency
+from quire.manifest.slots import Leaf, Link, pack_leaf
+from quire.manifest.tables import LIVE_LEAF, TABLES
+from quire.store.opening import open as open_quire
 
 if TYPE_CHECKING:
     from quire.manifest.guard import ManifestGuard
-    from quire.manifest.records import ChunkRecord
     from quire.store.info import DatabaseInfo
     from quire.store.store import Store
 
@@ -54,8 +66,6 @@ def tour(
     cli: Cli, spark: Annotated[bool, Option("--spark", help="Run jobs and queries on Spark as well.")] = False
 ) -> Verdict:
     """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
-    from quire.store.opening import open as open_quire
-
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
     with open_quire(cli.path) as store:
@@ -120,8 +130,6 @@ def _is_tours(store: Store, found: DatabaseInfo) -> bool:
 
 def _is_hollow(store: Store, found: DatabaseInfo) -> bool:
     """Whether a tour of before there was a page engine has made it up, or one of before there was SQLite has filled it."""
-    from quire.manifest.tables import LIVE_LEAF
-
     if found.page_size:
         with store.pages.open(found.db_id).open_snapshot() as reader:
             return reader.size_pages > 0 and not reader.read_page(0).startswith(b"SQLite format 3")
@@ -137,8 +145,6 @@ def _without_bytes(store: Store) -> set[int]:
 
 def burst(store: Store, guide: Guide) -> dict[str, Any]:
     """Many small batches, pipelined: nobody waits for one before the next is on its way. A reader looks on meanwhile."""
-    from quire.manifest.ops.artifacts import PutChunk
-
     guide.title("A burst", f"{BURST_OPS:,} operations in batches of {BATCH_OPS}, while a reader takes snapshots")
     manifest = store.manifest
     warehouse = store.database(WAREHOUSE).db_id
@@ -172,14 +178,6 @@ def burst(store: Store, guide: Guide) -> dict[str, Any]:
 
 def publish_slots(store: Store, db_id: int, generation: int) -> None:
     """Chunks become part of a database when its slots name them: one batch, all or nothing."""
-    from quire.core.ids import ArtifactKind
-    from quire.core.limits import SLOTS_PER_LEAF
-    from quire.manifest import tables as t
-    from quire.manifest.ops.base import Op
-    from quire.manifest.ops.slots import SetSlots
-    from quire.manifest.records import LeafRef
-    from quire.manifest.slots import Leaf, Link, pack_leaf
-
     link = Link(ArtifactKind.BASE, db_id, generation, covered_lsn=generation)
     ops: list[Op] = []
     with store.manifest.read() as txn:
@@ -192,12 +190,6 @@ def publish_slots(store: Store, db_id: int, generation: int) -> None:
 
 def collect(store: Store, guide: Guide) -> int:
     """The burst's database is dropped, and what nobody refers to any more goes: its rows, which have no bytes (rule 3)."""
-    from quire.core.ids import ArtifactKind
-    from quire.manifest import tables as t
-    from quire.manifest.ops.base import Op
-    from quire.manifest.ops.refs import RemoveArtifact
-    from quire.manifest.ops.slots import CollectLeaf
-
     store.drop(WAREHOUSE, snapshots=True)
     hollow = _without_bytes(store)
     removed = 0
@@ -226,9 +218,6 @@ def collect(store: Store, guide: Guide) -> int:
 
 def one_bad_batch(store: Store, guide: Guide) -> str:
     """Three batches in one go; the second is impossible and fails alone (M3)."""
-    from quire.manifest.ops.databases import RenameDb, UpdateDbStatus
-    from quire.manifest.records import DbStatus
-
     guide.title("One bad batch", "three are sent at once; the second cannot be")
     shop, clicks = store.database("shop").db_id, store.database("clicks").db_id
     guards = [
@@ -248,8 +237,6 @@ def one_bad_batch(store: Store, guide: Guide) -> str:
 
 def show_tables(store: Store, guide: Guide) -> dict[str, int]:
     """The manifest's tables, those that have rows."""
-    from quire.manifest.tables import TABLES
-
     guide.title("Tables", "the manifest is one LMDB environment")
     with store.manifest.read() as txn:
         counts = {table.name: txn.count(table) for table in TABLES.values()}
@@ -263,8 +250,6 @@ def show_tables(store: Store, guide: Guide) -> dict[str, int]:
 
 def show_changes(store: Store, guide: Guide) -> int:
     """The end of the change feed: every batch, in order, as the values that were applied."""
-    from quire.cli.feed import summary
-
     guide.title("Change feed", "every committed batch, for subscribers to replay")
     head = store.info().newest_change
     with store.manifest.read() as txn:
@@ -291,7 +276,4 @@ def check(store: Store, guide: Guide) -> list[str]:
 
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _chunk(lsn: int) -> ChunkRecord:
-    from quire.core.limits import CHUNK_BYTES
-    from quire.manifest.records import ChunkRecord, Residency
-
     return ChunkRecord(Residency.LOCAL, CHUNK_BYTES, CLOCK.now_ms(), lsn_end=lsn)

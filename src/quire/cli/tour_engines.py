@@ -8,9 +8,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.plain import count_of, size
+from quire.cli.formatting import count_of, size
 from quire.cli.tour_versions import FORK, SHOP, SNAPSHOT
 from quire.core.clock import SystemClock
+from quire.spark.access import options_of
+from quire.spark.session import session
+from quire.stream.state import Retention
 
 if TYPE_CHECKING:
     from quire.cli.tour_guide import Guide
@@ -27,8 +30,6 @@ def stream(store: Store, guide: Guide) -> dict[str, Any]:
     """Records in one append, read back, then compressed and moved to the object store, and read again."""
     import pyarrow as pa
     from pyarrow import compute
-
-    from quire.stream.state import Retention
 
     guide.title("Stream", f"{CLICKS} is a log of records, tiered to the object store")
     clicks = store.stream(CLICKS)
@@ -74,9 +75,6 @@ def key_values(store: Store, guide: Guide) -> dict[str, Any]:
 
 def spark(store: Store, guide: Guide) -> dict[str, Any]:
     """Jobs and queries on Spark: the same functions, on executors that read chunks by themselves."""
-    from quire.spark.access import options_of
-    from quire.spark.session import session
-
     guide.title("Spark", "jobs and queries on executors, which read chunks by themselves")
     began = CLOCK.monotonic()
     engine = session(memory="1g")

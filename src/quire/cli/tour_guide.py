@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from quire.cli.output import Look, Tree
+from quire.cli.tree_drawing import tree_lines
+from quire.manifest.tables import CHUNK_CATALOG
+
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
 
@@ -61,8 +65,6 @@ class Onlooker:
             self.snapshots += 1
 
     def _rows(self) -> int:
-        from quire.manifest.tables import CHUNK_CATALOG
-
         with self._store.manifest.read() as txn:
             return txn.count(CHUNK_CATALOG)
 
@@ -107,9 +109,6 @@ class Guide:
     def tree(self, root: Node) -> None:
         """A lineage, as `quire tree` draws it."""
         from rich.text import Text
-
-        from quire.cli.drawing import tree_lines
-        from quire.cli.output import Look, Tree
 
         look = Look(self._console.width - 2, self._console.is_terminal and not self._console.no_color)
         for line in tree_lines(Tree(roots=[root], data=None), look):

@@ -8,8 +8,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.plain import count_of, moment, size, span
+from quire.cli.audit import WORDS
+from quire.cli.checkpoint import sentence
+from quire.cli.formatting import count_of, moment, size, span
+from quire.cli.gc import at_zero
+from quire.cli.jobs import state_text, summary
+from quire.cli.lookup import names_of
+from quire.cli.tree import nodes_of
 from quire.core.clock import SystemClock
+from quire.manifest.records import RetentionRecord
 
 if TYPE_CHECKING:
     from quire.cli.tour_guide import Guide
@@ -86,8 +93,6 @@ def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
 
 def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
     """The WAL becomes chunks: a job, which is what `quire checkpoint shop` runs."""
-    from quire.cli.checkpoint import sentence
-
     guide.title("Checkpoint", "what is in the log becomes immutable chunks, or deltas over them")
     job = store.checkpoint(SHOP)
     guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "red")
@@ -133,8 +138,6 @@ def branch(store: Store, guide: Guide) -> dict[str, Any]:
 
 def lineage(store: Store, guide: Guide) -> int:
     """Who came from whom."""
-    from quire.cli.tree import nodes_of
-
     guide.title("Lineage", "`quire tree`")
     roots = nodes_of(store.manifest)
     for root in roots:
@@ -144,8 +147,6 @@ def lineage(store: Store, guide: Guide) -> int:
 
 def retention(store: Store, guide: Guide) -> dict[str, int]:
     """A policy, what it would do, and that done."""
-    from quire.manifest.records import RetentionRecord
-
     guide.title("Retention", f"a policy for shop: what a person named, and the newest {KEEP}")
     rules = store.manifest.retention
     rules.set(SHOP, RetentionRecord(keep_last=KEEP))
@@ -170,10 +171,6 @@ def retention(store: Store, guide: Guide) -> dict[str, int]:
 
 def collection(store: Store, guide: Guide) -> dict[str, int]:
     """A round of maintenance, as `quire gc` does it, and the jobs there are."""
-    from quire.cli.gc import at_zero
-    from quire.cli.jobs import state_text, summary
-    from quire.cli.named import names_of
-
     guide.title("Jobs and the collector", "what nobody refers to any more goes a minute later")
     store.maintain()
     now = CLOCK.now_ms()
@@ -195,8 +192,6 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
 
 def audit(store: Store, guide: Guide) -> int:
     """What happened to shop, for people who ask later."""
-    from quire.cli.audit import WORDS
-
     guide.title("Audit", "what happened, written by the transaction that did it")
     found = store.manifest.audit(SHOP)
     rows = []

@@ -13,18 +13,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli
-from quire.cli.declared import Group, Option, command
+from quire.cli.declarations import Group, Option, command
+from quire.cli.formatting import plain
 from quire.cli.lineage import DEPTH_MAX, Known, in_order, nested, roots
 from quire.cli.output import Node, Tree
-from quire.cli.plain import plain
 from quire.cli.snapshots import share_json
 from quire.core.errors import UnknownDatabase
+from quire.store.info import Share, live_share, snapshots_share
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
     from quire.manifest.snapshots import LineageNode, SnapshotInfo
     from quire.manifest.store import ManifestStore
-    from quire.store.info import Share
 
 
 def add_to(app: Group) -> None:
@@ -37,7 +37,7 @@ def tree(
     everything: Annotated[bool, Option("--all", help="All snapshots, however many.")] = False,
     sizes: Annotated[bool, Option("--sizes", help="Say how much only this database or snapshot holds.")] = False,
 ) -> Tree:
-    """Show who came from whom: databases, snapshots, forks."""
+    """Show database lineage: databases, snapshots and forks."""
     with cli.reader() as manifest:
         lineage = manifest.snapshots.lineage()
         known = _known(manifest, lineage, everything=everything, sizes=sizes)
@@ -69,8 +69,6 @@ def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: b
 
 
 def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], Share]:
-    from quire.store.info import live_share, snapshots_share
-
     shares = {(db_id, 0): live_share(txn, db_id) for db_id in snapshots}
     for db_id, found in snapshots.items():
         for each in found:
@@ -80,6 +78,4 @@ def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tupl
 
 def _told(value: Any) -> dict[str, Any]:
     """A snapshot or a share as an object."""
-    from quire.store.info import Share
-
     return share_json(value) if isinstance(value, Share) else plain(value)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli, Verdict
-from quire.cli.declared import Group, Option, command
-from quire.cli.exits import OK, PROBLEMS
+from quire.cli.declarations import Group, Option, command
+from quire.cli.durations import seconds_of
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, moment, size
+from quire.cli.job_progress import Bench, failure_of
 from quire.cli.output import Facts, Listing, Report, Row
-from quire.cli.plain import count_of, moment, size
-from quire.cli.times import seconds_of
+from quire.manifest.verification import told
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -58,7 +60,6 @@ def verify(
     if dry_run:
         with cli.reader() as manifest:
             return _outlook(manifest, age)
-    from quire.cli.working import Bench, failure_of
 
     with cli.owner(upkeep=True) as store:
         bench, ran, found = Bench(store), [], []
@@ -97,7 +98,6 @@ def _verdict(
     logs: list[str] = result.get("logs", [])
     if logs:
         facts["manifest logs"] = "; ".join(logs[:LISTED])
-    from quire.manifest.verified import told
 
     files = told(result)
     if not result["complete"]:

@@ -6,10 +6,15 @@ import os
 from typing import Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declared import Argument, Group, command
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.formatting import size
 from quire.cli.output import Facts, Listing, Report, Row
-from quire.cli.plain import size
 from quire.core.errors import InvalidInput, ObjectNotFound
+from quire.store.layout import objects_url
+from quire.store.object_location import open_place
+from quire.store.why import readers_at
+from quire.store.why import why as ask
+from quire.store.why_database_files import on_disk
 
 
 def add_to(app: Group) -> None:
@@ -23,11 +28,7 @@ def why(
         str, Argument(metavar="WHAT", help="A database's name, DB@SNAPSHOT, a file's path, or an object's key.")
     ],
 ) -> Report:
-    """Say what keeps something, and what would release it."""
-    from quire.store.why import readers_at
-    from quire.store.why import why as ask
-    from quire.store.why_owned import on_disk
-
+    """Explain why data is retained and how to free it."""
     with cli.reader() as manifest, manifest.read() as txn:
         asked, root = _within(cli, subject), os.path.abspath(cli.path)
         answer = ask(txn, asked, lambda path: _size(cli, path), readers_at(root))
@@ -53,8 +54,6 @@ def _within(cli: Cli, subject: str) -> str:
     if os.path.exists(subject) and os.path.abspath(subject).startswith(f"{root}/"):
         subject = os.path.relpath(os.path.abspath(subject), root)
     if "://" in subject:
-        from quire.store.layout import objects_url
-
         subject = subject.removeprefix(objects_url(root, cli.settings()).rstrip("/") + "/")
     return subject
 
@@ -66,7 +65,6 @@ def _size(cli: Cli, path: str) -> int | None:
         return os.stat(os.path.join(root, path)).st_size
     except OSError:
         pass  # then it is an object
-    from quire.store.object_place import open_place
 
     with cli.reader() as manifest, manifest.read() as txn:
         store = open_place(txn, root, cli.settings())

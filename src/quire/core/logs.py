@@ -13,6 +13,7 @@ Thread: the main one, before others write.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -27,7 +28,6 @@ def configure(style: str, *, level: str = "info") -> None:
     """Write events of this level and above in this style from now on."""
     if style not in STYLES:
         raise InvalidInput("there is no such log style", hint=f"one of: {', '.join(STYLES)}", given=style)
-    import logging
 
     import structlog
 

@@ -24,6 +24,7 @@ Raises only what Python raises for a wrong argument (`TypeError`, `BufferError`)
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -72,8 +73,6 @@ def crc64_joined(first: int, second: int, second_bytes: int) -> int | None:
 
 def sha256(data: Bytes) -> bytes:
     """The 32-byte SHA-256 digest of `data`."""
-    import hashlib  # OpenSSL with it: 8 ms
-
     return hashlib.sha256(data).digest()
 
 

@@ -18,8 +18,10 @@ Objects are confined to no thread: positional reads and writes carry no shared o
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -143,8 +145,6 @@ def too_many_open_files(doing: str, number: int = errno.EMFILE, **where: object)
 
 def descriptor_limits() -> tuple[int, int]:
     """How many descriptors this process may have, and how many it may ask for; -1 for no limit."""
-    import resource  # only who is short of them needs it
-
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -356,8 +356,6 @@ def forget_cached(file: File) -> None:
 @cache
 def _write_back_call() -> Callable[[int, int, int], int] | None:
     """(descriptor, offset, size) → errno or 0, where the system has it: Linux does, and Python has no name for it."""
-    import ctypes  # most programs that come here have it from numpy; the others need not pay for it at import
-
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if call is None:
         return None

@@ -16,7 +16,7 @@ from quire.core.clock import Clock
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk
-from quire.jobs.places import OpenStore, Place, local_name, remote_name
+from quire.jobs.locations import OpenStore, Place, local_name, remote_name
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore

@@ -34,7 +34,7 @@ from quire.core.errors import ChecksumMismatch, Corruption, StorageFault
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, File
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.objects.api import ObjectStore
 from quire.objects.guarded import path_store
 

@@ -91,7 +91,7 @@ def artifact_of(job: Job) -> ArtifactKey:
     """The artifact a job is about; `InvalidInput` if it names none with bytes."""
     if job.record.artifact is None:
         raise InvalidInput(
-            "the job names no artifact", hint="enqueue it with artifact=…, see quire.jobs.requests", job_id=job.job_id
+            "the job names no artifact", hint="enqueue it with artifact=…, see quire.jobs.enqueue", job_id=job.job_id
         )
     origin, kind, number, generation, delta = job.record.artifact
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)

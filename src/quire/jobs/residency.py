@@ -15,7 +15,7 @@ Threads: any. Raises what enqueueing a job raises.
 from __future__ import annotations
 
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.jobs.requests import request_evict, request_hydrate, request_upload
+from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, JobKind, Residency, WalFormat, WalState

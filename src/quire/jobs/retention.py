@@ -7,7 +7,7 @@ Rules
   1. There is nothing to run between plan and publish: a plan is made of rows, and becomes operations.
   2. A job's drops, the delete jobs of what they let go and the job's own end are one batch: a job that was taken away drops
      nothing, and one that is repeated finds nothing to drop.
-  3. In a run over many databases (`jobs/together.py`) plans are made while earlier batches are committed. A database of which
+  3. In a run over many databases (`jobs/batches.py`) plans are made while earlier batches are committed. A database of which
      a snapshot went since its plan was made is planned again.
 
 On disk, and what a crash there leaves, of each database by itself:
@@ -15,7 +15,7 @@ On disk, and what a crash there leaves, of each database by itself:
   the batch          all or nothing of it: one transaction of the manifest
   after it           no snapshot that no rule keeps, a job that has succeeded, delete jobs that wait: nothing is done twice
 
-Threads: one caller, see `jobs/together.py`. Raises what interrupts the caller.
+Threads: one caller, see `jobs/batches.py`. Raises what interrupts the caller.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import msgspec
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, StoreUnusable, UnknownSnapshot
 from quire.durable.failpoints import hit
+from quire.jobs.batches import HeldJob, Together
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.runner import no_tick
-from quire.jobs.together import HeldJob, Together
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.jobs import CompleteJob

@@ -34,7 +34,7 @@ from quire.core.errors import InternalError, InvalidInput, QuireError, SparkUnav
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.files import Disk
-from quire.jobs.places import OpenStore
+from quire.jobs.locations import OpenStore
 from quire.pages.sources import Sources
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from quire.core.errors import TimedOut, Unavailable
 from quire.core.ids import ArtifactKey
-from quire.jobs.requests import request_upload
+from quire.jobs.enqueue import request_upload
 from quire.jobs.worker import Worker
 from quire.manifest.records import TERMINAL_JOB_STATES, JobState
 from quire.manifest.store import ManifestStore

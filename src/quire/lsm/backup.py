@@ -40,8 +40,8 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_new
 from quire.durable.lsm_names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
+from quire.lsm.snapshots import write_manifest
 from quire.lsm.sst_reader import Table
-from quire.lsm.versions import write_manifest
 from quire.manifest.lsm_records import LsmTableRecord
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 

@@ -2,7 +2,7 @@
 
 Terms
   registered   the store's manifest has a row of kind `lsm` for it; its own manifest is the truth about its contents (S1)
-  copy         see versions.py: what a snapshot and a fork are on disk
+  copy         see snapshots.py: what a snapshot and a fork are on disk
 
 Rules
   1. A database is opened once per process; one that has become unusable (M12) is recovered and opened anew by the next
@@ -15,7 +15,7 @@ Rules
   4. Dropping a database or a snapshot takes its row; the files go with the next sweep, as do those of a lease that has ended
      (`manifest/leases.py`). Forks have names of their own for the
      tables that they share, so nothing of theirs goes.
-  5. Compactions, whoever begins them, are jobs in the store's manifest (job_rows.py).
+  5. Compactions, whoever begins them, are jobs in the store's manifest (compaction_jobs.py).
   6. The store's manifest has a row for every live table, folded from the database's own manifest (projection.py); folded again
      when it is opened.
   7. After fork() the child's databases are closed (M12).
@@ -54,22 +54,23 @@ from quire.durable.names import LSM, check_name
 from quire.durable.remote_names import kv_backups_prefix
 from quire.lsm.cache import BlockCache
 from quire.lsm.compaction import table_options
-from quire.lsm.facts import NO_STORE, Owner, StoreFacts
-from quire.lsm.job_rows import JobRows
+from quire.lsm.compaction_jobs import JobRows
 from quire.lsm.kv import Kv
 from quire.lsm.projection import Projection
-from quire.lsm.versions import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
+from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
+from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
 from quire.manifest.leases import Lent, leases_of
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
+from quire.manifest.snapshots import Anchor
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
 
 if TYPE_CHECKING:
+    from quire.lsm.inventory import RepairReport
     from quire.lsm.sst_reader import Block
-    from quire.lsm.survey import RepairReport
     from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.objects.api import ObjectStore
 
@@ -161,7 +162,7 @@ class KvEngine:
         return kv
 
     def _facts(self, db_id: int, follower: Projection, *, is_made: bool) -> StoreFacts:
-        """What the store knows of a database (facts.py)."""
+        """What the store knows of a database (witnesses.py)."""
 
         def set_aside(path: str, why: str) -> None:
             relative = os.path.relpath(path, self._root)
@@ -185,8 +186,8 @@ class KvEngine:
         Without it nothing is changed. `objects`: where backups of the database are looked for, under its name.
         """
         from quire.lsm.backup import find_table
+        from quire.lsm.inventory import survey
         from quire.lsm.repair import carry_out
-        from quire.lsm.survey import survey
 
         with self._lock:
             self._require()
@@ -237,8 +238,6 @@ class KvEngine:
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one; until a moment, if one is given."""
-        from quire.manifest.snapshots import Anchor
-
         with self._lock:
             if name:
                 check_name("snapshot", name)

@@ -11,7 +11,7 @@ What is on disk, step by step, and what a crash there leaves
   a batch is appended     in the WAL, or a torn end that recovery cuts: it was not acknowledged
   it is synced            in the WAL
   the memtable freezes    the old WAL is synced first; the manifest lists it and names the new one before that is used
-  it is flushed           the table is synced before the manifest names it; the WAL goes after that (upkeep.py)
+  it is flushed           the table is synced before the manifest names it; the WAL goes after that (maintenance.py)
 
 Rules
   1. A batch is appended, then entered into the memtable, then (if asked for) synced, then acknowledged. It is visible to others
@@ -59,16 +59,16 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.cache import BlockCache
-from quire.lsm.facts import StoreFacts, end_row
-from quire.lsm.ledger import CompactionLedger, NoLedger
+from quire.lsm.maintenance import Upkeep
 from quire.lsm.memtable import Memtable
+from quire.lsm.observers import CompactionLedger, NoLedger
 from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
 from quire.lsm.recovery import Opened, open_files
 from quire.lsm.stalls import Stalls
 from quire.lsm.stats import Stats, stats_of
-from quire.lsm.upkeep import Upkeep
 from quire.lsm.view import LSN_MAX, Frozen, View
 from quire.lsm.wal import Buffer, Wal, as_bytes, checked_batch, encode_batch
+from quire.lsm.witnesses import StoreFacts, end_row
 from quire.manifest.lsm_records import LsmEndsRecord
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class Kv(Reader):
                 self.manifest.recorded(life)
 
     def ends(self) -> LsmEndsRecord:
-        """How far the logs are durable, now: to be recorded outside of them (facts.py)."""
+        """How far the logs are durable, now: to be recorded outside of them (witnesses.py)."""
         lsn = self._durable_lsn
         manifest, snapshot = self.manifest.durable_end()
         wals = {frozen.wal: frozen.end for frozen in self.view.frozen}

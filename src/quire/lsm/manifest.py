@@ -21,7 +21,8 @@ Rules
      written as a snapshot, which covers the log, and an empty one begins. The event raises, and never reappears. If that
      fails too, the manifest is unusable until it is opened again, and only then is it known whether the event happened.
   5. A snapshot that is damaged, or missing while the log says that there is one, is an error; nothing is guessed.
-  6. Where an end of the log is recorded elsewhere (facts.py), the log is in that life and reaches at least there, behind the
+  6. Where an end of the log is recorded elsewhere (witnesses.py), the log is in that life and reaches at least there,
+     behind the
      snapshot that was recorded; or one checkpoint has come since, whose snapshot covers that life. Anything else is an error:
      the files are older than what was acknowledged, or not these.
   7. So a life that is not recorded yet is not covered: no checkpoint, and where rule 4 asks for one, the manifest is unusable.
@@ -48,7 +49,6 @@ from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.names import TEMPORARY
-from quire.lsm.facts import REPAIR, Owner, StoreFacts, log_end
 from quire.lsm.manifest_data import (
     AddFrozenWal,
     AddSst,
@@ -75,6 +75,7 @@ from quire.lsm.manifest_format import (
     replay,
     snapshot_crc32,
 )
+from quire.lsm.witnesses import REPAIR, Owner, StoreFacts, log_end
 
 
 class Manifest:
@@ -109,7 +110,7 @@ class Manifest:
         examine: Callable[[ManifestData], None] | None = None,
     ) -> Manifest:
         """Recover the manifest below `home`: the snapshot, then the log. A directory without one gets an empty one, unless
-        the facts are that there was one. `number` is the copy's, if it is one (versions.py). `examine` may raise about what
+        the facts are that there was one. `number` is the copy's, if it is one (snapshots.py). `examine` may raise about what
         is in it, before anything of it is changed."""
         facts = facts or StoreFacts()
         if facts.is_made and not (disk.exists(home.manifest_log) or disk.exists(home.manifest_snapshot)):

@@ -23,7 +23,6 @@ import msgspec
 from quire.core.errors import Corruption, FormatTooNew, OutOfRange, SnapshotChecksumMismatch
 from quire.core.ids import U64_MAX
 from quire.durable.checksums import crc32
-from quire.lsm.facts import REPAIR
 from quire.lsm.manifest_data import (
     AddFrozenWal,
     AddSst,
@@ -40,6 +39,7 @@ from quire.lsm.manifest_data import (
     Version,
     of_kind,
 )
+from quire.lsm.witnesses import REPAIR
 
 LOG_FIRST = b"lsm0"
 """The kind of a log that nothing precedes."""

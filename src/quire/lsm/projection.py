@@ -4,7 +4,8 @@ Rules
   1. Log first, LMDB second: rows follow after an event is durable and its tables are open. What LMDB missed is folded with the
      next change, or when the database is opened: what is submitted is the difference, and of what is equal there is none.
   2. A fold that fails is reported, and keeps nobody from writing; but no file goes before one has succeeded.
-  3. With the rows goes how far the logs were durable just before (`LsmEndsRecord`): what an open compares them with (facts.py).
+  3. With the rows goes how far the logs were durable just before (`LsmEndsRecord`): what an open compares them with
+     (witnesses.py).
   4. `differences` compares the two: `verify` does (V7).
 
 Threads: any; folds of one database one after another. Raises nothing, except `differences` what reading LMDB raises.

@@ -21,7 +21,7 @@ Rules
   5. Garbage for certain: temporary files, which no event ever names; WALs below the active one that are not frozen, because
      what a manifest once called flushed stays flushed, however much of its end is lost; an empty WAL just above the active
      one; and, if the manifest reaches what LMDB has recorded, tables that it does not name: nothing was acknowledged or
-     removed on the strength of an event before that was recorded (facts.py).
+     removed on the strength of an event before that was recorded (witnesses.py).
 
 Threads: one, the opener's.
 Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`.
@@ -43,14 +43,15 @@ from quire.durable.files import Disk
 from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
 from quire.lsm.cache import BlockCache
-from quire.lsm.facts import REPAIR, StoreFacts
 from quire.lsm.levels import Levels
 from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
+from quire.lsm.projection import is_row_of
 from quire.lsm.view import Frozen, View
 from quire.lsm.wal import LOG_KIND, Wal, batches_of, require_owner
+from quire.lsm.witnesses import REPAIR, StoreFacts
 
 if TYPE_CHECKING:
     from quire.lsm.sst_reader import Block, Table
@@ -168,7 +169,6 @@ def _open_tables(
     """Step 3."""
     if not state.tables:
         return []
-    from quire.lsm.projection import is_row_of  # Arrow: not for a database that is all in its log
     from quire.lsm.sst_reader import Table
 
     opened: list[Table] = []

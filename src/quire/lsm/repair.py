@@ -1,4 +1,4 @@
-"""Puts a key-value database together again, as a survey says (survey.py).
+"""Puts a key-value database together again, as a survey says (inventory.py).
 
 What is on disk, step by step; the database is refused until the last one, and a repair can begin again at any of them
   new tables, the new WAL      files that no manifest names
@@ -25,12 +25,12 @@ from quire.durable.files import write_atomic, write_new
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import sst_entry_path
 from quire.durable.names import TEMPORARY
+from quire.lsm.inventory import Survey, checked, readable_blocks
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.recovery import set_aside
 from quire.lsm.sst_writer import TableOptions, TableWriter
-from quire.lsm.survey import Survey, checked, readable_blocks
 from quire.lsm.wal import Items, Wal
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ Rules
      survive the loss of power.
   4. After a failed append or sync nothing more is taken (the framed log's rule 4).
   5. A log that is not this database's, not this number, or has less than was recorded of it elsewhere is `Corruption`
-     (facts.py): a damaged end never passes for a torn one, once somebody has recorded it.
+     (witnesses.py): a damaged end never passes for a torn one, once somebody has recorded it.
 
 Threads: appends under the engine's write lock; `sync` by any. Format page: `docs/formats/lsm-wal.md`.
 Raises `StoreUnusable`, `OutOfRange` (a batch above 64 MiB), `Corruption`.
@@ -30,8 +30,8 @@ from quire.durable.files import Disk
 from quire.durable.log_format import NAMED_HEADER_BYTES, decode_header
 from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
-from quire.lsm.ahead import AheadDisk
-from quire.lsm.facts import REPAIR, Owner
+from quire.lsm.preallocation import AheadDisk
+from quire.lsm.witnesses import REPAIR, Owner
 
 LOG_KIND = b"lsmw"
 

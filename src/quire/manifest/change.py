@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged
-from quire.core.plain import plain, restored
+from quire.core.json_values import plain, restored
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component
 from quire.manifest.ops.registry import AnyOp

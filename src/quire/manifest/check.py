@@ -58,6 +58,7 @@ from quire.manifest.records import (
     JobState,
     SnapshotKind,
 )
+from quire.manifest.small_holders import are_few, count_few
 
 DAMAGED = "damaged"
 """What stands for the value of an index row that cannot be read."""
@@ -154,8 +155,6 @@ _COUNTING = frozenset({"R1", "R4", "S2"})
 
 
 def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Problem]:
-    from quire.manifest.few_holders import are_few, count_few
-
     if not without >= _COUNTING and are_few(txn):
         findings = count_few(txn)
     else:  # numpy: longer to load than to do without, where little is held

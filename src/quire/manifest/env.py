@@ -2,7 +2,7 @@
 
 Terms
   map    the address range LMDB may use; reserved large at open, so growing is the emergency path (M4)
-  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (see `gate.py`)
+  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (see `env_gate.py`)
   slot   a place in LMDB's table of readers, shared by all processes
 
 Rules
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgspec
+from lmdb.verify import verify
 
 from quire.core.errors import (
     DiskFull,
@@ -50,8 +51,8 @@ from quire.core.errors import (
 )
 from quire.core.limits import GIB, MIB
 from quire.durable.files import FULL_ERRNOS, too_many_open_files
-from quire.manifest.access import denied
-from quire.manifest.gate import Gate, Ticket, Visitor
+from quire.manifest.env_gate import Gate, Ticket, Visitor
+from quire.manifest.permissions import denied
 from quire.manifest.report import report
 from quire.manifest.tables import TABLES
 
@@ -227,7 +228,6 @@ class ManifestEnv:
         present = os.stat(self.path).st_size
         if present >= needed:
             return
-        from lmdb.verify import verify
 
         problems = verify(self.path, subdir=False)  # type: ignore[no-untyped-call]  # the module has no stubs
         if problems:

@@ -4,7 +4,7 @@ Terms
   cursor    a subscriber: what it has acknowledged is its position, durable across restarts; a name finds it again
   page      consecutive change records from a position on, read from a snapshot, never through the writer
   policy    when a cursor is given up: a time without acknowledgement, or a lag; both off unless asked for
-  filtered  only what concerns some databases or tables (`touches.py`); what is left out counts as seen
+  filtered  only what concerns some databases or tables (`op_effects.py`); what is left out counts as seen
 
 Rules
   1. A cursor sees every change after its position, in order, at least once; exactly once if it stores the sequence together
@@ -39,8 +39,8 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord
 from quire.manifest.change import CursorInfo as CursorInfo
 from quire.manifest.change import Start as Start
-from quire.manifest.doorbell import FileWatch
 from quire.manifest.feed_pages import PAGE_RECORDS, check_position, committed_at, find_cursor, read_page
+from quire.manifest.op_effects import ChangeFilter, Names
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import (
     TRIM_ROWS,
@@ -54,7 +54,7 @@ from quire.manifest.ops.cursors import (
 )
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorState, MetaRecord
-from quire.manifest.touches import ChangeFilter, Names
+from quire.manifest.wakeups import FileWatch
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore

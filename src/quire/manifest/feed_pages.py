@@ -15,10 +15,10 @@ from quire.core.errors import CursorLost, InvalidInput, ManifestDamaged, OutOfRa
 from quire.core.limits import MIB, SCAN_ROWS_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord, decode_changes
+from quire.manifest.op_effects import ChangeFilter
 from quire.manifest.ops.cursors import lost
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorRecord, CursorState
-from quire.manifest.touches import ChangeFilter
 
 PAGE_RECORDS = 256
 """Records in a page unless asked otherwise."""

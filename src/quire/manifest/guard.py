@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
-from quire.manifest.doorbell import SLEEP_SECONDS_MAX, Doorbell, Waiters, mine
 from quire.manifest.ops.base import Component, Op
+from quire.manifest.wakeups import SLEEP_SECONDS_MAX, Doorbell, Waiters, mine
 
 if TYPE_CHECKING:
     import asyncio

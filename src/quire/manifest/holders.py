@@ -2,7 +2,7 @@
 
 An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and compare
 millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked
-at row by row. Where there are few of them `quire.manifest.few_holders` does the same without numpy.
+at row by row. Where there are few of them `quire.manifest.small_holders` does the same without numpy.
 
 Holders (the definition that every op keeps and R1 checks):
   leaf        each live database and each snapshot that names it
@@ -31,7 +31,12 @@ from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
-from quire.manifest.few_holders import (
+from quire.manifest.ops.corrections import CorrectRefcount
+from quire.manifest.ops.refs import artifact_key, unpack_artifact
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import WalState
+from quire.manifest.slots import ENTRY, ENTRY_FIELDS
+from quire.manifest.small_holders import (
     UNREADABLE,
     Finding,
     intact_zeros,
@@ -40,11 +45,6 @@ from quire.manifest.few_holders import (
     wrong_count,
     wrong_zero,
 )
-from quire.manifest.ops.corrections import CorrectRefcount
-from quire.manifest.ops.refs import artifact_key, unpack_artifact
-from quire.manifest.reads import ReadTxn
-from quire.manifest.records import WalState
-from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
 STEP_ROWS = 8_192
 """Rows looked at together: few enough that their objects stay in the processor's cache."""

@@ -3,7 +3,7 @@
 Terms
   lease    one query's claim on a version of each of some databases; its id is a reader's, and its rows are rows of
            `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
-  copy     what a version of a key-value set is on disk: a directory of links (`lsm/versions.py`)
+  copy     what a version of a key-value set is on disk: a directory of links (`lsm/snapshots.py`)
   kept     artifacts at zero that a lease may need: they fell to zero after it was opened
   horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
 
@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING
 from quire.core.errors import InvalidInput, LeaseExpired, ManifestDamaged
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.local import DropReader, PutReader
 
 if TYPE_CHECKING:
     from quire.manifest.ops.base import Op
@@ -125,8 +127,6 @@ class VersionLeases:
         self, lent: Iterable[Lent], seconds: float, *, lease_id: int = 0, tags: dict[str, str] | None = None
     ) -> int:
         """Lend these versions, as a lease of their own or as part of another; its id. Durable on return."""
-        from quire.manifest.ops.base import Counter
-
         if not 0 < seconds <= LEASE_SECONDS_MAX:
             raise InvalidInput("a version is lent for up to seven days", seconds=seconds)
         self.expire()
@@ -191,14 +191,10 @@ class VersionLeases:
         return len(late)
 
     def _drop(self, leases: dict[int, _Lease]) -> None:
-        from quire.manifest.ops.local import DropReader
-
         ops = [DropReader(db_id, lease_id) for lease_id, lease in leases.items() for db_id in lease.lent]
         self._manifest.submit(ops).result()
 
     def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[Lent], horizon_ms: int) -> list[Op]:
-        from quire.manifest.ops.local import PutReader
-
         return [
             PutReader(
                 part.db_id,

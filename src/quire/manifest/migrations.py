@@ -28,6 +28,7 @@ import msgspec
 from quire.core.clock import Clock
 from quire.core.errors import FormatTooNew, ManifestDamaged
 from quire.core.events import emit
+from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.codec import VERSION
 from quire.manifest.env import ManifestEnv
@@ -151,8 +152,6 @@ def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: S
 
 
 def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
-    from quire.durable.failpoints import hit  # readers refuse what is newer, and carry nothing out
-
     with ReadTxn(env) as ledger:
         if ledger.get(t.MIGRATIONS, step.name) is not None:
             return False

@@ -27,10 +27,11 @@ from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.reads import ReadTxn
+from quire.objects.collector import Collector, Owned
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
-    from quire.objects.collector import Collector, Confirm, Owned
+    from quire.objects.collector import Confirm
 
 NAMESPACES = 0
 """The delete job of database 0 is about namespaces."""
@@ -109,8 +110,6 @@ def _of_epoch(
 
 def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
     """What the store at `objects_url` may delete: names of its own epochs, and of none if it is older than they are (A3)."""
-    from quire.objects.collector import Owned  # who opens a stream has its epoch begun, and deletes nothing
-
     _, space = txn.current_namespace()
     line = {prefix for prefix in txn.object_prefixes() if prefix}
     current = {(objects_url, kv_backups_prefix(txn.store_id()))}
@@ -139,7 +138,6 @@ def collector_of(
     claims_former: Callable[[], bool] = lambda: True,
 ) -> Collector:
     """The collector of a store whose own object store is at `objects_url`; what `open_store` opens can delete."""
-    from quire.objects.collector import Collector
 
     def owned() -> Owned:
         with manifest.read() as txn:

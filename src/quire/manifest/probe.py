@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -30,9 +32,6 @@ _SOUND = "sound"
 
 def probe(path: str) -> str | None:
     """What keeps the manifest at `path` from being read, in one sentence; `None` if every row can be."""
-    import signal  # for the parent alone (rule 1)
-    import subprocess
-
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -23,8 +23,8 @@ import threading
 import time
 
 from quire.core.errors import InternalError, Overloaded, QuireError
-from quire.manifest.doorbell import Waiters
 from quire.manifest.guard import ManifestGuard
+from quire.manifest.wakeups import Waiters
 
 
 class BatchQueue:

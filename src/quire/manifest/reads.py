@@ -40,9 +40,11 @@ from quire.durable.remote_names import epoch_prefix
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
-from quire.manifest.gate import Ticket
+from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
 from quire.manifest.namespace_records import NamespaceRecord
+from quire.manifest.ops.base import LOCAL_COUNTERS
+from quire.manifest.ops.refs import artifact_key
 from quire.manifest.records import (
     DbKind,
     DbRecord,
@@ -269,8 +271,6 @@ class ReadTxn:
 
     def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
         """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
-        from quire.manifest.ops.refs import artifact_key
-
         try:
             key = artifact_key(artifact)
             raw = self._get(key, db=self._handles[t.GC_REFCOUNTS.name])
@@ -393,8 +393,6 @@ class ReadTxn:
 
     def next_id(self, counter: Counter) -> int:
         """The next id a counter will hand out."""
-        from quire.manifest.ops.base import LOCAL_COUNTERS
-
         if (name := LOCAL_COUNTERS.get(counter)) is not None:
             mark = self.get(t.META, name)
             return mark.number if mark else 1

@@ -34,6 +34,8 @@ from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase, Wo
 from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.manifest import tables as t
+from quire.manifest.ops.databases import SetRetention
+from quire.manifest.ops.snapshots import DropSnapshot
 from quire.manifest.records import RetentionRecord, SnapshotKind
 from quire.manifest.snapshots import SnapshotInfo
 
@@ -247,8 +249,6 @@ class Retention:
 
     def set(self, db: int | str, policy: RetentionRecord | None) -> None:
         """Give a database a policy, or none. Nothing is dropped before it is applied."""
-        from quire.manifest.ops.databases import SetRetention  # who only looks at a policy loads no operation
-
         if policy is not None:
             check_policy(policy)
         with self._manifest.read() as txn:
@@ -283,7 +283,6 @@ class Retention:
             )
         if not dropped:
             return []
-        from quire.manifest.ops.snapshots import DropSnapshot
 
         ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
         origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])

@@ -36,12 +36,16 @@ from quire.core.errors import (
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.manifest import tables as t
+from quire.manifest.differences import View, compare, read_leaves
 from quire.manifest.lineage import grow
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.databases import SetDbOptions
+from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbRecord, DbStatus, Pin, SnapshotKind, SnapshotRecord, WalState
 
 if TYPE_CHECKING:
-    from quire.manifest.differences import SnapshotDiff, View
+    from quire.manifest.differences import SnapshotDiff
     from quire.manifest.guard import ManifestGuard
     from quire.manifest.store import ManifestStore
 
@@ -156,8 +160,6 @@ class Snapshots:
     def _submit(
         self, db_id: int, name: str, anchor: Anchor, tags: dict[str, str], expires_at_ms: int
     ) -> tuple[ManifestGuard, int]:
-        from quire.manifest.ops.snapshots import PublishSnapshot  # who only looks at snapshots loads no operation
-
         with self._manifest.read() as txn:
             record = txn.database(db_id)
         with self._lock:  # ids rise in the order of the queue, or the later one would be refused
@@ -181,8 +183,6 @@ class Snapshots:
 
     def drop(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
-        from quire.manifest.ops.snapshots import DropSnapshot
-
         info = self.get(db, snapshot)
         origins = self.origins(info.db_id, [info.snapshot_id])
         self._manifest.submit(
@@ -213,10 +213,6 @@ class Snapshots:
 
         It has the tags of `db`, and those of `options` beside or instead.
         """
-        from quire.manifest.ops.base import Counter
-        from quire.manifest.ops.databases import SetDbOptions
-        from quire.manifest.ops.snapshots import ForkDb
-
         source, options = self._db(db), options or ForkOptions()
         with self._manifest.read() as txn:
             record = txn.database(source)
@@ -267,8 +263,6 @@ class Snapshots:
 
     def describe(self, db: int | str, snapshot: int | str) -> SnapshotDetail:
         """A snapshot and the sizes of what it holds."""
-        from quire.manifest.differences import read_leaves
-
         with self._manifest.read() as txn:
             db_id, snapshot_id, record = _find(txn, db, snapshot)
             slots, named = 0, set[ArtifactKey]()
@@ -285,8 +279,6 @@ class Snapshots:
         self, db: int | str, before: int | str | None, after: int | str | None = None, *, other: int | str | None = None
     ) -> SnapshotDiff:
         """What differs from version `before` of `db` to `after` (of `other`, if it is a fork). `None` means: as it is now."""
-        from quire.manifest.differences import compare
-
         with self._manifest.read() as txn:
             first = _view(txn, db, before)
             return compare(txn, first, _view(txn, db if other is None else other, after))
@@ -390,8 +382,6 @@ def _size(txn: ReadTxn, key: ArtifactKey) -> int:
 
 
 def _view(txn: ReadTxn, db: int | str, snapshot: int | str | None) -> View:
-    from quire.manifest.differences import View
-
     db_id = _db_id(txn, db)
     record = txn.database(db_id)
     page_size = record.page_size if record else 0

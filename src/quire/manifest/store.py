@@ -28,12 +28,27 @@ import lmdb
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
+from quire.core.ids import ArtifactKind
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings, ManifestSettings
+from quire.durable.names import check_name
+from quire.manifest import namespaces
 from quire.manifest import tables as t
+from quire.manifest.audit import audit_of
+from quire.manifest.change import Start
+from quire.manifest.check import check
+from quire.manifest.checkpoints import checkpoint_ops
 from quire.manifest.env import ManifestEnv
+from quire.manifest.feed import ChangeFeed
+from quire.manifest.jobqueue import JobQueue
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.namespace_records import NamespaceRecord
+from quire.manifest.ops.base import Counter, ReserveIds
+from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
+from quire.manifest.ops.jobs import CompleteJob, EnqueueJob
+from quire.manifest.ops.local import RecordMetric
+from quire.manifest.ops.snapshots import DropSnapshot
+from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
@@ -45,6 +60,8 @@ from quire.manifest.records import (
     JobState,
     WalState,
 )
+from quire.manifest.retention import WINDOW_TAG, Retention
+from quire.manifest.snapshots import Snapshots
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,13 +70,11 @@ if TYPE_CHECKING:
     from quire.manifest.change import ChangePage, CursorInfo
     from quire.manifest.check import Problem
     from quire.manifest.checkpoints import ChunkMutation, WalChunkUpdate
-    from quire.manifest.feed import ChangeFeed, Start
+    from quire.manifest.feed import Start
     from quire.manifest.guard import GenerationWait, ManifestGuard
-    from quire.manifest.jobqueue import JobQueue
-    from quire.manifest.ops.base import Component, Counter, Op
-    from quire.manifest.rehydrate import Rehydrated
-    from quire.manifest.retention import Retention
-    from quire.manifest.snapshots import SnapshotInfo, Snapshots
+    from quire.manifest.ops.base import Component, Op
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.startup import Rehydrated
     from quire.manifest.writer import ManifestWriter
 
 P = TypeVar("P")
@@ -109,7 +124,7 @@ class ManifestStore:
                     refuse_newer(txn._txn, env)
                 # Nothing is rehydrated: readers hand out no ids, and a damaged manifest must open for `manifest check`.
                 return cls(env, clock, None, None)
-            from quire.manifest.owning import own
+            from quire.manifest.ownership import own
 
             return cls(env, clock, *own(env, clock, repair=repair))
         except lmdb.Error as error:  # LMDB met a page that makes no sense
@@ -178,8 +193,6 @@ class ManifestStore:
 
     def check(self) -> list[Problem]:
         """Every broken rule, now."""
-        from quire.manifest.check import check
-
         with self.read() as txn:
             return list(check(txn))
 
@@ -195,29 +208,21 @@ class ManifestStore:
     @property
     def snapshots(self) -> Snapshots:
         """Snapshots, forks, lineage."""
-        from quire.manifest.snapshots import Snapshots
-
         return self._part(Snapshots, lambda: Snapshots(self))
 
     @property
     def jobs(self) -> JobQueue:
         """Work that survives crashes."""
-        from quire.manifest.jobqueue import JobQueue
-
         return self._part(JobQueue, lambda: JobQueue(self))
 
     @property
     def retention(self) -> Retention:
         """Which snapshots are kept, which are made by themselves."""
-        from quire.manifest.retention import Retention
-
         return self._part(Retention, lambda: Retention(self))
 
     @property
     def feed(self) -> ChangeFeed:
         """Everything that was committed, in order, for subscribers."""
-        from quire.manifest.feed import ChangeFeed
-
         return self._part(ChangeFeed, lambda: ChangeFeed(self, self.feed_settings))
 
     def _part(self, kind: type[P], make: Callable[[], P]) -> P:
@@ -230,8 +235,6 @@ class ManifestStore:
     # The design documents' names for what `feed`, `snapshots` and `jobs` do.
     def register_change_cursor(self, start: Start | int | None = None, *, name: str = "") -> CursorInfo:
         """A new subscriber of the feed, from its oldest change on unless told otherwise."""
-        from quire.manifest.change import Start
-
         return self.feed.register(Start.OLDEST if start is None else start, name=name)
 
     def fetch_change_page(self, cursor: int | str, limit: int | None = None) -> ChangePage:
@@ -268,15 +271,11 @@ class ManifestStore:
 
     def complete_job(self, job_id: int, state: JobState, *, error: str = "") -> ManifestGuard:
         """The running attempt of a job has ended."""
-        from quire.manifest.ops.jobs import CompleteJob
-
         return self.submit([CompleteJob(job_id, state, self.jobs.get(job_id).record.attempt, error)])
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
         """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
-        from quire.manifest.audit import audit_of
-
         with self.read() as txn:
             wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
             entries = [each for db_id in wanted for each in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)]
@@ -294,8 +293,6 @@ class ManifestStore:
 
     def reserve_db_id(self) -> int:
         """A database id that will never be given again: for a fork, whose op needs it."""
-        from quire.manifest.ops.base import Counter, ReserveIds
-
         db_id = self.allocate(Counter.DB)
         self.submit([ReserveIds(Counter.DB, db_id)]).result()
         return db_id
@@ -306,8 +303,6 @@ class ManifestStore:
 
     def reserve_generation(self, db_id: int) -> int:
         """A generation of the database that will never be given again."""
-        from quire.manifest.ops.databases import ReserveGeneration
-
         with self.read() as txn:
             record = txn.database(db_id)
         if record is None:
@@ -333,10 +328,6 @@ class ManifestStore:
         tags: dict[str, str] | None = None,
     ) -> int:
         """A new database; its id."""
-        from quire.durable.names import check_name
-        from quire.manifest.ops.base import Counter
-        from quire.manifest.ops.databases import RegisterDb
-
         check_name("database", name)
         db_id = self.allocate(Counter.DB)
         record = DbRecord(
@@ -357,22 +348,15 @@ class ManifestStore:
         """Open or close a database for writing, or (TOMBSTONED) drop it."""
         if not isinstance(status, DbStatus):
             raise InvalidInput("not a database status", hint=f"one of {', '.join(DbStatus.__members__)}", status=status)
-        from quire.manifest.ops.databases import UpdateDbStatus
 
         return self.drop_db(db_id) if status is DbStatus.TOMBSTONED else self.submit([UpdateDbStatus(db_id, status)])
 
     def rename_db(self, db_id: int, name: str) -> ManifestGuard:
         """Give a database another name."""
-        from quire.manifest.ops.databases import RenameDb
-
         return self.submit([RenameDb(db_id, name)])
 
     def drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
         """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
-        from quire.manifest.ops.databases import DropDb
-        from quire.manifest.ops.snapshots import DropSnapshot
-        from quire.manifest.retention import WINDOW_TAG
-
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
             # Those of a window of time travel nobody has asked for by name: they go with their database.
@@ -385,21 +369,15 @@ class ManifestStore:
 
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "", name: str = "") -> int:
         """Register a bucket and prefix; its id. With a name it stays until it is dropped."""
-        from quire.manifest import namespaces
-
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms(), name=name)
         return namespaces.put_namespace(self, t.REMOTE_NAMESPACE.codec.checked(record))
 
     def begin_owner_epoch(self, at_least: int = 1) -> int:
         """The store has a new owner: objects get names that no owner before it wrote (A1); the epoch's number."""
-        from quire.manifest import namespaces
-
         return namespaces.begin_owner_epoch(self, at_least)
 
     def ensure_owner_epoch(self) -> None:
         """Have an owner epoch: whoever is about to put an object asks for this before it chooses the name."""
-        from quire.manifest import namespaces
-
         namespaces.ensure_owner_epoch(self)
 
     # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
@@ -407,9 +385,6 @@ class ManifestStore:
         """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
         ops: list[Op] = [update.op(db_id, shard)]
         if update.upload:
-            from quire.core.ids import ArtifactKind
-            from quire.manifest.ops.jobs import EnqueueJob
-
             job = JobRecord(
                 JobKind.UPLOAD, db_id, self.clock.now_ms(), artifact=(db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
             )
@@ -418,8 +393,6 @@ class ManifestStore:
 
     def move_wal_state(self, db_id: int, segment_id: int, state: WalState) -> ManifestGuard:
         """One step of a WAL segment's life."""
-        from quire.manifest.ops.wal import MoveWalState
-
         return self.submit([MoveWalState(db_id, segment_id, state)])
 
     def checkpoint_apply(
@@ -429,8 +402,6 @@ class ManifestStore:
 
         `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
         """
-        from quire.manifest.checkpoints import checkpoint_ops
-
         with self.read() as txn:
             ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
             replaced = {link.origin_db_id for each in mutations for link in txn.chain(db_id, each.slot)}
@@ -440,7 +411,5 @@ class ManifestStore:
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def record_metric(self, scope: int, metric_kind: int, observation: float | Sequence[float]) -> ManifestGuard:
         """Merge observations into a rolling metric, inside the manifest's transaction."""
-        from quire.manifest.ops.local import RecordMetric
-
         values = [float(observation)] if isinstance(observation, (int, float)) else [float(v) for v in observation]
         return self.submit([RecordMetric(scope, metric_kind, values)])

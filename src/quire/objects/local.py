@@ -48,7 +48,7 @@ from quire.objects.api import (
     check_range,
     past_the_end,
 )
-from quire.objects.rules import NameIsTaken, create_or_adopt, read_verified
+from quire.objects.common import NameIsTaken, create_or_adopt, read_verified
 
 COPY_STEP_BYTES = 8 << 20
 """`put_file` holds this much of the file at a time."""

@@ -5,7 +5,7 @@ Terms
   backend  obstore's object for a bucket
 
 Rules
-  1. Only this module and `quire.objects.foreign` import obstore; `open_store` imports them when a URL asks.
+  1. Only this module and `quire.objects.obstore_errors` import obstore; `open_store` imports them when a URL asks.
   2. Every call of obstore goes through `_call`, which translates what it raises (`foreign.translate`) and retries.
   3. obstore's own retries are off (see `quire.objects.retry`, rule 4); each call here is attempts of one request.
   4. A body is compared with the length the response announced. A shorter one is transient, never returned.
@@ -52,10 +52,10 @@ from quire.objects.api import (
     merge_ranges,
     past_the_end,
 )
-from quire.objects.foreign import ALLOW_HTTP, FOREIGN, is_past_the_end, readable, translate
+from quire.objects.common import NameIsTaken, create_or_adopt, read_verified
+from quire.objects.obstore_errors import ALLOW_HTTP, FOREIGN, is_past_the_end, readable, translate
 from quire.objects.options import StoreOptions
 from quire.objects.retry import Retrier, Transient
-from quire.objects.rules import NameIsTaken, create_or_adopt, read_verified
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -42,9 +42,9 @@ from quire.pages.databases import Shape, find_database, fix_shape
 from quire.pages.floors import Floors, passed_floor
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import LeaseFiles
+from quire.pages.locations import segment_place
 from quire.pages.metrics import PagesCollector, PagesFigures, figures_of
 from quire.pages.pagestore import PageStore
-from quire.pages.places import segment_place
 from quire.pages.publication import Mark
 from quire.pages.published import PublishedReaders, PublishedSnapshot
 from quire.pages.quota import StorageQuota

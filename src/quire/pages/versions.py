@@ -32,7 +32,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
 from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location
-from quire.pages.places import chunk_place
+from quire.pages.locations import chunk_place
 from quire.pages.publication import Mark
 from quire.pages.sources import ChunkPlace, Sources
 from quire.pages.tracing import TRACE_API, span

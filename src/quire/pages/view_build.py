@@ -25,7 +25,7 @@ from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.framemap import PinnedSegment, Regions
-from quire.pages.places import chunk_row, segment_place, space_of
+from quire.pages.locations import chunk_row, segment_place, space_of
 from quire.pages.publication import Mark
 from quire.pages.readers import is_kept
 from quire.pages.sources import Sources

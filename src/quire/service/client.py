@@ -6,7 +6,7 @@
         table = store.table("db", columns=["db_id", "name"])
 
 Rules
-  1. Whatever a call changes, it changes once, however often the answer is lost on the way (`channel.py`, `once.py`).
+  1. Whatever a call changes, it changes once, however often the answer is lost on the way (`channel.py`, `idempotency.py`).
   2. Tables are read in batches, each of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
   3. A client pickles as its address and the *names* of its token and certificate files: what it is allowed stays in files.
 
@@ -20,11 +20,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import pyarrow as pa
+
 from quire.core.errors import InvalidInput, TimedOut
 from quire.durable.files import OsDisk
 from quire.lsm.engine import Version
+from quire.manifest.arrow import schema
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
+from quire.manifest.reads import table_named
 from quire.manifest.records import DbKind, JobKind, JobState
 from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.view import SnapshotView
@@ -355,7 +359,7 @@ class Client:
         create: bool = False,
         timeout: float = 3_600.0,
     ) -> int:
-        """Insert the parts of a load into a table, in one transaction, once; how many rows (`sqlite/loading.py`)."""
+        """Insert the parts of a load into a table, in one transaction, once; how many rows (`sqlite/bulk_insert.py`)."""
         request = m.LoadRows(load, database, table, tuple(parts), tuple(columns), overwrite, create)
         count: int = self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
         return count
@@ -392,11 +396,6 @@ class Client:
         limit: int = 0,
     ) -> pa.Table:
         """The same as one Arrow table."""
-        import pyarrow as pa
-
-        from quire.manifest.arrow import schema
-        from quire.manifest.reads import table_named
-
         wanted = None if columns is None else list(columns)
         batches = list(self.scan(table, prefix=prefix, start=start, stop=stop, columns=wanted, limit=limit))
         if batches:

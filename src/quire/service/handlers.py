@@ -1,7 +1,7 @@
 """What the owner does for each action: a function per name, from a request to its answer.
 
 Rules
-  1. A handler delegates to the store; what takes effect does so once per key (`once.py`).
+  1. A handler delegates to the store; what takes effect does so once per key (`idempotency.py`).
   2. Nothing here waits for a client, and waiting for others (long polls) ends when the server stops.
 
 The rest of the actions are in `handlers_jobs.py` (workers and readers), `handlers_streams.py` and `commands.py`.
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from quire.core.errors import AccessDenied, InvalidInput, QuireError, TimedOut, UnknownDatabase
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.core.tracing import continued
 from quire.manifest import feed
 from quire.manifest.change import ChangePage
@@ -30,17 +30,17 @@ from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.snapshots import SnapshotInfo
-from quire.pages.lending import lend
+from quire.pages.shared_views import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.service.asked import Asked
+from quire.service.call import Asked
 from quire.service.commands import CommandHandlers
 from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_streams import StreamHandlers
+from quire.service.idempotency import once, prepare
 from quire.service.kv_loads import KvLoads
 from quire.service.loads import Loads
-from quire.service.once import once, prepare
 from quire.service.tables import cuts
 from quire.service.values import DatabaseInfo, Hello
 from quire.service.wire import WIRE_VERSION, form_of

@@ -30,8 +30,8 @@ from quire.manifest.records import DbKind, JobKind, JobState
 from quire.pages.remote import RemoteReader
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.service.asked import Asked
-from quire.service.once import once
+from quire.service.call import Asked
+from quire.service.idempotency import once
 
 
 class JobHandlers:

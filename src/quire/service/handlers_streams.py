@@ -10,9 +10,10 @@ from __future__ import annotations
 from quire.core.errors import AccessDenied, CursorLost, InvalidInput, OutOfRange
 from quire.service import stream_messages as m
 from quire.service.api import StoreApi
-from quire.service.asked import Asked
+from quire.service.call import Asked
 from quire.service.tickets import Access
-from quire.stream.shared import Share
+from quire.stream.remote_layout import share
+from quire.stream.remote_read import Share
 
 WAIT_PIECE_SECONDS = 0.25
 
@@ -24,8 +25,6 @@ class StreamHandlers:
         self._store = store
 
     def do_stream_share(self, request: m.OfStream, asked: Asked) -> Share:
-        from quire.stream.sharing import share
-
         if request.upload and asked.role != Access.ADMIN.value:
             raise AccessDenied("to upload needs the admin token", hint="ask without upload")
         stream = self._store.stream(request.name)

@@ -6,7 +6,7 @@ Terms
 
 Rules
   1. Bytes of a part come in order; the same bytes sent again change nothing, a gap is refused.
-  2. Only parts that the job names are inserted, all in one transaction, and once (`quire.sqlite.loading`).
+  2. Only parts that the job names are inserted, all in one transaction, and once (`quire.sqlite.bulk_insert`).
   3. A load's files go when it is committed or dropped; those of a job that died are swept when the owner starts, or by the
      first load that finds them untouched for `IDLE_SECONDS`.
   4. What the transaction waits for is its rows: nobody else's call waits for it.
@@ -30,7 +30,7 @@ from quire.durable.files import OsDisk
 from quire.durable.names import scratch_dir
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.sqlite.loading import load_rows
+from quire.sqlite.bulk_insert import load_rows
 
 OVER_MAX = 4_096
 """Loads that are remembered as over."""

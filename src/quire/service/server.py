@@ -34,12 +34,12 @@ from quire.core.tracing import continued, span
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
+from quire.service.admission import MIDDLEWARE, Gate, Refusals, Room
 from quire.service.api import StoreApi
-from quire.service.asked import Asked
-from quire.service.gate import MIDDLEWARE, Gate, Refusals, Room
+from quire.service.call import Asked
+from quire.service.disconnect import hang_up
 from quire.service.handlers import Handlers
-from quire.service.hangup import hang_up
-from quire.service.live import listens
+from quire.service.live_servers import listens
 from quire.service.messages import ACTIONS, Access, TableTicket
 from quire.service.sockets import SCHEME, Place, announce, binding, place_of, retract
 from quire.service.tables import TableReader

@@ -1,7 +1,7 @@
 """The actions about streams: where records are, and how far a consumer has read.
 
 Apart from `messages.py`, whose answers are made of a manifest's values: executors ask these, and have none. Records themselves
-do not travel here: whoever wants them reads files and objects (`stream/shared.py`).
+do not travel here: whoever wants them reads files and objects (`stream/remote_read.py`).
 
 Rules
   1. Registering leaves a consumer that is there where it is; an acknowledgement only moves forward: both may be repeated.
@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from quire.service.tickets import Access, Action, Request
-from quire.stream.shared import Share
+from quire.stream.remote_read import Share
 
 
 class OfStream(Request, frozen=True):

@@ -18,7 +18,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import program
 from quire.sqlite.locks import Turn
-from quire.sqlite.newest import NewestPages
+from quire.sqlite.shared_pages import NewestPages
 
 
 def reader_tags() -> dict[str, str]:

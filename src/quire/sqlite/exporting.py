@@ -27,8 +27,8 @@ from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.pages.view import ViewReader
-from quire.sqlite.copying import STEP_BYTES, Progress, quiet
 from quire.sqlite.dbfile import MAGIC
+from quire.sqlite.page_copy import STEP_BYTES, Progress, quiet
 
 VERSIONS = slice(18, 20)
 """Of the header: what a writer and a reader must know; 1 is a rollback journal, 2 a write-ahead log."""

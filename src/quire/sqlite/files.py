@@ -23,8 +23,8 @@ from typing import Protocol
 import apsw
 
 from quire.core.errors import OutOfRange, QuireError
+from quire.sqlite.error_codes import made, sqlite_error
 from quire.sqlite.pragmas import EPOCH, Verdict, look, tell_once
-from quire.sqlite.trouble import made, sqlite_error
 
 POWERSAFE = apsw.SQLITE_IOCAP_POWERSAFE_OVERWRITE
 FIXED = POWERSAFE | apsw.SQLITE_IOCAP_IMMUTABLE

@@ -41,10 +41,10 @@ from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
-from quire.sqlite.copying import Progress, bring, bring_some, quiet
 from quire.sqlite.dbfile import Source, open_if_there, open_source, signature_of, size_and_time
+from quire.sqlite.follow_position import Position, frame_at, load, position_of, save, stands_at
 from quire.sqlite.importing import name_for, require_page_size, target_for
-from quire.sqlite.position import Position, frame_at, load, position_of, save, stands_at
+from quire.sqlite.page_copy import Progress, bring, bring_some, quiet
 from quire.sqlite.walfile import HEADER_BYTES, Block, Place, WalHeader, blocks
 
 INTERVAL_SECONDS = 0.25

@@ -6,7 +6,7 @@ Terms
 Rules
   1. A file is kept after its first look has succeeded, so a database that cannot follow it is not promised to. Stopping removes
      the row first: a crash in between leaves a follower that ends with the process.
-  2. How far a follower is stands in the position it saves (position.py): a restart goes on where it was.
+  2. How far a follower is stands in the position it saves (follow_position.py): a restart goes on where it was.
   3. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another page
      size, the database dropped) ends the follower; the row stays, unless the database is gone, and says so by its `trouble`.
 

@@ -33,8 +33,8 @@ from quire.manifest.store import ManifestStore
 from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
-from quire.sqlite.copying import Progress, bring, quiet, verify
 from quire.sqlite.dbfile import open_source
+from quire.sqlite.page_copy import Progress, bring, quiet, verify
 
 SUFFIXES = (".db", ".sqlite", ".sqlite3", ".db3", ".s3db")
 """Endings that a database's name does without."""

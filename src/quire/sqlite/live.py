@@ -1,8 +1,8 @@
 """The newest version of a database as a file that SQLite reads and writes: the lock ladder, and what a commit is.
 
 Terms
-  pin       the version that a connection reads from its SHARED lock on, with a lease (`pin.py`); kept a moment longer for the
-            next one
+  pin       the version that a connection reads from its SHARED lock on, with a lease (`read_version.py`); kept a moment
+            longer for the next one
   overlay   the pages that a transaction has written, until it hands them to the page engine
   unborn    a database that nobody has written to: its page size is still open, its size is 0
   version   the sixteen bytes by which SQLite knows whether its cached pages are still good (change counter, sizes)
@@ -43,11 +43,11 @@ import apsw
 from quire.core.errors import OutOfRange, QuireError, QuotaExceeded, TimedOut
 from quire.sqlite import pragmas
 from quire.sqlite.databases import Database
+from quire.sqlite.error_codes import commit_error, made, sqlite_error
 from quire.sqlite.files import POWERSAFE, answer_pragma, read_part, shown
 from quire.sqlite.locks import Sleeper
-from quire.sqlite.newest import KEPT_BYTES
-from quire.sqlite.pin import Pin
-from quire.sqlite.trouble import commit_error, made, sqlite_error
+from quire.sqlite.read_version import Pin
+from quire.sqlite.shared_pages import KEPT_BYTES
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore

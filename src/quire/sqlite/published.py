@@ -19,10 +19,10 @@ from typing import Protocol
 import apsw
 
 from quire.core.errors import OutOfRange, QuireError
+from quire.sqlite.error_codes import made, sqlite_error
 from quire.sqlite.files import POWERSAFE, answer_pragma, read_part
 from quire.sqlite.live import VERSION_BYTES, VERSION_OFFSET
 from quire.sqlite.pragmas import EPOCH
-from quire.sqlite.trouble import made, sqlite_error
 
 
 class Published(Protocol):

@@ -28,7 +28,7 @@ from typing import Protocol
 import apsw
 
 from quire.core.errors import QuireError
-from quire.sqlite.trouble import made
+from quire.sqlite.error_codes import made
 
 NAME_BYTES_MAX = 4096
 

@@ -6,7 +6,7 @@ Terms
 Rules
   1. Each is a job of the manifest, run now, in this thread as far as the driver's side goes: it is seen by `quire jobs`, may be
      cancelled, and goes on after a crash.
-  2. What runs over many databases is one job for each of them and one run for all (`jobs/together.py`).
+  2. What runs over many databases is one job for each of them and one run for all (`jobs/batches.py`).
 
 Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was asked for.
 """
@@ -27,10 +27,10 @@ from quire.jobs.context import JobContext
 from quire.jobs.handler import Handler, Outcome, Progress
 from quire.jobs.restore.export import need_no_file
 from quire.jobs.retention import apply_many
+from quire.jobs.row_groups import Steady, part
 from quire.jobs.runner import no_tick
 from quire.jobs.stats.compute import Usage, with_disk
 from quire.jobs.stats.handler import stats_job
-from quire.jobs.waves import Steady, part
 from quire.jobs.worker import Worker
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
@@ -41,8 +41,8 @@ from quire.store.info import has_open_segment, live_databases
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quire.store.rooms import Rooms
     from quire.store.store import Store
+    from quire.store.wiring import Rooms
 
 HALF = 1_000
 """Of what an audit tells of its progress: first the counting, then the listing."""

@@ -23,13 +23,15 @@ from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.space import given_below
 from quire.manifest import tables as t
+from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
+from quire.pages.leasefiles import live_leases
 from quire.store import layout
-from quire.store.object_place import state_beside
+from quire.store.object_location import state_beside
 
 if TYPE_CHECKING:
     from quire.objects.owner_record import OwnerState
@@ -189,8 +191,6 @@ def store_info(
     txn: ReadTxn, *, path: str, mode: str, object_store: str, owner: OwnerState, figures: dict[str, int]
 ) -> StoreInfo:
     """What the snapshot, with the manifest's own figures, says about the store."""
-    from quire.manifest.change import CHANGE_LOG  # made of all operations: not for who asks about one database
-
     kinds: Tally[str] = Tally()
     dropped = 0
     for _, record in txn.databases():
@@ -232,7 +232,6 @@ def _page_readers(txn: ReadTxn, path: str) -> tuple[ReaderInfo, ...]:
     """Each with the name of its database among its tags."""
     if not os.path.isdir(os.path.join(path, names.READERS)):
         return ()
-    from quire.pages.leasefiles import live_leases  # not for stores that nobody reads beside their owner
 
     leases = sorted(live_leases(path), key=lambda lease: lease.opened_ms)
     found = ((lease.info, txn.database(lease.db_id)) for lease in leases)

@@ -33,7 +33,6 @@ import re
 import shlex
 from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -44,9 +43,8 @@ from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
 from quire.durable.owner_names import OWNER_FILE
 from quire.durable.trees import remove_tree
-
-if TYPE_CHECKING:
-    from quire.manifest.store import ManifestStore
+from quire.manifest.store import ManifestStore
+from quire.objects.open import ALLOWED, REMOTE_SCHEMES
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY
 """The manifest before it gets its name."""
@@ -135,7 +133,6 @@ def check_objects_url(url: str) -> None:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?", url)
     if scheme is None:
         return
-    from quire.objects.open import ALLOWED, REMOTE_SCHEMES  # paths, the default, need no more than the above
 
     known = scheme[1].lower() in (*REMOTE_SCHEMES, "file")
     where = {} if "@" in url else {"url": url}  # what is before an '@' is probably a secret
@@ -191,8 +188,6 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
 
 def read_manifest(path: str) -> ManifestStore:
     """The manifest of the store at `path`, opened for reading: for who needs nothing else of a store."""
-    from quire.manifest.store import ManifestStore
-
     disk, root = OsDisk(), os.path.abspath(path)
     if look(disk, root) is not Found.STORE:
         raise not_found(root)
@@ -202,8 +197,6 @@ def read_manifest(path: str) -> ManifestStore:
 
 def make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
     """The manifest of a new store, under its name when it is whole (rule 2)."""
-    from quire.manifest.store import ManifestStore  # whoever only lists needs no writer
-
     sweep_debris(disk, root)
     unfinished = os.path.join(root, UNFINISHED)
     ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()

@@ -25,7 +25,7 @@ from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
-from quire.store import object_place
+from quire.store import object_location
 from quire.store.layout import check_objects_url
 
 if TYPE_CHECKING:
@@ -114,17 +114,17 @@ class Namespaces:
         if "://" not in url and not os.path.isabs(url):
             raise InvalidInput("the path of a namespace must be absolute", hint=f"use {os.path.abspath(url)}", url=url)
         store = self._store
-        place = object_place.place_of(store.path, url)
-        if place == object_place.place_of(store.path, store.settings.object_store):
+        place = object_location.place_of(store.path, url)
+        if place == object_location.place_of(store.path, store.settings.object_store):
             raise InvalidInput("this is the store's own place", hint="its databases need no namespace", url=url)
-        if object_place.is_inside(store.path, place):
+        if object_location.is_inside(store.path, place):
             raise InvalidInput(
                 "a namespace cannot be inside the store's directory", hint="choose a directory beside it", url=url
             )
         if "://" not in place:
             place = os.path.normpath(os.path.join(store.path, place))
         with store.manifest.read() as txn:
-            object_place.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
+            object_location.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
         store.manifest.put_namespace(place, name=name)
         return self.get(name)
 

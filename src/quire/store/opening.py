@@ -25,8 +25,9 @@ from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
+from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
-from quire.store import layout, object_place
+from quire.store import layout, object_location
 from quire.store.store import Mode, Store
 
 
@@ -69,7 +70,7 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
     manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
     try:
         with manifest.read() as txn:
-            object_place.check(txn, root, settings)
+            object_location.check(txn, root, settings)
     except BaseException:
         manifest.close()
         raise
@@ -87,8 +88,6 @@ def _open_owner(
     takeover: bool,
     moved: bool,
 ) -> Store:
-    from quire.durable.locks import FileLock  # readers take none
-
     found = layout.look(disk, root)
     if found is not layout.Found.STORE and not create:
         raise layout.not_found(root)
@@ -134,11 +133,11 @@ def _open_owner(
 def _see_to_objects(store: Store, *, takeover: bool, moved: bool) -> None:
     """Whether the objects are where quire.toml says, and whether this directory may write them: no bucket is asked for that."""
     if moved:
-        store.moved_objects = object_place.accept_moved(store.context, store.path, store.settings)
+        store.moved_objects = object_location.accept_moved(store.context, store.path, store.settings)
     else:
         with store.manifest.read() as txn:
-            object_place.check(txn, store.path, store.settings)
+            object_location.check(txn, store.path, store.settings)
     if takeover:
         store.rights.take_over()
-    elif object_place.needs_owner(store.path, object_place.place_of(store.path, store.settings.object_store)):
+    elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
+from quire.jobs.residency import evict_database, hydrate_database
+from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.snapshots import ForkOptions
-from quire.store import layout, object_place
+from quire.store import layout, object_location
 from quire.store.info import (
     DatabaseInfo,
     StoreInfo,
@@ -39,12 +41,15 @@ from quire.store.info import (
     status_named,
     store_info,
 )
+from quire.store.namespaces import Namespaces
+from quire.store.why import why
+from quire.store.wiring import Rooms
 
 if TYPE_CHECKING:
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
     from quire.jobs.context import JobContext
-    from quire.jobs.upkeep import Round, Upkeep
+    from quire.jobs.maintenance import Round, Upkeep
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
     from quire.lsm.kv import Kv
@@ -62,9 +67,7 @@ if TYPE_CHECKING:
     from quire.sqlite.connect import At, Connection
     from quire.sqlite.followers import FileFollowers
     from quire.store.heavy import Heavy
-    from quire.store.namespaces import Namespaces
-    from quire.store.object_rights import ObjectRights
-    from quire.store.rooms import Rooms
+    from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
 
@@ -151,8 +154,6 @@ class Store:
     @property
     def namespaces(self) -> Namespaces:
         """Places beside the store's own object store, for the objects of some databases."""
-        from quire.store.namespaces import Namespaces
-
         return Namespaces(self)
 
     @property
@@ -185,8 +186,6 @@ class Store:
         return self._need_rooms().worker
 
     def _need_rooms(self) -> Rooms:
-        from quire.store.rooms import Rooms  # rule 3
-
         self._check()
         with self._opening:
             if self._rooms is None:
@@ -313,8 +312,6 @@ class Store:
 
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
         """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
-        from quire.manifest.ops.databases import SetDbOptions
-
         chosen = compression_named(compression) if compression else None
         self.manifest.submit([SetDbOptions(self.database(name).db_id, tags, chosen)]).result()
         return self.database(name)
@@ -371,14 +368,10 @@ class Store:
 
     def evict(self, name: str) -> list[Job]:
         """Remove local copies that only snapshots and chunk readers need, once their objects are there; the jobs, ended."""
-        from quire.jobs.residency import evict_database
-
         return self._move_copies(name, evict_database)
 
     def hydrate(self, name: str) -> list[Job]:
         """Make local copies of everything a database has in the object store alone; the jobs, as they ended."""
-        from quire.jobs.residency import hydrate_database
-
         return self._move_copies(name, hydrate_database)
 
     def _move_copies(self, name: str, ask: Callable[[ManifestStore, int], list[int]]) -> list[Job]:
@@ -441,7 +434,6 @@ class Store:
     def serve_http(self, address: str = "127.0.0.1:7448", credentials: Credentials | None = None) -> WebServer:
         """Metrics, health and the dashboard, until the server or the store is closed: docs/dashboard.md."""
         from quire.service.web.server import WebServer
-        from quire.store.why import why
 
         def explain(txn: ReadTxn, subject: str) -> Any:
             return why(txn, subject, who=lambda db_id: [lease.info for lease in self.pages.readers(db_id)])
@@ -467,4 +459,4 @@ class Store:
     def _owner_state(self, txn: ReadTxn) -> OwnerState:
         if self.mode == "rw":
             return self.rights.state
-        return object_place.state_beside(txn, self._disk, self.path, self.settings.object_store)
+        return object_location.state_beside(txn, self._disk, self.path, self.settings.object_store)

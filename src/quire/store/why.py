@@ -30,6 +30,7 @@ from quire.core.limits import SLOTS_PER_LEAF
 from quire.core.reader_info import ReaderInfo, reader_text
 from quire.durable import names
 from quire.manifest import tables as t
+from quire.manifest.differences import read_leaves
 from quire.manifest.leases import VIEW_TAG, is_view
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
@@ -43,10 +44,13 @@ from quire.manifest.records import (
 )
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.store.why_owned import NOBODYS, Look, own_name, stray_hint
+from quire.pages.leasefiles import UNREADABLE, live_leases
+from quire.store.info import artifact_bytes
+from quire.store.why_database_files import NOBODYS, Look, own_name, stray_hint
+from quire.store.why_files import of_file, of_object
+from quire.store.why_text import drop, lent, name_of, number, quoted, snapshot_holder, title
 from quire.store.why_values import Answer as Answer
 from quire.store.why_values import Holder as Holder
-from quire.store.why_words import drop, lent, name_of, number, quoted, snapshot_holder, title
 
 Who = Callable[[int], list[ReaderInfo]]
 """The readers of a database that are not rows."""
@@ -58,7 +62,6 @@ def readers_at(root: str) -> Who:
     def of(db_id: int) -> list[ReaderInfo]:
         if not os.path.isdir(folder := os.path.join(root, names.READERS)) or not os.listdir(folder):
             return []
-        from quire.pages.leasefiles import UNREADABLE, live_leases  # not where nobody reads beside the owner
 
         return [lease.info for lease in live_leases(root) if lease.db_id in (db_id, UNREADABLE)]
 
@@ -72,7 +75,6 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
     if "/" not in asked:
         with suppress(UnknownDatabase):
             return _database(txn, txn.database_id(subject), who)
-    from quire.store.why_files import of_file, of_object  # most ask about a database, and need not load them
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
     found = of_file(txn, asked, look) or of_object(txn, within, look)
@@ -133,9 +135,6 @@ def _version(txn: ReadTxn, subject: str) -> Answer | None:
 
 
 def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -> Answer:
-    from quire.manifest.differences import read_leaves
-    from quire.store.info import artifact_bytes
-
     name = name_of(txn, db_id)
     release = drop(name, row, snapshot_id)
     if row.tags.get("by") == "lend":

@@ -1,7 +1,7 @@
 """Why files and objects are still there that are no artifacts: manifest logs, tables and logs of key-value databases, backups.
 
 They have no reference counts: each belongs to something, and goes with it, or when something newer stands for it. What comes
-and goes by itself is in `why_passing.py`.
+and goes by itself is in `why_temporary.py`.
 
 Reads the manifest, one transaction. Raises `UnknownArtifact` for what is not there, or belongs to nothing.
 """
@@ -15,8 +15,8 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import mlog_names, names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.store.why_owned import Look, own_name, owned, size_of
-from quire.store.why_passing import of_passing
+from quire.store.why_database_files import Look, own_name, owned, size_of
+from quire.store.why_temporary import of_passing
 from quire.store.why_values import Answer, Holder
 
 UPKEEP = "by the owner's upkeep"

@@ -52,15 +52,17 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
+from quire.objects.api import list_objects
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
+from quire.stream.maintenance import Moved
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
+from quire.stream.repair import Repair
 from quire.stream.state import begins_of, load_mode, save_mode
 from quire.stream.stream import Stream
-from quire.stream.upkeep import Moved
 
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
@@ -170,8 +172,6 @@ class StreamEngine:
 
         The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
         """
-        from quire.stream.repair import Repair  # objects and NumPy with it: most openings repair nothing
-
         with self._lock:
             self._require()
             with self._manifest.read() as txn:
@@ -314,8 +314,6 @@ class StreamEngine:
         return removed
 
     def _forget(self, stream_id: int) -> bool:
-        from quire.objects.api import list_objects  # most openings have nothing to do with objects
-
         stream = self._open.pop(stream_id, None)
         if stream is not None:
             stream.abandon()

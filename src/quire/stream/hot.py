@@ -11,7 +11,7 @@ Rules
   1. Ids are given in `append`, in order and without gaps. An append is durable whole or not at all: its records are in one
      block, or in blocks of one segment of which only the last is a commit.
   2. One sync serves everyone who had appended when it began: what was pending is written as few blocks, by whoever leads
-     (`handover.py`). A group that is one write, which is nearly every one, is written and synced by one call.
+     (`group_commit.py`). A group that is one write, which is nearly every one, is written and synced by one call.
   3. A segment's header and name are synced, and the log knows it, before its first block is written. The segment before it is
      synced first, so that nothing survives whose past does not.
   4. Never append after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
@@ -41,13 +41,13 @@ from quire.core.settings import StreamSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import write_synced
 from quire.durable.names import Tier
-from quire.manifest.doorbell import Waiters
+from quire.manifest.wakeups import Waiters
+from quire.stream.append_buffer import Pending, Run
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.handover import Handover, Turn
+from quire.stream.group_commit import Handover, Turn
 from quire.stream.open_segment import Newest, Opened, OpenSegment, Sealed
-from quire.stream.pending import Pending, Run
+from quire.stream.preallocated import Spares, next_bytes, trim
 from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, Place, SegmentHeader, aligned, encode_into
-from quire.stream.spares import Spares, next_bytes, trim
 
 BUFFER_BYTES_MAX = 1 << 20
 """What a stream keeps at most to encode in; a larger run has memory of its own."""

@@ -30,6 +30,7 @@ from quire.core.ids import U64_MAX
 from quire.durable import mlog_names
 from quire.durable.names import manifest_log_key, parse_manifest_log_key
 from quire.durable.remote_names import parse_epoch_key
+from quire.objects.api import list_objects
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     CHUNK_FILE_BYTES_MAX,
@@ -134,8 +135,6 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self._listed(self.prefixes[0])
 
     def _listed(self, prefix: str) -> Listing:
-        from quire.objects.api import list_objects  # who has a log of its own disk lists no objects
-
         found = Listing()
         cut = len(prefix) + 1 if prefix else 0
         for info in list_objects(self.store, _under(prefix, mlog_names.log_prefix(self.stream_id))):

@@ -32,10 +32,10 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency, WalFormat, WalRecord, WalState
 from quire.manifest.slots import pack_leaf, place
 from quire.manifest.store import ManifestStore
-from quire.stream.catalogue import Segment, View
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_modes import SegmentFacts
 from quire.stream.mlog_states import Remote
+from quire.stream.segments import Segment, View
 from quire.stream.warm import WARM_HEADER_BYTES, dictionary_of
 from quire.stream.witnesses import Witness, witness_of
 

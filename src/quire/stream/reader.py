@@ -29,11 +29,11 @@ from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, St
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
 from quire.stream.cache import ByteCache
-from quire.stream.catalogue import Segment, View
 from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_states import Remote
 from quire.stream.segment import HEADER_BYTES
+from quire.stream.segments import Segment, View
 from quire.stream.sources import VERIFY, Lost, Marks, WarmSource, hot_source, remote_source, warm_source
 from quire.stream.spans import Span
 
@@ -109,7 +109,7 @@ class StreamReader:
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches (`reading.SCHEMA`)."""
-        from quire.stream.reading import Batches  # loads Arrow, which most commands have no use for
+        from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands have no use for
 
         first, last = self._range(start, stop)
         yield from Batches().of(self._spans(first, last))

@@ -31,10 +31,8 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.durable.quarantine import move
-from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.ledger import Ledger, bring_up, facts_of_index, fold, rebuilt
 from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
@@ -53,11 +51,13 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_recovery import restore_log
 from quire.stream.mlog_states import Warm
 from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.preallocated import TRIM_BYTES_MIN, trim
 from quire.stream.projection import Projection
 from quire.stream.reader import is_going
 from quire.stream.segment import HEADER_BYTES, SegmentHeader
+from quire.stream.segment_events import Ledger, bring_up, facts_of_index, fold, rebuilt
 from quire.stream.segment_scan import scan
-from quire.stream.spares import TRIM_BYTES_MIN, trim
+from quire.stream.segments import Segment
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
 from quire.stream.witnesses import behind, held_above, holding, refused

@@ -9,8 +9,8 @@ Rules
   1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
   2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
      LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
-     Objects that neither log nor LMDB has ever known are looked for in the bucket (`strays.py`), and taken up if they are sound
-     and hold records that no other segment has. What was let go stays out: retention has decided.
+     Objects that neither log nor LMDB has ever known are looked for in the bucket (`unknown_objects.py`), and taken up if
+     they are sound and hold records that no other segment has. What was let go stays out: retention has decided.
   3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
      but a lost segment had are told as lost.
   4. The log is brought up by records, in one commit, as after a time in which it was off (`mlog_modes.catch_up`). A crash
@@ -37,9 +37,7 @@ from quire.durable.names import Tier
 from quire.durable.quarantine import entries, move
 from quire.manifest.records import WalRecord
 from quire.objects.api import ObjectStore
-from quire.stream.catalogue import Segment, view_of
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.ledger import bring_up, fold
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_index import ManifestIndex
@@ -52,9 +50,11 @@ from quire.stream.mlog_snapshot import Snapshot, read_snapshot
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
 from quire.stream.reader import is_going
+from quire.stream.segment_events import bring_up, fold
 from quire.stream.segment_scan import Scan, scan
+from quire.stream.segments import Segment, view_of
 from quire.stream.state import StreamState, believed_end
-from quire.stream.strays import list_strays, read_stray
+from quire.stream.unknown_objects import list_strays, read_stray
 from quire.stream.warm import WarmReader, dictionary_of
 
 

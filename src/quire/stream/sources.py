@@ -30,9 +30,9 @@ from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
 from quire.stream.cache import ByteCache
-from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
+from quire.stream.segments import Segment
 from quire.stream.spans import Span, spans_of
 from quire.stream.warm import WarmReader
 

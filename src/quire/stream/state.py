@@ -30,9 +30,9 @@ from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCurso
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import STREAMS, check_name
-from quire.stream.catalogue import Segment
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
+from quire.stream.segments import Segment
 
 MODE_FILE = f"{STREAMS}/manifest_log.json"
 """Store-wide: {"mode": "off" | "shadow" | "on"}."""

@@ -13,7 +13,7 @@ Terms
 Rules
   1. One writer: the manifest log's lock is the stream's (`StoreLocked`).
   2. Records are durable when their guard's `result()` returns; readers and tails see durable records only.
-  3. Every move is a record in the manifest log first; see `ledger.py` and `tiers.py`.
+  3. Every move is a record in the manifest log first; see `segment_events.py` and `tiers.py`.
   4. Closing seals what is open, so that the next opening has nothing to cut.
 
 Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`.
@@ -35,12 +35,13 @@ from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
-from quire.stream.appended import Appended
+from quire.stream.append_buffer import Records
+from quire.stream.append_result import Appended
 from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.info import StreamInfo, info_of
-from quire.stream.ledger import Ledger
+from quire.stream.maintenance import Moved, Upkeep
 from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_log import Collect
@@ -49,13 +50,12 @@ from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.open_segment import Opened, Sealed
-from quire.stream.pending import Records
 from quire.stream.projection import Projection
 from quire.stream.reader import Record, StreamReader, is_going
 from quire.stream.recovery import Recovered, open_checked, open_log, recover_stream
+from quire.stream.segment_events import Ledger
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
-from quire.stream.upkeep import Moved, Upkeep
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -210,7 +210,7 @@ class Stream:
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
         """Records from `start` (default: what comes from now on), for ever; ends if none comes for `timeout` seconds.
 
-        In an event loop: `async for record in quire.core.aio.iterate(stream.tail())`.
+        In an event loop: `async for record in quire.core.async_bridge.iterate(stream.tail())`.
         """
         return self._reader.tail(start, timeout=timeout)
 

@@ -52,11 +52,9 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
 from quire.durable.names import TEMPORARY, Tier, object_key
-from quire.stream.catalogue import Segment
 from quire.stream.dictionary import Dictionaries
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
-from quire.stream.ledger import Ledger, Step
 from quire.stream.mlog_records import (
     CompressionDone,
     CompressionFailed,
@@ -74,7 +72,9 @@ from quire.stream.mlog_records import (
     UploadStarted,
 )
 from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.segment_events import Ledger, Step
 from quire.stream.segment_scan import sealed_blocks
+from quire.stream.segments import Segment
 from quire.stream.sources import VERIFY
 from quire.stream.warm import FOOTER_BYTES, WarmReader, bounded, compress, reader_of
 

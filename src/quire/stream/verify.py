@@ -24,11 +24,11 @@ from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
 from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
-from quire.stream.catalogue import Segment
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_verify import Problem
 from quire.stream.reader import is_going
 from quire.stream.segment_scan import sealed_blocks
+from quire.stream.segments import Segment
 from quire.stream.stream import Stream
 from quire.stream.warm import WarmReader, bounded, reader_of
 

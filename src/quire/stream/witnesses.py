@@ -21,6 +21,7 @@ Pure functions but for reading files; any thread. Importable on executors. Raise
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -144,8 +145,6 @@ def _differs(info: SegmentInfo, row: KnownSegment) -> str | None:
 
 def refused(name: str, stream_id: int, why: list[str]) -> Corruption:
     """The error of a stream whose log is behind."""
-    import shlex
-
     more = f" (and {len(why) - TOLD_MAX} more)" if len(why) > TOLD_MAX else ""
     return Corruption(
         f"the manifest log of a stream is behind: {'; '.join(why[:TOLD_MAX])}{more}",

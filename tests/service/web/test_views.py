@@ -14,8 +14,8 @@ import pytest
 import quire
 from quire.core.settings import StoreSettings, load
 from quire.manifest.records import JobKind, JobState, RetentionRecord
-from quire.service.web.cached import Cached
 from quire.service.web.history import DATABASES, SAMPLES, History
+from quire.service.web.response_cache import Cached
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from quire.testing.clock import ManualClock

@@ -17,9 +17,9 @@ from quire.jobs.audit.plan import floors, told, told_unread, waves, work
 from quire.jobs.audit.run import join_blocks, split_block
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.row_groups import part
 from quire.jobs.runner import Runners
 from quire.jobs.threads import thread_runner
-from quire.jobs.waves import part
 from quire.manifest.jobqueue import Job
 
 LISTED_MAX = 1_000

@@ -6,7 +6,7 @@ Rules
      artifact, a count or a catalog row, 32 for a version of a page. They are compared a wave after the other, and what is
      about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same: in memory are at most `REFERENCE_ROWS` or `WAVE_ROWS`, or
      one piece if that is more, and 16 bytes for each piece of references. Pages come in order, so they are read once;
-     references do not, so they are read once more for each wave if there are several (`jobs/waves.py`).
+     references do not, so they are read once more for each wave if there are several (`jobs/row_groups.py`).
   3. A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
      and no reader was promised a version that is not there.
   4. Where rows cannot be read that is a difference, too (K1), and what else there is to compare is compared.
@@ -27,7 +27,7 @@ from quire.core.errors import Corruption
 from quire.core.ids import KINDS_WITH_OBJECTS
 from quire.durable.names import object_key
 from quire.jobs.audit.run import PIECE_BITS, Block, Difference, piece_of
-from quire.jobs.waves import cut
+from quire.jobs.row_groups import cut
 from quire.manifest import tables as t
 from quire.manifest.holders import decode, inventory
 from quire.manifest.reads import ReadTxn

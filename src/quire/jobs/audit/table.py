@@ -20,7 +20,7 @@ from quire.durable.names import object_key
 from quire.manifest.check import Problem
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import VerifyState
-from quire.manifest.verified import artifacts
+from quire.manifest.verification import artifacts
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -60,7 +60,7 @@ from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.plans import AbandonPlan, BeginPlan
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, PlanRecord, WalRecord
-from quire.pages.places import chunk_place, segment_place
+from quire.pages.locations import chunk_place, segment_place
 
 TAKEN_MS = 1_000
 """How long a job waits that finds another one's plan running on its database."""

@@ -1,7 +1,7 @@
 """Checkpoints or merges of many databases in one run: each is its own job, the work of all is two steps of one runner (K1).
 
 Terms
-  held     see `jobs/together.py`, whose rules hold here: a database fails alone, leases are renewed together, a run that is
+  held     see `jobs/batches.py`, whose rules hold here: a database fails alone, leases are renewed together, a run that is
            interrupted puts its jobs back
   step     what is done for all that are held before the next begins: draft, count, store the plans, write, publish
 
@@ -26,6 +26,7 @@ import msgspec
 
 from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
+from quire.jobs.batches import HeldJob, Together
 from quire.jobs.checkpoint import handler as one
 from quire.jobs.checkpoint import plan as limits
 from quire.jobs.checkpoint.plan import CheckpointPlan, inputs_of, plan_checkpoint, plan_merge, shape_of
@@ -36,7 +37,6 @@ from quire.jobs.checkpoint.window import keep_versions
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Progress, options
 from quire.jobs.runner import AUTO_BYTES, Runner, Runners, no_tick
-from quire.jobs.together import HeldJob, Together
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.jobs import CompleteJob

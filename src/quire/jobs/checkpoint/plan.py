@@ -35,7 +35,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
 from quire.manifest.slots import Chain, place, unpack_leaf
 from quire.pages import databases
-from quire.pages.places import chunk_place, segment_place, space_of
+from quire.pages.locations import chunk_place, segment_place, space_of
 from quire.pages.sources import ChunkPlace, SegmentPlace
 
 DIRTY_RATIO = 0.25

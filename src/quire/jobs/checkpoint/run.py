@@ -28,7 +28,7 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.jobs.checkpoint.bodies import windows
 from quire.jobs.checkpoint.read import Part, newest_frames, packed
-from quire.jobs.places import OpenStore
+from quire.jobs.locations import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_adopt import adopts

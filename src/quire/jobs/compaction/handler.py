@@ -3,8 +3,8 @@
 Rules
   1. A major compaction is planned here, run by threads or Spark (`runner`), and published here with one event of the database's
      manifest. Writes, flushes and reads go on meanwhile; no other compaction of the database begins.
-  2. Jobs that are not major are those of the engine's background (`lsm/job_rows.py`): the worker meets one only if its process
-     died, or gave up. Then what is due by now is merged, which may be nothing.
+  2. Jobs that are not major are those of the engine's background (`lsm/compaction_jobs.py`): the worker meets one only if
+     its process died, or gave up. Then what is due by now is merged, which may be nothing.
   3. The database's manifest is the truth: a job that is repeated after its event was written finds nothing to do.
 
     before the event: files that nobody names · after it: the new tables are the database · the job's row follows
@@ -27,7 +27,7 @@ from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.threads import thread_runner
 from quire.lsm.kv import Kv
-from quire.lsm.offload import plan_major
+from quire.lsm.remote_compaction import plan_major
 from quire.manifest.jobqueue import Job
 
 SPARK_WORKERS = 8

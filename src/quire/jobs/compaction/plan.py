@@ -3,7 +3,7 @@
 Rules
   1. A major compaction is cut into ranges of keys of about `TASK_BYTES`, but at least one for each worker as long as that
      is worth a task.
-  2. Ids for what the tasks write are reserved before the first of them leaves (`quire.lsm.offload`).
+  2. Ids for what the tasks write are reserved before the first of them leaves (`quire.lsm.remote_compaction`).
 
 Pure. Raises nothing.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from quire.durable.failpoints import hit
 from quire.jobs.runner import Answer
-from quire.lsm.offload import Plan
+from quire.lsm.remote_compaction import Plan
 
 
 def publish(plan: Plan, answers: Iterable[Answer[int, tuple[int, ...]]]) -> int:

@@ -1,7 +1,7 @@
 """Merging a range of keys: what an executor does in a compaction.
 
-Everything is in `quire.lsm.offload`: immutable tables are read, new ones written under ids that only this task has, each named
-when it is whole. A task that is repeated, or run twice at a time, writes the same tables once more.
+Everything is in `quire.lsm.remote_compaction`: immutable tables are read, new ones written under ids that only this task
+has, each named when it is whole. A task that is repeated, or run twice at a time, writes the same tables once more.
 
 Safe to run on an executor that sees the store's directory. Raises what reading and writing tables raise.
 """
@@ -9,7 +9,7 @@ Safe to run on an executor that sees the store's directory. Raises what reading 
 from __future__ import annotations
 
 from quire.jobs.runner import Tools
-from quire.lsm.offload import Task, run_task
+from quire.lsm.remote_compaction import Task, run_task
 
 
 def merge_range(task: Task, tools: Tools) -> tuple[int, ...]:

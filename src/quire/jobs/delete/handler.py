@@ -27,8 +27,8 @@ from quire.jobs.delete.publish import deletion_ops, next_origins
 from quire.jobs.delete.run import delete
 from quire.jobs.handler import Done, Later, Outcome, Progress
 from quire.jobs.leftovers import remove_empty, remove_home
+from quire.jobs.partial_failure import Trouble
 from quire.jobs.steps import commit_step
-from quire.jobs.trouble import Trouble
 from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import NAMESPACES
 from quire.manifest.ops.databases import RemoveDb

@@ -22,14 +22,14 @@ from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.delete.run import DeleteTask
-from quire.jobs.places import Place
-from quire.jobs.trouble import Trouble
+from quire.jobs.locations import Place
+from quire.jobs.partial_failure import Trouble
 from quire.manifest import tables as t
 from quire.manifest.leases import leases_of
 from quire.manifest.ops.refs import unpack_artifact
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, JobKind
-from quire.manifest.verified import borrows
+from quire.manifest.verification import borrows
 
 STEP_ARTIFACTS = 512
 """Artifacts deleted between two commits."""

@@ -20,7 +20,7 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.jobs.copies import remove_files
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.objects.collector import Collector
 
 

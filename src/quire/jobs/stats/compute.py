@@ -10,7 +10,7 @@ Rules
   1. Rows are read in one transaction, as numbers: 56 bytes for what is said of an artifact, 32 for each that holds it. Adding
      them up (`run.py`) is done by a runner, or here where there is none.
   2. They are never all in memory: at most `WAVE_ROWS` of them (80 MB) with what is about one piece in one wave, and read once
-     more for each wave if there are several (`jobs/waves.py`).
+     more for each wave if there are several (`jobs/row_groups.py`).
   3. What comes back, and is held, is a line of sums for each holder (`run.LINE_BYTES`) and each key of a wave: what the result
      is made of, one `Usage` for each database and snapshot.
 """
@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 
 from quire.core.ids import ArtifactKind
 from quire.durable.space import Space
+from quire.jobs.row_groups import Waves, cut
 from quire.jobs.runner import Key
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
-from quire.jobs.waves import Waves, cut
 from quire.manifest import tables as t
 from quire.manifest.holders import encode, named_by
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
-from quire.manifest.verified import artifacts
+from quire.manifest.verification import artifacts
 
 DAY_MS = 86_400_000
 STEP_ROWS = 8_192

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.row_groups import part
 from quire.jobs.runner import Runners
 from quire.jobs.stats.compute import Totals, Usage, described, waves
 from quire.jobs.stats.run import join_shares, split_rows
 from quire.jobs.threads import thread_runner
-from quire.jobs.waves import part
 from quire.manifest.jobqueue import Job
 
 LISTED_MAX = 1_000

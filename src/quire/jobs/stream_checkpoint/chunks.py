@@ -10,7 +10,7 @@ Rules
 
 Pure; safe to import on an executor.
 
-    >>> from quire.manifest.verified import borrows
+    >>> from quire.manifest.verification import borrows
     >>> borrows(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
     True
 """

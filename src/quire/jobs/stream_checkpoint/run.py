@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from quire.core.errors import ObjectNotFound
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.jobs.places import OpenStore
+from quire.jobs.locations import OpenStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

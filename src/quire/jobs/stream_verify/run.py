@@ -27,7 +27,7 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.durable.names import StreamSegmentFile, Tier
-from quire.jobs.places import OpenStore, Place
+from quire.jobs.locations import OpenStore, Place
 from quire.jobs.runner import Tools
 from quire.objects.api import ObjectStore
 from quire.stream.files import StreamFiles

@@ -31,12 +31,12 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
+from quire.jobs.row_groups import part
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.sweep.plan import Mark, Range, Space, promising, ranges, real_orphans, spaces, still_promised
 from quire.jobs.sweep.run import Listed, Stray, list_range
 from quire.jobs.threads import thread_runner
-from quire.jobs.waves import part
 from quire.manifest.jobqueue import Job
 from quire.objects.guarded import path_store
 

@@ -35,7 +35,7 @@ from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.durable.remote_names import parse_epoch_key
 from quire.jobs.context import JobContext, artifact_row
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.jobs.sweep.run import ListTask, Stray, artifact_of, name_hash
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
@@ -82,7 +82,7 @@ class Range:
 
 def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
-    from quire.pages.places import space_of
+    from quire.pages.locations import space_of
 
     found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()

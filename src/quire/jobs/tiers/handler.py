@@ -36,7 +36,7 @@ from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
 from quire.jobs.copies import Tick
 from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.jobs.steps import commit_step
 from quire.jobs.tiers.plan import MovePlan, plan_eviction, plan_hydration, plan_upload
 from quire.jobs.tiers.publish import announcement, evicted, hydrated, uploaded

@@ -27,7 +27,7 @@ from quire.jobs.tiers.run import MoveTask
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
-from quire.manifest.verified import borrows
+from quire.manifest.verification import borrows
 
 DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 

@@ -28,7 +28,7 @@ from quire.jobs.copies import (
     no_tick,
     remove_files,
 )
-from quire.jobs.places import OpenStore, Place
+from quire.jobs.locations import OpenStore, Place
 from quire.objects.api import ExistingObject, ObjectStore
 
 

@@ -25,12 +25,12 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
+from quire.jobs.partial_failure import Trouble
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.steps import commit_step
 from quire.jobs.stream_verify.logs import verify_logs
 from quire.jobs.stream_verify.run import LogTask
 from quire.jobs.threads import thread_runner
-from quire.jobs.trouble import Trouble
 from quire.jobs.verify.files import verify_files
 from quire.jobs.verify.plan import LISTED_MAX, bitmap_of, place_to_verify, plan_verification, summary
 from quire.jobs.verify.publish import still_holds, verdict_ops
@@ -39,7 +39,7 @@ from quire.jobs.verify.whole import plan_aged, verify_store
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.local import RecordVerification
 from quire.manifest.records import DbKind, DbStatus
-from quire.manifest.verified import told
+from quire.manifest.verification import told
 from quire.stream.projection import witness_in
 
 STEP_ARTIFACTS = 16

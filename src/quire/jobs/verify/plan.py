@@ -24,12 +24,12 @@ from quire.core.errors import UnknownDatabase
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, artifact_row
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import VerifyState, WalRecord, WalState
 from quire.manifest.slots import artifacts, unpack_leaf
-from quire.manifest.verified import borrows
+from quire.manifest.verification import borrows
 
 PLANNED_MAX = 65_536
 """Artifacts planned for one attempt: 4 TiB of full chunks. More are found by the next one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.jobs.context import JobContext
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.jobs.steps import update
 from quire.jobs.verify.plan import place_to_verify
 from quire.jobs.verify.run import Finding

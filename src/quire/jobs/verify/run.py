@@ -28,10 +28,10 @@ from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.jobs.copies import Found, difference, look_at_file, look_at_object
-from quire.jobs.places import OpenStore, Place
+from quire.jobs.locations import OpenStore, Place
+from quire.jobs.partial_failure import Trouble
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
-from quire.jobs.trouble import Trouble
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_footer import load_footer
 from quire.pages.segment_verify import open_damage, sealed_damage

@@ -31,14 +31,14 @@ from quire.core.limits import GIB, MIB
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
-from quire.jobs.places import Place
+from quire.jobs.locations import Place
 from quire.jobs.runner import Answer, Runner, balanced
 from quire.jobs.threads import thread_runner
 from quire.jobs.verify.plan import LISTED_MAX, PLANNED_MAX, bitmap_of, is_meant, place_to_verify
 from quire.jobs.verify.run import Finding, VerifyTask, run_task
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
-from quire.manifest.verified import artifacts
+from quire.manifest.verification import artifacts
 
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096

@@ -87,7 +87,7 @@ class PruneIdempotency(Op, frozen=True, tag=98):
 
 
 class SetObjectPlace(Op, frozen=True, tag=120):
-    """Where the store's objects are, in the spelling of `quire.store.object_place`."""
+    """Where the store's objects are, in the spelling of `quire.store.object_location`."""
 
     logged = False
     place: str

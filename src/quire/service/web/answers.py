@@ -30,7 +30,7 @@ from quire.core.errors import (
     TimedOut,
     Unavailable,
 )
-from quire.core.plain import plain
+from quire.core.json_values import plain
 
 JSON = "application/json; charset=utf-8"
 NUMBER_MAX = 2**53 - 1

@@ -13,10 +13,10 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
+from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
-from quire.manifest.touches import TOUCHES
 
 OPERATIONS_MAX = 12
 ITEMS_MAX = 8

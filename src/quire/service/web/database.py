@@ -16,18 +16,18 @@ from itertools import islice
 from typing import Any
 
 from quire.core.ids import ArtifactKind
+from quire.core.json_values import plain
 from quire.core.limits import SLOTS_PER_LEAF
-from quire.core.plain import plain
 from quire.durable.names import object_key
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalState
 from quire.manifest.slots import Chain, unpack_leaf
 from quire.service.web import overview
+from quire.service.web.catalog_totals import word
+from quire.service.web.dashboard_state import Sight
 from quire.service.web.engines import open_kv, open_stream
-from quire.service.web.sight import Sight
 from quire.service.web.streams import stream_page
-from quire.service.web.survey import word
 
 SEGMENTS_MAX = 400
 SLOTS_MAX = 4_096

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from quire.service.live import serving
-from quire.service.web.sight import Sight
+from quire.service.live_servers import serving
+from quire.service.web.dashboard_state import Sight
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

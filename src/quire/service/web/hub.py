@@ -25,7 +25,7 @@ from quire.core.errors import Overloaded, QuireError, TimedOut
 from quire.core.events import emit
 from quire.service.web import changes
 from quire.service.web.answers import json_bytes
-from quire.service.web.sight import Sight
+from quire.service.web.dashboard_state import Sight
 
 CHANGES_MAX = 50
 ROUND_SECONDS = 0.2

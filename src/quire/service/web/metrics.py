@@ -20,8 +20,8 @@ from quire.manifest import tables as t
 from quire.manifest.metrics import RollingCollector
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.stats import ManifestCollector
+from quire.service.web.dashboard_state import Sight
 from quire.service.web.engines import FlightCollector, KvCollector, StreamCollector
-from quire.service.web.sight import Sight
 from quire.stream.mlog_metrics import ManifestLogCollector
 
 if TYPE_CHECKING:

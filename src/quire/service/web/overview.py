@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, DbKind, DbRecord, DbStatus, JobKind, JobRecord, JobState
 from quire.service.web import changes
-from quire.service.web.sight import Sight
+from quire.service.web.dashboard_state import Sight
 
 DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200

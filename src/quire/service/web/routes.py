@@ -23,7 +23,7 @@ from quire.core.errors import InvalidInput, NotFound, QuireError, StoreUnusable
 from quire.service.messages import Access
 from quire.service.web import database, overview
 from quire.service.web.answers import Answer, Refused, json_answer
-from quire.service.web.sight import Sight
+from quire.service.web.dashboard_state import Sight
 
 Method = Literal["GET", "POST"]
 

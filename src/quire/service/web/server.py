@@ -31,16 +31,16 @@ import msgspec
 from quire.core.errors import InvalidConfig, InvalidInput, Overloaded, QuireError, ReadOnly
 from quire.core.events import emit
 from quire.durable import names
-from quire.service.gate import Refusals
+from quire.service.admission import Refusals
 from quire.service.server import Credentials
 from quire.service.tokens import Tokens, ensure_token
+from quire.service.web.access import WebGate, is_loopback
 from quire.service.web.answers import error_answer
-from quire.service.web.gate import WebGate, is_loopback
+from quire.service.web.dashboard_state import Explain, Sight, WebStore
 from quire.service.web.hub import Hub
 from quire.service.web.metrics import exposition, registry
 from quire.service.web.request import IDLE_SECONDS, Connection
 from quire.service.web.routes import Routes
-from quire.service.web.sight import Explain, Sight, WebStore
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

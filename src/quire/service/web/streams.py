@@ -13,12 +13,12 @@ from collections import Counter, deque
 from typing import Any
 
 from quire.core.errors import QuireError
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.manifest.records import DbKind
 from quire.service.web.changes import cut
-from quire.service.web.sight import Sight
+from quire.service.web.dashboard_state import Sight
 from quire.stream.mlog_files import LogFiles
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_verify import inspect

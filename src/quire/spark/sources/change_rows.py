@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pyarrow as pa
 
-from quire.core.plain import plain
+from quire.core.json_values import plain
 from quire.manifest.change import ChangeRecord, decode_changes
 from quire.manifest.ops.base import Component
 from quire.spark.sources.sqlite_rows import joined, numbers, texts

@@ -11,7 +11,7 @@ Rules
      the query is planned, and not again.
   2. Large tables are cut by the upper pages of their trees (`sqlite_ranges.py`); databases below `PIECE_BYTES` are one piece.
   3. With `databases` rows begin with `_database`, the name of theirs.
-  4. `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/condition.py`).
+  4. `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/where_clause.py`).
      Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
      (docs/decisions/013-no-filter-pushdown.md).
   5. Columns of whole numbers and texts are put together by SQLite (`sqlite_columns.py`), others row by row (`sqlite_rows.py`).
@@ -41,7 +41,7 @@ from quire.spark.sources.sqlite_ranges import LEAST, MOST, rowid_ranges
 from quire.spark.sources.sqlite_rows import batches, gathered
 from quire.spark.sources.sqlite_tables import DATABASE, Table, find_table, quoted, table_schema
 from quire.spark.sources.views import Asked, Piece, ReadAhead, Version, dealt, opened
-from quire.sqlite.condition import bracketed, check_condition
+from quire.sqlite.where_clause import bracketed, check_condition
 
 if TYPE_CHECKING:
     import pyarrow as pa

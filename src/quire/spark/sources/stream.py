@@ -12,7 +12,7 @@ Rules
      `CursorLost`. Without `end` it ends with what is durable when the query is planned.
   2. Parts are about the same size by their bytes, and begin with a segment where segments are small enough.
   3. Executors that see the store's directory read its files; others read ranges of objects, and what is in none yet they have
-     uploaded first (`upload`: `auto`; `true`: before the query runs; `false`: never). See `stream/shared.py`.
+     uploaded first (`upload`: `auto`; `true`: before the query runs; `false`: never). See `stream/remote_read.py`.
   4. With `since` (a time, or milliseconds since 1970) records that became durable before it are left out, whole segments of
      them without being read.
 
@@ -42,9 +42,9 @@ from quire.objects.open import open_store
 from quire.spark.access import Access
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted, spark_schema
+from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
-from quire.stream.reading import SCHEMA
-from quire.stream.shared import Share, SharedReader, SharedSegment
+from quire.stream.remote_read import Share, SharedReader, SharedSegment
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.service.channel import Channel
-    from quire.stream.shared import Share
+    from quire.stream.remote_read import Share
 
 
 class StreamQueryReader(FollowingReader):

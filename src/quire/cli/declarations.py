@@ -1,0 +1,204 @@
+"""How a command is declared: a function whose signature says what it takes, made into a command of click.
+
+    def ls(cli: Cli, limit: Annotated[int, Option("--limit", "-n", min=0, help="…")] = 20) -> Listing:
+        "List the databases of a store."
+
+The docstring is the help text, `example` ends it, and every command takes `--store`, `--json` and `--debug` besides. A command
+line that cannot be understood is an error like any other, with the exit code of usage.
+
+Importing a module with declarations loads click, and nothing that a command works with. Threads: the main one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, Concatenate, ParamSpec
+
+import click
+
+from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict, output_for, perform, tell
+from quire.cli.completion import candidates
+from quire.cli.exit_codes import OK
+from quire.cli.output import Shown
+from quire.core.errors import InvalidInput
+
+P = ParamSpec("P")
+Body = Callable[Concatenate[Cli, P], Shown | Verdict]
+
+HELP = ("-h", "--help")
+"""How help is requested, from every command and every group."""
+
+
+class Argument:
+    """A word that a command takes by its position; the keywords are click's, and `min` for numbers."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+
+class Option(Argument):
+    """What a command takes by its name: `Option("--limit", "-n", min=0)`; unnamed it is called like the parameter."""
+
+    def __init__(self, *names: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.names = names
+
+
+class Number(click.ParamType[Any]):
+    """A number, refused in plain words."""
+
+    def __init__(self, kind: type, least: float | None) -> None:
+        self.kind, self.least = kind, least
+        self.name = "whole number" if kind is int else "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = self.kind(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a {self.name}", param, ctx)
+        if self.least is not None and number < self.least:
+            self.fail(f"{number} is less than {self.least}", param, ctx)
+        return number
+
+
+class Command(click.Command):
+    """A function of ours as a command of click."""
+
+    def __init__(self, name: str, body: Callable[..., Any], example: str, store: str) -> None:
+        _cli, *parameters = inspect.signature(body).parameters.values()
+        declared = [_parameter(parameter, body.__globals__) for parameter in parameters]
+        super().__init__(
+            name,
+            params=[*declared, *_shared(store)],
+            callback=self._run,
+            help=inspect.cleandoc(body.__doc__ or ""),
+            epilog=f"Example: {example}",
+            context_settings={"help_option_names": list(HELP)},
+        )
+        self.body = body
+        self.example = example
+
+    def _run(self, store: str, as_json: bool, debug: bool, **arguments: Any) -> int:
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+        return perform(self.body, Cli(store or HERE, as_json), given, debug=debug)
+
+    def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
+        """The whole first sentence: a list of commands does not cut it."""
+        paragraph = (self.help or "").partition("\n\n")[0]
+        return f"{paragraph.partition('. ')[0].rstrip('.')}."
+
+
+class Group(click.Group):
+    """Commands that share their first word; `text` begins its help."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(help=text, context_settings={"help_option_names": list(HELP)})
+
+    def add(self, name: str, group: Group) -> None:
+        """Put a group into this one."""
+        self.add_command(group, name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """In the order of their declaration, single commands first."""
+        return sorted(self.commands, key=lambda name: isinstance(self.commands[name], click.Group))
+
+    def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
+        """The whole text, as for a command."""
+        return self.help or ""
+
+
+def command(group: Group, name: str, *, example: str, store: str = HERE) -> Callable[[Body[P]], Body[P]]:
+    """Declare a function as a command of `group`; `example` ends its help, `store` is its default directory."""
+
+    def register(body: Body[P]) -> Body[P]:
+        group.add_command(Command(name, body, example, store))
+        return body
+
+    return register
+
+
+def run(program: click.Group, arguments: Sequence[str]) -> int:
+    """Run the program on a command line; its exit code."""
+    try:
+        with program.make_context("quire", list(arguments)) as context:
+            code = program.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.UsageError as error:
+        return _wrong_usage(error, arguments)
+    return code if isinstance(code, int) else OK
+
+
+# ── parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _parameter(parameter: inspect.Parameter, names_in_scope: dict[str, Any]) -> click.Parameter:
+    hint: Any = eval(parameter.annotation, names_in_scope)  # `from __future__ import annotations` keeps it as text
+    declared: Argument = hint.__metadata__[0]
+    kind, many = _kind_of(hint.__origin__)
+    keywords: dict[str, Any] = dict(declared.keywords)
+    keywords["type"] = Number(kind, keywords.pop("min", None)) if kind in (int, float) else kind
+    required = parameter.default is inspect.Parameter.empty
+    if not required:
+        keywords["default"] = parameter.default
+    keywords["shell_complete"] = partial(_complete, keywords.get("metavar", ""))
+    if isinstance(declared, Option):
+        if kind is bool:
+            keywords["is_flag"] = True
+        elif kind is not str:
+            keywords.setdefault("metavar", "N")
+        keywords.setdefault("show_default", kind is not bool and parameter.default not in (None, ""))
+        names = declared.names or (f"--{parameter.name.replace('_', '-')}",)
+        return click.Option([*names, parameter.name], multiple=many, required=required, **keywords)
+    if note := "required" if required else keywords.pop("show_default", ""):
+        keywords["help"] += f"  [{note}]"
+    return click.Argument([parameter.name], required=required, nargs=-1 if many else 1, **keywords)
+
+
+def _kind_of(hint: Any) -> tuple[type, bool]:
+    """`list[int] | None` → `int`, and that there may be many."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (inner for inner in typing.get_args(hint) if inner is not types.NoneType)
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _complete(metavar: str, ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Any]:
+    return candidates(metavar, ctx, incomplete)
+
+
+def _shared(store: str) -> list[click.Parameter]:
+    """What every command takes: where the store is, and how to report what happens."""
+    shown = "this directory" if store == HERE else store
+    return [
+        click.Option(
+            ["--store", "-s"],
+            envvar=STORE_VARIABLE,
+            metavar="DIR",
+            default=store,
+            help="The store's directory.",
+            show_default=shown,
+            show_envvar=True,
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Write JSON (its shape: docs/cli.md)."),
+        click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
+    ]
+
+
+def _wrong_usage(error: click.UsageError, arguments: Sequence[str]) -> int:
+    text = error.format_message()
+    words = takewhile(lambda word: not word.startswith("-"), arguments)  # some errors do not say whose they are
+    asked = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
+    hint = f"`{asked} --help` shows how it is called"
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        hint = f"options stand behind the command, as in `quire ls --store DIR --json`; {hint}"
+    return tell(output_for("--json" in arguments), InvalidInput(text[:1].lower() + text[1:].rstrip("."), hint=hint))

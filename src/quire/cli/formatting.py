@@ -1,0 +1,164 @@
+"""Values as people want them: records by their telling fields, sizes, times, names that stay on their line.
+
+Pure functions, but for the local time zone. What programs get is `quire.core.json_values`; that and msgspec are loaded by those
+functions that need them: listing a store needs neither.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.json import encode
+from msgspec.structs import fields
+
+from quire.core.ids import ArtifactKey
+from quire.core.json_values import plain as plain_of
+from quire.core.limits import GIB, KIB, MIB
+
+if TYPE_CHECKING:
+    import msgspec
+
+SHORT_CHARACTERS = 48
+"""Longer values are cut in text; JSON has them whole."""
+
+
+def plain(value: Any) -> Any:
+    """As `quire.core.json_values.plain`, which is loaded for what is not plain already, or nearly so.
+
+    >>> plain([(1, b"\\x01"), {3: None}])
+    [[1, '01'], {'3': None}]
+    """
+    kind = type(value)
+    if kind in (str, int, float, bool, type(None)):
+        return value
+    if kind is dict:
+        return {str(key): plain(each) for key, each in value.items()}
+    if kind in (list, tuple):
+        return [plain(each) for each in value]
+    if kind is bytes:
+        return value.hex()
+
+    return plain_of(value)
+
+
+def telling(record: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a record that differ from their defaults: what a person wants to see of it."""
+    defaults = {each.name: each.default for each in fields(type(record)) if not each.required}
+    shown: dict[str, Any] = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if (name not in defaults or value != defaults[name]) and value not in (b"", [], {}, ()):
+            shown[name] = plain(value)
+    return shown
+
+
+def pairs(values: dict[str, Any]) -> str:
+    """`a=1 b=x` of a mapping."""
+    return " ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return short(value)
+
+    return short(encode(value).decode())
+
+
+def short(text: str) -> str:
+    """
+    >>> short("a" * 49)
+    'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…'
+    """
+    return text if len(text) <= SHORT_CHARACTERS else f"{text[: SHORT_CHARACTERS - 3]}…"
+
+
+def in_words(value: Any) -> str:
+    """A coordinate of an error or a problem, for people: no Python in it.
+
+    >>> from quire.core.ids import ArtifactKey, ArtifactKind
+    >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
+    ('base 5 of database 1, generation 3', 'ghost', '1/2', 'nothing')
+    >>> in_words(True), in_words([False])
+    ('yes', 'no')
+    """
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if type(value) in (str, int):
+        return short(str(value))
+
+    if isinstance(value, ArtifactKey):
+        delta = f", delta {value.delta_id}" if value.delta_id else ""
+        return f"{value.kind.name.lower()} {value.id} of database {value.origin_db_id}, generation {value.generation}{delta}"
+    if isinstance(value, tuple | list):
+        return ("/" if isinstance(value, tuple) else ", ").join(map(in_words, value))
+    told = plain(value)
+    return pairs(told) if isinstance(told, dict) else short(str(told))
+
+
+def visible(text: str) -> str:
+    """Names come from people: what would move the cursor or turn the line around is shown, not done.
+
+    >>> print(visible("a\\x1b[2Jb\\u202ec größe 数据"))
+    a\\x1b[2Jb\\u202ec größe 数据
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def size(count: int) -> str:
+    """
+    >>> size(100), size(110_592), size(256 * GIB)
+    ('100 B', '108.0 KiB', '256.0 GiB')
+    """
+    for unit, bytes_of in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= bytes_of:
+            return f"{count / bytes_of:,.1f} {unit}"
+    return f"{count} B"
+
+
+def moment(at_ms: int) -> str:
+    """
+    >>> moment(0), moment(1_700_000_000_000)
+    ('never', '2023-11-14 22:13:20Z')
+    """
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000)) if at_ms else "never"
+
+
+def here(at_ms: int, now_ms: int) -> str:
+    """A moment as a clock on the wall showed it, and how long ago that is."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_ms / 1000))} ({span(now_ms - at_ms)} ago)"
+
+
+def span(milliseconds: int) -> str:
+    """
+    >>> span(400), span(90_000), span(150_000), span(7_200_000), span(200_000_000)
+    ('0 s', '90 s', '2 min', '2 h', '2 days')
+    """
+    seconds = max(milliseconds, 0) // 1000
+    for unit, seconds_of in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * seconds_of:
+            return f"{seconds // seconds_of:,} {unit}"
+    return f"{seconds} s"
+
+
+def count_of(number: int, one: str, many: str = "") -> str:
+    """
+    >>> count_of(1, "database"), count_of(2000, "batch", "batches")
+    ('1 database', '2,000 batches')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def tags_text(tags: dict[str, str]) -> str:
+    """`a=1, b=2`."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(tags.items()))
+
+
+def article(word: str) -> str:
+    """
+    >>> article("pages"), article("lsm")
+    ('a pages', 'an lsm')
+    """
+    return f"an {word}" if word == "lsm" or word[0] in "aeio" else f"a {word}"

@@ -1,0 +1,144 @@
+"""What people type for a database, a snapshot or a tag, found.
+
+Rules
+  1. `#7` (which a shell wants quoted) is the snapshot with that id. Of anything else a name comes first: programs, to whom ids
+     are numbers and names are texts, may call a snapshot 7. What no snapshot is called is tried as an id.
+  2. Nobody makes such a name here: it would be taken for an id (`need_no_number`).
+  3. What is not there is told with the command that lists what is.
+
+Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `WrongKind`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
+
+from quire.cli.declarations import Argument, Option
+from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
+from quire.core.ids import U32_MAX
+from quire.manifest import tables as t
+from quire.manifest.records import DbKind, WalState
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
+    from quire.manifest.snapshots import SnapshotInfo
+    from quire.manifest.store import ManifestStore
+    from quire.service.client import Client
+    from quire.service.values import DatabaseInfo as RemoteInfo
+    from quire.store.info import DatabaseInfo
+    from quire.store.store import Store
+
+    AnyInfo = DatabaseInfo | RemoteInfo
+
+Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
+Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+Follow = Annotated[
+    bool, Option("--follow", "-f", help="Go on with what is new, until Ctrl-C; JSON has a line per record.")
+]
+
+
+def number_of(text: str) -> int:
+    """The id that a text is; 0 if it is none."""
+    digits = text.removeprefix("#")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
+        return 0
+
+    return int(digits) if int(digits) <= U32_MAX else 0
+
+
+def snapshot_named(where: ManifestStore | Store | Client, database: str, text: str) -> SnapshotInfo:
+    """A snapshot by name, else by id (rule 1)."""
+    both = (text, number_of(text))
+    for asked in reversed(both) if text.startswith("#") else both:
+        if asked:
+            try:
+                return _get_snapshot(where, database, asked)
+            except UnknownSnapshot:
+                pass
+    hint = f"`quire snapshot ls {shlex.quote(database)}` lists them"
+    raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=text)
+
+
+def need_no_number(name: str) -> None:
+    """Refuse a snapshot's name that reads as an id (rule 2)."""
+    digits = name.removeprefix("#")
+    if digits.isdecimal():
+        hint = f"call it v{digits}, say; without a name it gets an id by itself"
+        raise InvalidName(
+            "a snapshot may not be called by a number: that would be taken for an id", hint=hint, name=name
+        )
+
+
+def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
+    """From whoever knows: a manifest, a store with one, or the owner at the other end of a socket."""
+    if (remote := getattr(where, "get_snapshot", None)) is not None:
+        found: SnapshotInfo = remote(database, asked)
+    else:
+        found = getattr(where, "manifest", where).snapshots.get(database, asked)
+    return found
+
+
+def any_database(txn: ReadTxn, text: str) -> int:
+    """The id of a database by name, else of one that may be gone by id: for looking back."""
+    try:
+        return txn.database_id(text)
+    except UnknownDatabase:
+        if not (number := number_of(text)):
+            raise
+        return number
+
+
+def names_of(txn: ReadTxn) -> dict[int, str]:
+    """Id → name of every database, dropped ones included until nothing of them is left."""
+    return {db_id: record.name for db_id, record in txn.databases()}
+
+
+def title_of(snapshot: SnapshotInfo) -> str:
+    """How a sentence names a snapshot.
+
+    >>> from quire.manifest.records import SnapshotKind
+    >>> from quire.manifest.snapshots import SnapshotInfo
+    >>> title_of(SnapshotInfo(1, 7, "monday", SnapshotKind.NAMED, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}))
+    'monday (id 7)'
+    """
+    return f"{snapshot.name} (id {snapshot.snapshot_id})" if snapshot.name else f"#{snapshot.snapshot_id}"
+
+
+def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
+    """The tags that `--tag key=value` options give; `reserved` is a key that has a meaning of its own."""
+    tags: dict[str, str] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not (equals and key.strip()):
+            raise InvalidInput("a tag is a key and a value", hint="say --tag key=value", given=each)
+        if key in tags:
+            raise InvalidInput("a tag is given twice", hint="name each key once", key=key)
+        if key == reserved:
+            raise InvalidInput("this tag marks snapshots that the owner makes by itself", hint="use another", key=key)
+        tags[key] = value
+    return tags
+
+
+def settled(store: Store | Client, name: str) -> AnyInfo:
+    """A database, its WAL in order: what an owner that crashed has left open is recovered first.
+
+    A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we
+    ask has seen to it.
+    """
+    found = store.database(name)
+    here: Any = store if hasattr(store, "manifest") else None
+    if found.kind is DbKind.PAGES and here is not None:
+        with here.manifest.read() as txn:
+            left_open = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, found.db_id))
+        if left_open:
+            here.pages.open(found.db_id)
+    return found
+
+
+def need_pages(found: AnyInfo, what: str) -> None:
+    """Refuse a database of another kind; `what` is what only page databases have."""
+    if found.kind.name != "PAGES":
+        hint = "`quire ls` shows the kinds"
+        raise WrongKind(f"only page databases {what}", hint=hint, name=found.name, kind=found.kind.name.lower())

@@ -1,0 +1,300 @@
+"""Commands about the manifest logs of streams: inspect, verify and bundle.
+
+Rules
+  1. The first two read only and work beside a live owner; what it has not committed is not there for them.
+  2. Damage is a problem for `verify`, with exit code 1, and an error for `inspect`, which shows what stands before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+from quire.cli.checkpoint import Runner, need_runner
+from quire.cli.command import Cli, Verdict
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import count_of, pairs, plain
+from quire.cli.job_progress import failure_of
+from quire.cli.lookup import Follow
+from quire.cli.output import Listing, Note, Row
+from quire.cli.tailing import follow as go_on
+from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
+from quire.core.ids import U32_MAX
+from quire.durable.files import OsDisk
+from quire.durable.names import MANIFEST
+from quire.jobs.context import StorePool
+from quire.manifest.records import DbKind
+from quire.manifest.tables import DB_NAMES
+from quire.pages.cache import PageCache
+from quire.spark.session import session
+from quire.store.object_location import open_place, options_by_url
+from quire.stream.files import StreamFiles
+from quire.stream.mlog_files import LogFiles
+from quire.stream.mlog_follower import Follower
+from quire.stream.mlog_tier2 import LogObjects
+from quire.stream.mlog_verify import inspect as rows_of
+from quire.stream.mlog_verify import minimal_rows
+from quire.stream.projection import witness_in
+from quire.stream.state import begins_of
+
+if TYPE_CHECKING:
+    from quire.jobs.runner import ThreadRunner
+    from quire.objects.api import ObjectStore
+    from quire.spark.runner import SparkRunner
+    from quire.stream.mlog_verify import LogRow, Problem
+
+THREADS = 8
+"""Logs that are looked at together: most of the time goes into waiting for disk and object store."""
+
+Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name, or its id.")]
+
+
+def add_to(group: Group) -> None:
+    """Register these commands in the group `manifest`."""
+    command(group, "inspect", example="quire manifest inspect clicks --limit 20")(inspect)
+    command(group, "verify", example="quire manifest verify clicks")(verify)
+    command(group, "mode", example="quire manifest mode shadow")(mode)
+    command(group, "bundle", example="quire manifest bundle clicks")(bundle)
+
+
+def inspect(
+    cli: Cli,
+    stream: Stream,
+    start: Annotated[int | None, Option("--from", min=0, metavar="CHUNK", help="Begin with this chunk.")] = None,
+    limit: Annotated[int, Option(min=0, metavar="N", help="Records at most; 0: no limit.")] = 100,
+    minimal: Annotated[bool, Option("--minimal", help="Only the records that the state is made of.")] = False,
+) -> Listing:
+    """Show the records of a stream's manifest log."""
+    stream_id, _ = _one(cli, stream)
+    if minimal:
+        if start is not None:
+            raise InvalidInput("the state is that of the whole log", hint="leave out --from or --minimal")
+        return Listing(
+            columns=["record", ">segment", "says"],
+            rows=_minimal(cli, stream_id, limit),
+            empty=f"the manifest log of {stream} knows no segment",
+        )
+    return Listing(
+        columns=["at", "record", ">segment", "tier 2", "says"],
+        rows=_records(cli, stream_id, start, limit),
+        empty=f"{stream} has no manifest log on this disk",
+    )
+
+
+def verify(
+    cli: Cli,
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
+    runner: Runner = "",
+) -> Verdict:
+    """Hold manifest logs to their rules, many at once.
+
+    Exit code 1 if one is broken.
+    """
+    from quire.jobs.stream_verify.logs import verify_logs
+    from quire.jobs.stream_verify.run import LogTask
+    from quire.store.layout import objects_url
+
+    need_runner(runner)
+    streams = _streams(cli, stream)
+    names = dict(streams)
+    root, settings = os.path.abspath(cli.path), cli.settings().manifest_log
+    with _stores(cli) as stores:
+        with cli.reader() as manifest, manifest.read() as txn:
+            own = objects_url(root, cli.settings())
+            tasks = [
+                LogTask(
+                    stream_id=each,
+                    root=root,
+                    url=txn.place_of(each, own)[1],
+                    settings=settings,
+                    witness=witness_in(txn, each),
+                    prefixes=txn.object_prefixes(txn.place_of(each, own)[0]),
+                    store_id=txn.store_id(),
+                )
+                for each in names
+            ]
+        here = _threads(root, stores)
+        chosen = _spark(cli, root, own) if runner == "spark" and tasks else here
+        found = list(verify_logs(tasks, chosen, here, deep=not shallow))
+    rows = [_problem(each, stream_id, names[stream_id]) for stream_id, each in sorted(found, key=lambda it: it[0])]
+    sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
+    shown = Listing(
+        columns=["stream", "rule", "kind", "what"],
+        rows=rows,
+        empty=sound,
+        closing=count_of(len(rows), "problem") if rows else "",
+    )
+    return Verdict(shown, PROBLEMS if rows else OK)
+
+
+def mode(
+    cli: Cli,
+    wanted: Annotated[str, Argument(metavar="[MODE]", help="off, shadow or on; shown if none is named.")] = "",
+) -> Note:
+    """Show or change how much the manifest logs of all streams are believed.
+
+    The change is remembered in the store and counts before quire.toml. Streams that are open follow at once.
+    """
+    with cli.owner() as store:
+        engine = store.streams
+        if wanted:
+            engine.switch(wanted)
+        modes = {str(stream.stream_id): stream.mode.value for stream in engine.streams()}
+        now = engine.mode.value
+    followed = f"; {count_of(len(modes), 'open stream')}" if modes else ""
+    return Note(text=f"manifest logs are {now}{followed}", data={"mode": now, "streams": modes})
+
+
+def mirror(
+    cli: Cli,
+    stream: Stream,
+    directory: Annotated[str, Argument(metavar="DIRECTORY", help="Where the copy is; another store's is refused.")],
+    follow: Follow = False,
+) -> Note | Verdict:
+    """Copy a stream from its object store: its manifest log and its sealed segments.
+
+    Run it again, or with --follow, to go on where it ended. Works beside the owner, which it never asks.
+    """
+    stream_id, name = _one(cli, stream)
+    root = os.path.abspath(directory)
+    if os.path.exists(os.path.join(root, MANIFEST)):
+        raise InvalidInput("the directory is a store", hint="name another one", directory=root)
+    with _stores(cli) as stores:
+        _, objects = _log(cli, stores, stream_id)
+        follower = Follower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
+
+        def rows() -> Iterator[Row]:
+            polled = follower.poll()
+            for segment_id in follower.hydrate(polled.hydrations):
+                yield Row([str(segment_id), "fetched"], {"segment_id": segment_id, "what": "fetched"})
+            for segment_id in follower.prune():
+                yield Row([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
+
+        if follow:
+            return go_on(cli, [">segment", "what"], rows)
+        moved = [row.data["what"] for row in rows()]
+        fetched, removed = moved.count("fetched"), moved.count("removed")
+    text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} known"
+    data = {"fetched": fetched, "removed": removed, "segments": len(follower.index), "next_chunk": follower.next_chunk}
+    return Note(text=text, data=data)
+
+
+def bundle(
+    cli: Cli,
+    stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
+    runner: Runner = "",
+) -> Note:
+    """Make one object of each week's old chunks of manifest logs.
+
+    The owner's upkeep does it too.
+    """
+    need_runner(runner)
+    if stream:
+        stream = _one(cli, stream)[1]
+    with cli.owner() as store:
+        job = store.heavy.bundle(stream, runner=runner)
+        if (failure := failure_of(job, "the bundle job")) is not None:
+            raise failure
+        result = job.result
+    made = f"{count_of(result['bundles'], 'bundle')} of {count_of(result['streams'], 'manifest log')}"
+    return Note(text=f"{made}, {count_of(result['retired'], 'chunk')} retired", data=result)
+
+
+def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
+    """(id, name) of one stream, or of all if the name is empty."""
+    if name:
+        return [_one(cli, name)]
+    with cli.reader() as manifest, manifest.read() as txn:
+        return [(db_id, record.name) for db_id, record in txn.databases() if record.kind is DbKind.STREAM]
+
+
+def _one(cli: Cli, name: str) -> tuple[int, str]:
+    with cli.reader() as manifest, manifest.read() as txn:
+        # A name may be a number: it is looked for first.
+        by_id = name.isdecimal() and txn.get(DB_NAMES, name) is None and int(name) <= U32_MAX
+        db_id = int(name) if by_id else txn.database_id(name)
+        record = txn.database(db_id)
+    if record is None:
+        raise UnknownDatabase("no database has this name or id", hint="`quire ls` lists them", name=name)
+    if record.kind is not DbKind.STREAM:
+        raise WrongKind("only streams have a manifest log", hint="`quire ls` shows the kinds", name=name)
+    return db_id, record.name
+
+
+@contextmanager
+def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
+    """Object stores by their URLs, each opened once."""
+
+    def opened(url: str) -> ObjectStore:
+        with cli.reader() as manifest, manifest.read() as txn:
+            return open_place(txn, os.path.abspath(cli.path), cli.settings(), url)
+
+    pool = StorePool(opened)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tuple[LogFiles, LogObjects]:
+    from quire.store.layout import objects_url
+
+    with cli.reader() as manifest, manifest.read() as txn:
+        place_id, url = txn.place_of(stream_id, objects_url(os.path.abspath(cli.path), cli.settings()))
+        prefixes, store_id = txn.object_prefixes(place_id), txn.store_id()
+    files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
+    begins = begins_of(StreamFiles(files.disk, files.root, stream_id))
+    return files, LogObjects(stores(url), stream_id, prefixes, store_id, begins)
+
+
+def _threads(root: str, stores: Callable[[str], ObjectStore]) -> ThreadRunner:
+    from quire.jobs.runner import ThreadRunner, Tools
+    from quire.pages.sources import Sources
+
+    sources = Sources(root=root, disk=OsDisk(), open_store=stores, cache=PageCache(0))
+    return ThreadRunner(Tools(sources, stores, OsDisk(), root), THREADS, label="quire-verify")
+
+
+def _spark(cli: Cli, root: str, objects_url: str) -> SparkRunner:
+    from quire.spark.runner import SparkRunner
+
+    with cli.reader() as manifest, manifest.read() as txn:
+        options = options_by_url(txn, root, cli.settings())
+    return SparkRunner(session(), root=root, objects_url=objects_url, options=options)
+
+
+def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:
+    with _stores(cli) as stores:
+        files, objects = _log(cli, stores, stream_id)
+        yield from map(_record, islice(rows_of(files, objects, start_chunk=start), limit or None))
+
+
+def _minimal(cli: Cli, stream_id: int, limit: int) -> Iterator[Row]:
+    with _stores(cli) as stores:
+        for row in islice(minimal_rows(*_log(cli, stores, stream_id)), limit or None):
+            segment = str(row["segment_id"]) if row["segment_id"] else "-"
+            yield Row([row["record"], segment, pairs(row["fields"])], row)
+
+
+def _record(row: LogRow) -> Row:
+    segment = str(row.segment_id) if row.segment_id else "-"
+    tier2 = f"✗ {row.tier2}" if row.diverges else row.tier2
+    return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, tier2, pairs(row.fields)], plain(row))
+
+
+def _problem(problem: Problem, stream_id: int, name: str) -> Row:
+    data = {
+        "stream": name,
+        "stream_id": stream_id,
+        "rule": problem.rule,
+        "what": problem.what,
+        "where": plain(problem.where),
+        "leak": problem.leak,
+    }
+    kind = "leak" if problem.leak else "damage"
+    return Row([name, problem.rule, kind, f"{problem.what} ({pairs(problem.where)})"], data)

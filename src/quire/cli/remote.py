@@ -1,0 +1,256 @@
+"""Commands and a store that another process owns (K8): the two ends of having a command done there.
+
+Terms
+  there   the owner, reached through the store's socket: a `quire serve`, which runs commands for others
+
+Rules
+  1. Only commands listed here are done there: those that begin, do one thing and end; `sqlite follow` has the owner follow the
+     file, and ends. A command that would stay (`jobs work`) or that takes the store apart (`manifest check --repair`) is not;
+     `sqlite shell` reads beside the owner.
+  2. What is written, and the exit code, are those of the command done here; an error is raised here as it was there. Questions
+     are asked here.
+  3. Paths are made absolute first: the owner's directory is another one.
+
+Threads: there one of the service's, here the main one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.command import ELSEWHERE, Cli, Question, agreed, on_terminal, verdict_of
+from quire.cli.job_progress import Display
+from quire.cli.output import Look, Note, json_parts, text_parts
+from quire.cli.stream import LINES_PER_APPEND, appended
+from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
+from quire.service.commands import Command, Done
+from quire.service.discover import find_owner
+
+if TYPE_CHECKING:
+    from quire.manifest.store import ManifestStore
+    from quire.service.client import Client
+    from quire.store.store import Store
+
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "stores": ("create", "drop", "rename"),
+    "snapshots": ("create", "drop", "fork"),
+    "retention": ("set_", "clear", "apply"),
+    "checkpoint": ("checkpoint", "merge", "evict", "hydrate"),
+    "verify": ("verify",),
+    "restore": ("restore",),
+    "gc": ("gc",),
+    "jobs": ("retry", "cancel"),
+    "feed": ("drop", "resume"),
+    "namespace": ("create", "drop"),
+    "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
+    "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
+    "sqlite": ("import_", "export", "follow", "unfollow"),
+    "manifest_log": ("bundle", "mode"),
+    "stats": ("stats",),
+}
+"""Module → its functions that are done there (rule 1)."""
+
+PATHS = {
+    "sqlite.import_": "file",
+    "sqlite.export": "out",
+    "sqlite.follow": "file",
+    "restore.restore": "file",
+    "verify.verify": "report",
+}
+"""Function → its argument that is a path (rule 3)."""
+
+INSTEAD = {
+    "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
+    "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
+    "objects.takeover": "this directory has an owner already: stop that process first",
+    "objects.moved": "stop the owner first: it writes to the place it knows",
+    "check.check": "a store is repaired by its only process: stop the owner first",
+}
+"""What to do where a command is not done there."""
+
+ANSWER_CHARACTERS_MAX = 32 * 1024 * 1024
+LINES_BYTES_MAX = 4 * 1024 * 1024
+"""Of stdin, in one call."""
+LOOK_SECONDS = 0.1
+
+
+# ── here ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def done_there(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], locked: StoreLocked) -> int:
+    """Have a command done by the process that has the store, and write what came of it; the exit code."""
+    function = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+    if not _is_listed(function):
+        if function in INSTEAD:
+            raise Unavailable(locked.what, hint=INSTEAD[function], **locked.where) from locked
+        raise locked
+
+    owner = find_owner(cli.path)
+    if owner is None:
+        raise locked
+    with owner:
+        given = dict(arguments)
+        if given.get(path := PATHS.get(function, "")):
+            given[path] = os.path.abspath(given[path])
+        try:
+            if function == "stream.append" and not given["record"]:
+                return _appended(owner, cli, given)
+            done = _asked(owner, cli, function, given, Look.of(sys.stdout))
+        except InvalidInput as error:
+            if "runs no commands" in error.what:
+                raise locked from error
+            raise
+    sys.stdout.write(done.out)
+    return done.code
+
+
+def _is_listed(function: str) -> bool:
+    module, _, name = function.partition(".")
+    return name in FUNCTIONS.get(module, ())
+
+
+def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: Look) -> Done:
+    """The answer of the owner, after what it wanted to know of the person."""
+    answer = ""
+    while True:
+        command = Command(
+            function,
+            json.dumps(given).encode(),
+            os.urandom(16),
+            owner.server.pid,
+            cli.as_json,
+            look.width,
+            look.colours,
+            answer,
+        )
+        done = _watched(owner, cli, command)
+        if not done.question:
+            return done
+        answer = "yes" if agreed(done.question, done.otherwise) else "no"
+
+
+def _watched(owner: Client, cli: Cli, command: Command) -> Done:
+    """Wait for the owner; on a terminal the jobs that it runs are shown meanwhile."""
+    if not on_terminal():
+        return owner.run_command(command)
+
+    ended: list[Done | BaseException] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        try:
+            ended.append(owner.run_command(command))
+        except BaseException as error:
+            ended.append(error)
+        finally:
+            over.set()
+
+    threading.Thread(target=ask, name="quire-away", daemon=True).start()
+    with cli.reader() as manifest, Display(SimpleNamespace(manifest=manifest)) as display:
+        while not over.wait(LOOK_SECONDS):
+            display.look()
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
+    """Lines of stdin, in calls that are not too long; each is durable before the next."""
+    first, count = -1, 0
+    while True:
+        lines: list[str] = []
+        size = 0
+        for line in islice(sys.stdin.buffer, LINES_PER_APPEND):
+            lines.append(line.rstrip(b"\n").decode("utf-8", "surrogateescape"))
+            size += len(line)
+            if size > LINES_BYTES_MAX:
+                break
+        if not lines:
+            break
+        done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, Look(0, False))
+        told = json.loads(done.out)
+        first, count = (told["first"] if first < 0 else first), count + told["count"]
+    note: Note = appended(given["database"], max(first, 0), count)
+    for part in json_parts(note) if cli.as_json else text_parts(note, Look.of(sys.stdout)):
+        sys.stdout.write(part)
+    return 0
+
+
+# ── there ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_here(store: Store, command: Command) -> Done:
+    """Run a command for somebody else: what `quire serve` lends to its service."""
+    if not _is_listed(command.function):
+        raise InvalidInput(
+            "this command is not done at the owner", hint="stop the owner first", command=command.function
+        )
+    module, _, name = command.function.partition(".")
+    body = getattr(import_module(f"quire.cli.{module}"), name)
+    before = ELSEWHERE.set(command.answer)
+    try:
+        verdict = verdict_of(body(AtOwner(store.path, command.as_json, store), **json.loads(command.arguments)))
+        shown, look = verdict.shown, Look(command.width, command.colours)
+        if shown is None:
+            return Done(code=verdict.code)
+        return Done(_joined(json_parts(shown) if command.as_json else text_parts(shown, look)), verdict.code)
+    except Question as question:
+        return Done(question=question.question, otherwise=question.otherwise)
+    finally:
+        ELSEWHERE.reset(before)
+
+
+def _joined(parts: Any) -> str:
+    found, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > ANSWER_CHARACTERS_MAX:
+            raise InvalidInput(
+                "this is too much for one answer", hint="ask for less with --limit", max=ANSWER_CHARACTERS_MAX
+            )
+        found.append(part)
+    return "".join(found)
+
+
+@dataclass(frozen=True)
+class AtOwner(Cli):
+    """What a command gets at the owner: the store that is open, which it must not close."""
+
+    store: Any = None
+
+    def reader(self) -> ManifestStore:
+        lent: Any = Lent(self.store.manifest)
+        return lent  # type: ignore[no-any-return]
+
+    def owner(self, **options: Any) -> Store:
+        """The options are the owner's own affair, but for the grace."""
+        if options.get("grace_seconds") is not None:
+            raise Conflict(
+                "the owner keeps the grace for its readers", hint="leave `--now` out, or stop the owner first"
+            )
+        lent: Any = Lent(self.store)
+        return lent  # type: ignore[no-any-return]
+
+    def keeper(self) -> Store | Client:
+        return self.owner()
+
+
+class Lent:
+    """Something open that its user does not close."""
+
+    def __init__(self, lent: Any) -> None:
+        self._lent = lent
+
+    def __enter__(self) -> Any:
+        return self._lent
+
+    def __exit__(self, *_: object) -> None:
+        """It stays open."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lent, name)

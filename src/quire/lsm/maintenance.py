@@ -1,0 +1,384 @@
+"""What happens behind a key-value database: flushes, compactions, checkpoints of the manifest, files that go.
+
+What is on disk, step by step, and what a crash there leaves
+  a flush writes its table        a file that no event names: swept at the next open
+  AddSst, RemoveFrozenWal         the table is live; a crash between the two is recovery's rule 1
+  LMDB records it                 from here on a manifest without these events is known to be damaged
+  the WAL's file goes             a file that no event names
+  a compaction writes tables      files that no event names
+  one Compaction event            the new ones are live and the old ones are not, at once
+  the old files go                when nobody reads them any more; else at the next open
+
+Rules
+  1. Memtables are flushed in the order in which they were written, one at a time: so a table's lsns are above those of
+     every table that was flushed before it.
+  2. A file goes only after the event that makes it dead is durable and LMDB has recorded that, and when the last view or scan
+     that could read it is gone. So no damage to the manifest alone can cost what the file held.
+  3. A flush or compaction that fails (no space, say) leaves everything as it was and is tried again; writers are told.
+     After doubt about the manifest the database stops.
+  4. Versions that an open snapshot needs stay; so do tombstones that hide what a bulk load under way will bring.
+
+Threads: one flushes, one compacts; `flush_all` and `compact_all` do the same in the caller's. Neither lock is taken with the
+write lock held; the compaction lock comes before the flush lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.core.errors import InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.events import emit
+from quire.durable.failpoints import hit
+from quire.durable.lsm_names import sst_entry_path
+from quire.lsm import compaction
+from quire.lsm.load_notes import LoadNote, remove_note, write_note
+from quire.lsm.manifest_data import ManifestSstEntry
+from quire.lsm.memtable import Memtable
+from quire.lsm.observers import CompactionLedger, NoLedger
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
+    from quire.lsm.merge import Retention
+    from quire.lsm.sst_reader import Table
+
+RETRY_SECONDS = 1.0
+"""Between two tries of something that failed."""
+
+
+FORSAKEN_MAX = 10_000
+"""Files of loads that are over and are still looked for; what others leave is swept at the next open."""
+
+
+class Upkeep:
+    """The background of one database."""
+
+    def __init__(self, kv: Kv, ledger: CompactionLedger, *, background: bool) -> None:
+        self._kv = kv
+        self._ledger = ledger
+        self._options = compaction.table_options(kv.settings)
+        self._flushing = threading.Lock()
+        self._compacting = threading.Lock()
+        self._stopping = threading.Event()
+        self._flush_due = threading.Event()
+        self._compact_due = threading.Event()
+        self._turn = 0
+        self._garbage: deque[str] = deque()
+        """Files that nobody can reach; filled by finalizers, in any thread."""
+        self._dead: set[str] = set()
+        """Files that no event names any more, and that may still be read."""
+        self._forsaken: set[str] = set()
+        """Files of loads that are over: a task that nobody waits for may still write one."""
+        self._trouble: QuireError | None = None
+        self.flushes = 0
+        self.compactions = 0
+        self._threads: list[threading.Thread] = []
+        if background:
+            loops = (("flush", self._flush_due, self.flush_one), ("compact", self._compact_due, self.compact_due))
+            for name, due, step in loops:
+                thread = threading.Thread(target=self._loop, args=(due, step), name=f"quire-lsm-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self.wake()
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def is_running(self) -> bool:
+        """Whether the background does anything."""
+        return bool(self._threads) and not self._stopping.is_set()
+
+    def wake(self) -> None:
+        """There may be work."""
+        self._flush_due.set()
+        self._compact_due.set()
+
+    def stop(self) -> None:
+        """End the background; what it is doing is finished first."""
+        self._stopping.set()
+        self.wake()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._ledger.close()
+        self.collect()
+
+    def raise_trouble(self) -> None:
+        """Tell a writer why the background does not get on (rule 3)."""
+        if (why := self._trouble) is not None:
+            raise type(why)(why.what, hint=why.hint, **why.where) from why
+
+    def _loop(self, due: threading.Event, step: Callable[[], bool]) -> None:
+        while not self._stopping.is_set():
+            due.wait()
+            due.clear()
+            try:
+                while not self._stopping.is_set() and self._kv.failure is None and step():
+                    self._trouble = None
+            except Exception as error:
+                self._complain(error)
+                if self._kv.failure is None and not self._stopping.wait(RETRY_SECONDS):
+                    due.set()
+
+    def _complain(self, error: Exception) -> None:
+        if isinstance(error, StoreClosed) or self._kv.failure is not None:
+            return
+        if not isinstance(error, QuireError):
+            error = InternalError(f"the background failed: {error!r}", path=self._kv.home.path)
+        self._trouble = error
+        if not isinstance(error, StorageFault):  # damage or a bug: no retry will help
+            self._kv.fail(error)
+        emit("error", "lsm.background_failed", path=self._kv.home.path, error=str(error))
+        self._kv.notify()
+
+    # ── flush ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def flush_all(self) -> None:
+        """Flush every frozen memtable, in the caller's thread."""
+        while self.flush_one():
+            pass
+
+    def flush_one(self) -> bool:
+        """Flush the oldest frozen memtable; whether there was one (rule 1)."""
+        kv = self._kv
+        with self._flushing:
+            kv.require()
+            if not kv.view.frozen:
+                return False
+            kv.fold()  # which WAL took over: a manifest that has forgotten it would pass for one before the rotation
+            oldest = kv.view.frozen[-1]
+            added = [self._write_memtable(oldest.memtable)] if oldest.memtable.entries else []
+            hit("lsm.flush.written")
+            with self._recording(added):
+                kv.manifest.flushed(_entry(added[0].meta.sst_id) if added else None, oldest.wal)
+            hit("lsm.flush.recorded")
+            kv.install(flushed=oldest, added=added)
+            self.flushes += 1
+            kv.fold()
+            hit("lsm.flush.folded")
+            if kv.is_recorded:  # rule 2; else the next open removes it
+                with suppress(StorageFault, FileNotFoundError):
+                    kv.disk.remove(kv.home.wal(oldest.wal))
+            hit("lsm.flush.done")
+            self._checkpoint_manifest()
+        self._compact_due.set()
+        return True
+
+    def _write_memtable(self, memtable: Memtable) -> Table:
+        from quire.lsm.sst_reader import Table  # Arrow: not before something is flushed
+        from quire.lsm.sst_writer import TableWriter
+
+        kv = self._kv
+        sst_id = kv.manifest.allocate_sst_id()
+        writer = TableWriter(sst_id, 0, self._options)
+        for batch in memtable.rows_between(b"", None):
+            writer.add(batch)
+        hit("lsm.flush.begun")
+        path = kv.home.sst(sst_id)
+        writer.write(kv.disk, path)
+        return Table.open(kv.disk, path, sst_id, kv.cache)
+
+    @contextmanager
+    def _recording(self, added: Sequence[Table]) -> Iterator[None]:
+        """An event is being logged that names new tables. If it certainly was not, they are garbage (rule 3)."""
+        kv = self._kv
+        try:
+            yield
+        except StorageFault:
+            for table in added:
+                table.close()
+                with suppress(StorageFault, FileNotFoundError):
+                    kv.disk.remove(table.path)
+            kv.fold()  # the log was abandoned, and the one behind it is not known yet
+            raise
+        except StoreUnusable as error:
+            kv.fail(error)
+            raise
+
+    def _checkpoint_manifest(self) -> None:
+        # Not twice without a record in between: an open knows the log that was recorded, and the one behind its checkpoint.
+        manifest = self._kv.manifest
+        is_recorded = self._kv.is_recorded and manifest.is_recorded
+        if is_recorded and manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
+            with self._recording(()):
+                manifest.checkpoint()
+            self._kv.fold()  # an event that fails next makes another checkpoint
+
+    def add_tables(self, loaded: Sequence[Table], lsn: int, note: LoadNote | None) -> None:
+        """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
+        kv = self._kv
+        while any(each.memtable.lsn_max < lsn for each in kv.view.frozen):
+            self.flush_one()
+        hit("lsm.load.flushed")
+        with self._compacting:  # until the note is done: rule 1 of load_notes.py
+            kv.require()
+            tables = self._levelled(loaded)
+            if note is not None:
+                write_note(kv.disk, kv.home, note)
+                hit("lsm.load.announced")
+            if tables:
+                try:
+                    with self._recording(tables):
+                        kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
+                except StorageFault:
+                    if note is not None:
+                        remove_note(kv.disk, kv.home, note.number)
+                    raise
+                hit("lsm.load.recorded")
+                kv.install(added=tables)
+                kv.fold()
+            if note is not None:
+                try:
+                    write_note(kv.disk, kv.home, msgspec.structs.replace(note, done=True))
+                except BaseException as error:
+                    kv.fail(error)  # what a repeated commit would be told is known again after the next open
+                    raise
+                hit("lsm.load.remembered")
+        self._compact_due.set()
+
+    def _levelled(self, loaded: Sequence[Table]) -> list[Table]:
+        """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
+        from quire.lsm.sst_format import set_level
+        from quire.lsm.sst_reader import Table
+
+        kv = self._kv
+        level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
+        for table in loaded:
+            if table.meta.level == level:
+                continue
+            file = kv.disk.open(table.path)
+            try:
+                set_level(file, table.path, level)
+            finally:
+                file.close()
+        return [Table.open(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
+
+    def forsake(self, ids: Iterable[int]) -> None:
+        """Nobody will name these tables: their files go now, and those that somebody still writes with the next look."""
+        self._forsaken.update(self._kv.home.sst(sst_id) for sst_id in ids)
+        self._remove_forsaken()
+
+    def _remove_forsaken(self) -> None:
+        for path in list(self._forsaken):
+            with suppress(StorageFault, FileNotFoundError):
+                self._kv.disk.remove(path)
+        if len(self._forsaken) > FORSAKEN_MAX:
+            self._forsaken.clear()
+
+    # ── compaction ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def compact_all(self) -> None:
+        """Merge all tables into one level, in the caller's thread."""
+        with self._compacting:
+            self._kv.require()
+            job = compaction.pick_all(self._kv.view.levels)
+            if job is not None:
+                self._compact(job, self._ledger)
+                del job  # it holds the tables that are to go
+            self.collect()
+
+    def compact_due(self, *, told: bool = True) -> bool:
+        """Do one compaction that is due, in the caller's thread; whether there was one. `told`: the ledger hears of it."""
+        with self._compacting:
+            self._kv.require()
+            job = compaction.pick(self._kv.view.levels, self._kv.settings, self._turn)
+            if job is None:
+                self.collect()
+                return False
+            self._turn += 1
+            self._compact(job, self._ledger if told else NoLedger())
+            return True
+
+    def _compact(self, job: compaction.Job, ledger: CompactionLedger) -> None:
+        """REQUIRES the compaction lock."""
+        from quire.lsm.sst_reader import Table
+
+        kv = self._kv
+        ledger.begin(job)
+        retention = self.retention(job)
+        hit("lsm.compaction.begun")
+        written = compaction.run(
+            kv.disk,
+            job.inputs,
+            retention,
+            level=job.level,
+            table_bytes=kv.settings.table_bytes,
+            options=self._options,
+            new_table=self._new_table,
+        )
+        added = [Table.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
+        hit("lsm.compaction.written")
+        self.publish(job, added)
+        size = sum(table.size_bytes for table in added)
+        ledger.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
+
+    def retention(self, job: compaction.Job) -> Retention:
+        """What a compaction that begins now must keep (rule 4).
+
+        A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
+        """
+        from quire.lsm.merge import Retention
+
+        kv = self._kv
+        return Retention(
+            snapshots=kv.snapshots.lsns(), drop_tombstones_below=min(job.drop_below, *kv.loading, job.drop_below)
+        )
+
+    def publish(self, job: compaction.Job, added: Sequence[Table]) -> None:
+        """Have the outputs of a compaction live and its inputs not. REQUIRES the compaction lock."""
+        kv = self._kv
+        with self._recording(added):
+            kv.manifest.compaction(
+                [_entry(table.meta.sst_id) for table in added], [table.meta.sst_id for table in job.inputs]
+            )
+        hit("lsm.compaction.recorded")
+        kv.install(added=added, removed=job.inputs)
+        for table in job.inputs:
+            self._dead.add(table.path)
+            table.on_last(partial(self._garbage.append, table.path))  # rule 2
+        self.compactions += 1
+        kv.fold()
+        with self._flushing:  # who flushes may be checkpointing
+            self._checkpoint_manifest()
+
+    @contextmanager
+    def compacting(self) -> Iterator[None]:
+        """No other compaction meanwhile."""
+        with self._compacting:
+            self._kv.require()
+            yield
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Neither flush nor compaction meanwhile."""
+        with self._compacting, self._flushing:
+            yield
+
+    def dead_paths(self) -> frozenset[str]:
+        """Files of tables that are dead and may still be read, or that nobody will name."""
+        self._remove_forsaken()
+        return frozenset(self._dead | self._forsaken)
+
+    def _new_table(self) -> tuple[int, str]:
+        sst_id = self._kv.manifest.allocate_sst_id()
+        return sst_id, self._kv.home.sst(sst_id)
+
+    def collect(self) -> int:
+        """Remove the files that nobody can reach any more; how many."""
+        removed = 0
+        self._remove_forsaken()
+        while self._garbage and self._kv.is_recorded:  # rule 2
+            path = self._garbage.popleft()
+            with suppress(StorageFault, FileNotFoundError):
+                self._kv.disk.remove(path)
+                removed += 1
+            self._dead.discard(path)
+            hit("lsm.compaction.removed")
+        return removed
+
+
+def _entry(sst_id: int) -> ManifestSstEntry:
+    return ManifestSstEntry(sst_id, sst_entry_path(sst_id))

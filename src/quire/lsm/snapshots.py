@@ -1,0 +1,171 @@
+"""A key-value database as it is now, kept under a second name: links to its tables and a copy of its manifest.
+
+Terms
+  copy     a directory with the layout of a database: tables (the same files, by another name) and a manifest that names them
+  frozen   a copy that is only read: a snapshot of the database
+
+Rules
+  1. A copy holds everything that was written before it was asked for: the memtables are flushed first.
+  2. Tables never change, so a second name for the file is as good as a second file, and the file system counts the names:
+     bytes go with the last of them (as RocksDB's checkpoints do it).
+  3. A copy is whole when its manifest is there: that is written last, everything before it is synced. What a crash leaves is a
+     directory that nobody names; the engine sweeps it.
+  4. A snapshot's row in the store's manifest says that there is a copy, of which number and lsn. A copy that is not there, or
+     is another one, is an error: it never reads as an empty snapshot.
+
+Threads: any. Raises what the disk raises, `Corruption`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from quire.core.errors import Corruption, StoreClosed
+from quire.durable.failpoints import hit
+from quire.durable.files import Disk, write_atomic
+from quire.durable.log_writer import LogWriter
+from quire.durable.lsm_names import LsmHome
+from quire.durable.trees import remove_tree
+from quire.lsm.cache import BlockCache
+from quire.lsm.levels import Levels
+from quire.lsm.manifest import Manifest
+from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
+from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
+from quire.lsm.memtable import Memtable
+from quire.lsm.reading import Reader
+from quire.lsm.view import LSN_MAX, View
+from quire.lsm.wal import Buffer, as_bytes
+from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from quire.lsm.kv import Kv
+    from quire.lsm.sst_reader import Block, Table
+
+
+def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
+    """Make a copy of an open database in `target`, a directory that is not there; the last lsn it holds.
+
+    `owner` is the database that the copy belongs to, `number` the snapshot's; 0 for a database of its own.
+    """
+    lsn = kv.last_lsn
+    kv.flush()
+    with kv.upkeep.held():  # the tables that the manifest names stay where they are
+        state = kv.manifest.state()
+        link_tables(kv.disk, kv.home.path, target, state)
+        write_manifest(kv.disk, target, state, max(lsn, kv.view.levels.lsn_max), owner, number)
+    return max(lsn, kv.view.levels.lsn_max)
+
+
+def copy_frozen(disk: Disk, source: FrozenCopy, target: str, owner: Owner) -> None:
+    """Make a database of a snapshot."""
+    state = source.state(disk)
+    link_tables(disk, source.path, target, state)
+    write_manifest(disk, target, state, state.last_lsn, owner)
+
+
+def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> None:
+    """Give the tables of a database second names (rule 2)."""
+    for part in ("sst", "wal", "manifest"):
+        disk.make_dirs(f"{target}/{part}")
+    for entry in state.sstables:
+        try:
+            disk.link(f"{source}/{entry.path}", f"{target}/{entry.path}")
+        except FileNotFoundError:
+            raise Corruption("a table is missing", hint=REPAIR, path=f"{source}/{entry.path}") from None
+    hit("lsm.copy.linked")
+    disk.sync_dir(f"{target}/sst")
+
+
+def write_manifest(
+    disk: Disk, target: str, state: ManifestData, last_lsn: int, owner: Owner | None = None, number: int = 0
+) -> None:
+    """The manifest of a copy: the tables, and no WAL (rule 3)."""
+    home = LsmHome(target)
+    tables = {entry.id: ManifestSstEntry(entry.id, entry.path) for entry in state.sstables}
+    data = ManifestData(version=state.version + 1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
+    identity = (owner or Owner()).identity(number)
+    LogWriter.create(disk, home.manifest_log, kind=LOG_NEXT, identity=identity, replace=True).close()
+    hit("lsm.copy.logged")
+    write_atomic(disk, home.manifest_snapshot, encode_snapshot(data, 0))
+
+
+class FrozenCopy(msgspec.Struct, frozen=True):
+    """Where a snapshot's copy is, and what the store's manifest says of it."""
+
+    path: str
+    owner: Owner
+    number: int
+    lsn: int
+
+    def state(self, disk: Disk) -> ManifestData:
+        """The copy's manifest; raises unless it is there and is the one of this snapshot (rule 4)."""
+        hint = "drop the snapshot, or put its directory back from a copy of the store"
+        if not disk.exists(self.path):
+            raise Corruption("the snapshot's files are gone", hint=hint, path=self.path)
+        facts = StoreFacts(self.owner, is_made=True)
+        try:
+            with Manifest.open(disk, LsmHome(self.path), facts, number=self.number) as manifest:
+                state = manifest.state()
+        except Corruption as error:
+            error.hint = hint
+            raise
+        if state.last_lsn != self.lsn:
+            text = "the snapshot's files are of another moment"
+            raise Corruption(text, hint=hint, path=self.path, lsn=state.last_lsn, expected=self.lsn)
+        return state
+
+
+class FrozenKv(Reader):
+    """A copy, opened for reading. Use it as a context manager."""
+
+    def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache[Block] | None = None) -> None:
+        from quire.lsm.sst_reader import Table
+
+        self.state = copy.state(disk)
+        tables = [Table.open(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
+        self._view = View(Memtable(), (), Levels(tables))
+        self.failure: StoreClosed | None = None
+
+    def _require(self) -> None:
+        if (why := self.failure) is not None:
+            raise StoreClosed(why.what, hint=why.hint)
+
+    @property
+    def tables(self) -> list[Table]:
+        """What it consists of."""
+        return list(self._view.levels)
+
+    def get(self, key: Buffer) -> bytes | None:
+        """The value that a key had."""
+        if self.failure is not None:
+            self._require()
+        return self._view.get(as_bytes(key), LSN_MAX)
+
+    def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
+        self._require()
+        return self._view.scan(low, high, LSN_MAX, reverse=reverse)
+
+    def close(self) -> None:
+        """Close the files. A second time: nothing."""
+        self.failure = self.failure or StoreClosed("the snapshot is closed", hint="open it again")
+        for table in self._view.levels:
+            table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_home(disk: Disk, path: str) -> None:
+    """Remove a directory and what is in it. Its manifest first: from then on it is not a copy any more."""
+    with suppress(FileNotFoundError):
+        disk.remove(LsmHome(path).manifest_snapshot)
+    remove_tree(disk, path)

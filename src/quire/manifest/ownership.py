@@ -1,0 +1,101 @@
+"""Becoming the owner of a manifest: what is done before anything may be written.
+
+Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is
+retained → rehydrate → start the writer. A database or a counter that breaks a rule is closed, and everything else
+works; a manifest that breaks any other rule is refused with the rows named.
+
+Kept apart from store.py because readers need none of what is loaded here.
+
+Threads: one, the opener's. Raises `ManifestDamaged`, `FormatTooNew`, and what LMDB raises for pages that make no sense.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.core.clock import Clock
+from quire.core.events import emit
+from quire.manifest.check import Problem, Subject, check, closes
+from quire.manifest.env import ManifestEnv
+from quire.manifest.migrations import migrate
+from quire.manifest.reads import ReadTxn
+from quire.manifest.repair import propose
+from quire.manifest.startup import Rehydrated, refuse, rehydrate
+from quire.manifest.writer import ManifestWriter
+
+_REPAIR = "close the store and run `quire manifest check --repair`; everything else works"
+_NO_REPAIR = "everything else works; `quire manifest check` shows what is wrong, and only a backup has what is missing"
+
+MEND_OPS = 4_096
+"""Fixes in one batch."""
+
+MEND_ROUNDS = 2
+"""Rows that are restored show what else is wrong: then that is mended too."""
+
+
+def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, Rehydrated]:
+    """The writer, started, and what was in the manifest; `repair` mends what can be recomputed first."""
+    migrate(env, clock)
+    problems = _problems(env)
+    rounds = MEND_ROUNDS if repair else 0
+    while rounds and any(problem.fix is not None for problem in problems):
+        _mend(env, clock, problems)
+        problems = _problems(env)
+        rounds -= 1
+    cursors = [problem for problem in problems if problem.rule == "F2"]
+    problems = [problem for problem in problems if problem.rule != "F2"]
+    refuse(problems, env.path)
+    if cursors:
+        _mend(env, clock, cursors)
+    env.refused.update(_refusals(problems))
+    for problem in problems:
+        closed = ", ".join(f"{kind} {number}" for kind, number in closes(problem)) or "nothing"
+        hint = "nothing is decided by it; `quire manifest check` says what to do"
+        emit("error", "manifest.row_damaged", **problem.where, what=problem.what, closed=closed, hint=hint)
+    with ReadTxn(env) as txn:
+        recovered = rehydrate(txn)
+    writer = ManifestWriter(env, clock)
+    writer.start({problem.where["component"]: problem.where["log"] for problem in problems if problem.rule == "G1"})
+    return writer, recovered
+
+
+def _problems(env: ManifestEnv) -> list[Problem]:
+    env.refused.clear()
+    with ReadTxn(env) as txn:
+        problems = propose(txn, [problem for problem in check(txn) if not problem.leak])
+        if any(problem.rule == "K1" and closes(problem) for problem in problems):
+            # A damaged row hides what its rules would say of other rows. They are asked again without the row; what
+            # they say then is no reason to change anything, because the row may be what they miss.
+            env.refused.update(_refusals([problem for problem in problems if problem.rule == "K1"]))
+            known = {str(problem) for problem in problems}
+            others = [problem for problem in check(txn) if problem.rule != "K1" and str(problem) not in known]
+            problems += [msgspec.structs.replace(problem, fix=None) for problem in others if not problem.leak]
+    return problems
+
+
+def _refusals(problems: list[Problem]) -> dict[Subject, tuple[str, str]]:
+    """What is closed, with the reason and the way out."""
+    refusals: dict[Subject, tuple[str, str]] = {}
+    for problem in problems:
+        for subject in closes(problem):
+            hint = _REPAIR if problem.fix is not None else _NO_REPAIR
+            if subject not in refusals or problem.fix is None:
+                refusals[subject] = (
+                    f"the {subject[0]} is closed, its rows break a rule of the manifest: {problem}",
+                    hint,
+                )
+    return refusals
+
+
+def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
+    """Carry out the fixes that `check` proposed, as ordinary batches."""
+    fixes = [problem.fix for problem in problems if problem.fix is not None]
+    for problem in problems:
+        emit("warning", "manifest.repair", rule=problem.rule, what=problem.what, fixed=problem.fix is not None)
+    writer = ManifestWriter(env, clock)
+    writer.start()
+    try:
+        for start in range(0, len(fixes), MEND_OPS):
+            writer.submit(tuple(fixes[start : start + MEND_OPS])).result()
+    finally:
+        writer.close()

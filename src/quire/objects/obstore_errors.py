@@ -1,0 +1,198 @@
+"""What obstore's errors mean for us: the one edge where they are translated.
+
+Terms
+  foreign error  what obstore raises: its own exceptions, and the builtins `FileNotFoundError` and `ValueError`
+  answer         what such an error says about the request
+
+Rules
+  1. `ANSWERS` has a line for every exception class obstore defines; a test enumerates them.
+  2. `translate` is total, and only "no answer came", "server trouble" and "slow down" are transient.
+  3. A missing bucket is a mistake in the configuration, not a missing object: a wrong URL must not look like an empty
+     store.
+  4. Text of foreign errors enters our messages without query strings: Azure puts its signatures there.
+
+obstore gives most failures as `GenericError` with the HTTP status only in its text, so the text is searched; tests with
+a real server and a proxy hold this across versions.
+
+Pure functions, any thread. Raises nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from enum import Enum, auto
+from typing import Any
+
+from obstore import exceptions as foreign
+
+from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, QuireError, StorageFault
+from quire.durable.files import too_many_open_files
+from quire.objects.common import NameIsTaken
+from quire.objects.retry import Transient
+
+
+class Answer(Enum):
+    """What a class of foreign errors means."""
+
+    NOT_FOUND = auto()
+    TAKEN = auto()
+    DENIED = auto()
+    BAD_NAME = auto()
+    BAD_CONFIG = auto()
+    UNSUPPORTED = auto()
+    UNEXPECTED = auto()
+    TRANSIENT = auto()
+    LOOK_CLOSER = auto()
+    """The class says nothing: the HTTP status in the text decides."""
+
+
+ANSWERS: dict[type[Exception], Answer] = {
+    foreign.BaseError: Answer.LOOK_CLOSER,
+    foreign.GenericError: Answer.LOOK_CLOSER,
+    foreign.NotFoundError: Answer.NOT_FOUND,
+    foreign.AlreadyExistsError: Answer.TAKEN,
+    foreign.PreconditionError: Answer.TAKEN,  # the only precondition we ever send is "if the name is free"
+    foreign.NotModifiedError: Answer.UNEXPECTED,  # we never ask conditionally
+    foreign.PermissionDeniedError: Answer.DENIED,
+    foreign.UnauthenticatedError: Answer.DENIED,
+    foreign.InvalidPathError: Answer.BAD_NAME,
+    foreign.UnknownConfigurationKeyError: Answer.BAD_CONFIG,
+    foreign.NotSupportedError: Answer.UNSUPPORTED,
+    foreign.JoinError: Answer.TRANSIENT,  # a task of obstore's own runtime died
+    FileNotFoundError: Answer.NOT_FOUND,
+    ValueError: Answer.BAD_NAME,
+}
+FOREIGN = tuple(ANSWERS)
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"(https?://[^\s?\"]+)\?[^\s\"]*")
+_XML = re.compile(r"<\?xml[^>]*>")
+TEXT_CHARACTERS_MAX = 500
+_RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
+_RETRYABLE_CODES = (
+    "<Code>RequestTimeout<",
+    "<Code>XAmzContentSHA256Mismatch<",
+    "<Code>BadDigest<",
+    "<Code>IncompleteBody<",
+)
+"""S3 answers 400 to these although the request was fine: the connection was slow or garbled what we sent."""
+_NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
+_NO_CREDENTIALS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+"""Where backends look for credentials last: if these fail, no credentials were configured."""
+_LOST_UPLOAD = "<Code>NoSuchUpload<"
+"""The answer to completing a multipart upload got lost; obstore then tries to abort it and reports only that failure.
+Uploading again replaces the object with itself."""
+_BAD_RANGE = "Invalid range"
+_NOT_FORMED = "builder error"
+"""The request could not even be formed: plain HTTP without `allow_http`, or an endpoint that is no URL."""
+_ADDRESS = re.compile(r"[a-z]+://[^\s/]*")
+ALLOW_HTTP = (
+    "set `allow_http = true` in [objects] of quire.toml (or AWS_ALLOW_HTTP=true) if data may travel in the clear"
+)
+_NO_DESCRIPTOR = os.strerror(errno.EMFILE)
+"""A connection needs a descriptor: trying again would only take longer to say so."""
+
+
+def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
+    """What a foreign error means for us. Total: everything has an answer."""
+    answer = next((ANSWERS[each] for each in type(error).__mro__ if each in ANSWERS), Answer.UNEXPECTED)
+    full = str(error)
+    text = readable(full)
+    where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
+    if _NO_DESCRIPTOR in full:
+        return too_many_open_files(doing, **where)
+    if answer in (Answer.LOOK_CLOSER, Answer.NOT_FOUND):
+        answer = _look_closer(full, answer)
+    match answer:
+        case Answer.NOT_FOUND:
+            return ObjectNotFound("the object store has no object of this name", **where)
+        case Answer.TAKEN:
+            return NameIsTaken(text)
+        case Answer.DENIED:
+            return AccessDenied(
+                f"the object store refused the credentials while {doing}: {text}",
+                hint="check the credentials in the environment or the settings, and what they allow",
+                **where,
+            )
+        case Answer.BAD_NAME:
+            return InvalidName(f"the object store refuses the name: {text}", **where)
+        case Answer.BAD_CONFIG:
+            return _misconfigured(text, where)
+        case Answer.UNSUPPORTED:
+            return StorageFault(f"the object store cannot do this ({doing}): {text}", **where)
+        case Answer.TRANSIENT:
+            return Transient(text)
+    return StorageFault(f"the object store gave an unexpected answer while {doing}: {text}", **where)
+
+
+def readable(text: str) -> str:
+    """A foreign message in one line, without the dump obstore appends, and without query strings (rule 4).
+
+    >>> readable(
+    ...     "Error performing GET https://a.blob/x?sig=s3cret in 3ms - 404: <?xml version='1.0'?>\\n<Code>No</Code>"
+    ... )
+    'Error performing GET https://a.blob/x?… in 3ms - 404: <Code>No</Code>'
+    """
+    text = _XML.sub("", text.partition("\n\nDebug source")[0])
+    return " ".join(_QUERY.sub(r"\1?…", text).split())[:TEXT_CHARACTERS_MAX]
+
+
+def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
+    """What is wrong with the configuration, and which setting says so; obstore's own words are no help to anybody."""
+    if _NOT_FORMED in text:
+        address = found[0] if (found := _ADDRESS.search(text)) else ""
+        if address.startswith("http:"):
+            return InvalidConfig(
+                f"the endpoint {address} is plain HTTP, which is not allowed",
+                hint=f"{ALLOW_HTTP}, or use an https:// endpoint",
+                **where,
+            )
+        return InvalidConfig(
+            f"no request can be made to the endpoint {address}".rstrip(),
+            hint="set `endpoint` in [objects] of quire.toml to a URL such as https://s3.example.com",
+            **where,
+        )
+    if any(sign in text for sign in _NO_BUCKET):
+        return InvalidConfig(
+            f"the bucket does not exist: {text}", hint="make it, or correct `object_store` in quire.toml", **where
+        )
+    if found := _STATUS.search(text):
+        return InvalidConfig(
+            f"the object store answered with a redirection ({found[1]}): the bucket is in another region or elsewhere",
+            hint="set `region` or `endpoint` in [objects] of quire.toml",
+            **where,
+        )
+    hint = "compare `credentials` in [objects] of quire.toml with obstore's names"
+    return InvalidConfig(f"a setting of the object store is not known: {text}", hint=hint, **where)
+
+
+def _look_closer(text: str, otherwise: Answer) -> Answer:
+    """Judge by the HTTP status and the code in the body; no status at all means that no answer came: transient."""
+    if any(sign in text for sign in _NO_BUCKET):
+        return Answer.BAD_CONFIG
+    if _LOST_UPLOAD in text:
+        return Answer.TRANSIENT
+    if otherwise is Answer.NOT_FOUND:
+        return otherwise
+    found = _STATUS.search(text)
+    if any(sign in text for sign in _NO_CREDENTIALS):
+        return Answer.DENIED
+    if found is None:
+        return Answer.BAD_CONFIG if _NOT_FORMED in text else Answer.TRANSIENT
+    status = int(found[1])
+    if status >= 500 or status in _RETRYABLE_STATUSES or any(code in text for code in _RETRYABLE_CODES):
+        return Answer.TRANSIENT
+    if status in (401, 403):
+        return Answer.DENIED
+    if 300 <= status < 400:
+        return Answer.BAD_CONFIG  # the bucket lives in another region
+    return Answer.UNEXPECTED
+
+
+def is_past_the_end(error: Exception) -> bool:
+    """Whether a ranged read failed because the object is shorter than the range's beginning."""
+    text = str(error)
+    found = _STATUS.search(text)
+    return _BAD_RANGE in text or (found is not None and found[1] == "416")

@@ -1,0 +1,139 @@
+"""One walk over the catalogs: how much of what there is, where it is, and whether it was verified.
+
+Terms
+  survey   the figures of one database: of the artifacts it made, and of the WAL segments it tracks
+
+Rules
+  1. Each catalog is read once, whatever the number of databases; who shows figures keeps them for a moment
+     (`response_cache.py`).
+  2. An artifact counts for the database that made it, once, however many forks share it (M6).
+
+Pure functions of a read transaction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.names import object_key
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import Residency, VerifyState, WalState
+
+DAMAGED_MAX = 100
+"""Damaged artifacts that are listed; all are counted."""
+
+UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
+_DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
+
+
+@dataclass(slots=True)
+class Survey:
+    """Figures of one database. Counters are by the lower-case names of their states."""
+
+    chunks: int = 0
+    chunk_bytes: int = 0
+    deltas: int = 0
+    delta_bytes: int = 0
+    segments: Counter[str] = field(default_factory=Counter)
+    wal_bytes: int = 0
+    """Of segments that are not truncated and that it made."""
+    unabsorbed_bytes: int = 0
+    """Of segments that no checkpoint has absorbed."""
+    unabsorbed_pages: int = 0
+    """Page versions in those segments."""
+    tiers: Counter[str] = field(default_factory=Counter)
+    tier_bytes: Counter[str] = field(default_factory=Counter)
+    verified: Counter[str] = field(default_factory=Counter)
+    oldest_verified_ms: int = 0
+    """When the artifact that was looked at longest ago was; 0 if none was."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.chunk_bytes + self.delta_bytes + self.wal_bytes
+
+    def add_artifact(self, row: Any, size_bytes: int) -> None:
+        """Count where an artifact is and whether it was verified."""
+        tier = word(row.residency)
+        self.tiers[tier] += 1
+        self.tier_bytes[tier] += size_bytes
+        self.verified[word(row.verify_state)] += 1
+        if row.verified_at_ms and not 0 < self.oldest_verified_ms <= row.verified_at_ms:
+            self.oldest_verified_ms = row.verified_at_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """An artifact that a verification found missing or altered."""
+
+    db_id: int
+    object: str
+    state: str
+    size_bytes: int
+    verified_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The surveys of all databases."""
+
+    databases: dict[int, Survey]
+    damaged: list[Damaged]
+    damaged_count: int
+
+    def of(self, db_id: int) -> Survey:
+        return self.databases.get(db_id) or Survey()
+
+    def total(self, name: str) -> Counter[str]:
+        """One of the counters, over all databases."""
+        found: Counter[str] = Counter()
+        for each in self.databases.values():
+            found.update(getattr(each, name))
+        return found
+
+
+def survey(txn: ReadTxn) -> Whole:
+    """The figures of every database that has any."""
+    databases: dict[int, Survey] = {}
+    damaged: list[Damaged] = []
+    count = 0
+    for key, row, size_bytes in _artifacts(txn, databases):
+        databases[key.origin_db_id].add_artifact(row, size_bytes)
+        if row.verify_state in _DAMAGED:
+            count += 1
+            if len(damaged) < DAMAGED_MAX:
+                state = word(row.verify_state)
+                damaged.append(Damaged(key.origin_db_id, object_key(key), state, size_bytes, row.verified_at_ms))
+    return Whole(databases, damaged, count)
+
+
+def _artifacts(txn: ReadTxn, databases: dict[int, Survey]) -> Iterator[tuple[ArtifactKey, Any, int]]:
+    for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
+        one = databases.setdefault(origin, Survey())
+        one.chunks += 1
+        one.chunk_bytes += chunk.size_bytes
+        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), chunk, chunk.size_bytes
+    for (origin, slot, generation, delta_id), delta in txn.scan(t.CHUNK_DELTA_INDEX):
+        one = databases.setdefault(origin, Survey())
+        one.deltas += 1
+        one.delta_bytes += delta.size_bytes
+        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, delta_id), delta, delta.size_bytes
+    for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
+        one = databases.setdefault(db_id, Survey())
+        one.segments[word(row.state)] += 1
+        if row.state in UNABSORBED:
+            one.unabsorbed_bytes += row.used_bytes
+            one.unabsorbed_pages += row.frame_count
+        if row.origin_db_id == db_id and row.state is not WalState.TRUNCATED:
+            one.wal_bytes += row.used_bytes
+            if row.state is not WalState.OPEN:  # what is still written is neither moved nor verified
+                yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), row, row.used_bytes
+
+
+def word(state: Residency | VerifyState | WalState) -> str:
+    """A state as JSON has it."""
+    return state.name.lower()

@@ -1,0 +1,125 @@
+"""What every view of the dashboard looks at: the store, and figures that are kept for a moment.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.durable import names
+from quire.durable.lsm_names import lsm_home
+from quire.durable.space import Space, given_bytes, measure
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, WalStateRecord
+from quire.service.api import StoreApi
+from quire.service.web.catalog_totals import Whole, survey
+from quire.service.web.history import History
+from quire.service.web.response_cache import Cached
+
+if TYPE_CHECKING:
+    from quire.pages.metrics import DatabaseFigures
+    from quire.pages.readers import Lease
+    from quire.stream.engine import StreamEngine
+    from quire.stream.mlog_metrics import LogFigures
+
+FILES_MAX = 20_000
+"""Files of one database whose sizes are added up; a database with more is told as `at least`."""
+
+STREAM_PARTS = ("hot", "warm", "manifest")
+
+
+class Explain(Protocol):
+    """`quire.store.why.why`: what keeps a subject. The store passes it in, so that nothing here looks upward."""
+
+    def __call__(self, txn: ReadTxn, subject: str) -> Any: ...
+
+
+class WebStore(StoreApi, Protocol):
+    """What the dashboard needs of a store beyond what the service needs."""
+
+    @property
+    def streams(self) -> StreamEngine: ...
+
+
+class Sight:
+    """A store that is being looked at."""
+
+    def __init__(self, store: WebStore, explain: Explain) -> None:
+        self.store = store
+        self.manifest = store.manifest
+        self.clock = store.manifest.clock
+        self.explain = explain
+        self.cached = Cached(self.clock)
+        self.history = History()
+        self.started_ms = self.clock.now_ms()
+
+    def survey(self) -> Whole:
+        """The figures of every database."""
+
+        def make() -> Whole:
+            with self.manifest.read() as txn:
+                return survey(txn)
+
+        return self.cached.get("survey", make)
+
+    def open_figures(self) -> dict[int, DatabaseFigures]:
+        """What the page engine counts, of the databases it has open."""
+        return self.cached.get("figures", lambda: {each.db_id: each for each in self.store.pages.figures().databases})
+
+    def leases(self, db_id: int) -> list[Lease]:
+        """The readers of a database, lowest version first."""
+        versions = self._versions().get(db_id)
+        return self.store.pages.readers(db_id) if versions is None else versions[0]
+
+    def readers(self) -> int:
+        """How many there are, of all databases that are open here."""
+        return sum(len(leases) for leases, _ in self._versions().values())
+
+    def newest(self, db_id: int, wal: WalStateRecord | None) -> tuple[int, int]:
+        """(lsn, pages) of the newest durable version, never below a lease; of a database that is not open here, what was
+        published."""
+        if (versions := self._versions().get(db_id)) is not None:
+            return versions[1]
+        return (wal.last_applied_lsn, wal.size_pages) if wal else (0, 0)
+
+    def _versions(self) -> dict[int, tuple[list[Lease], tuple[int, int]]]:
+        def make() -> dict[int, tuple[list[Lease], tuple[int, int]]]:
+            return {each.db_id: (each.readers.peek(), each.durable_version()) for each in self.store.pages.stores()}
+
+        return self.cached.get("versions", make)
+
+    def log_figures(self) -> list[LogFigures]:
+        """Of the manifest logs of the streams that are open; without streams nothing is loaded."""
+        return self.store.streams.figures() if self.info().databases["stream"] else []
+
+    def info(self) -> Any:
+        """The store in numbers."""
+        return self.cached.get("info", self.store.info)
+
+    def space(self) -> Space:
+        """What the store's directory takes, and whose it is; where looking takes long it is kept for longer."""
+        return self.cached.get("space", lambda: measure(self.store.path))
+
+    def files_bytes(self, db_id: int, kind: DbKind) -> int:
+        """The bytes of a database's own directories: streams and key-value databases keep their files there."""
+        return self.cached.get(("files", db_id), lambda: sum(size for _, size in self.files(db_id, kind)))
+
+    def files(self, db_id: int, kind: DbKind) -> list[tuple[str, int]]:
+        """(path in the store, bytes) of those files."""
+        if kind is DbKind.LSM:
+            parts = [lsm_home(db_id)]
+        elif kind is DbKind.STREAM:
+            parts = [names.stream_dir(db_id, part) for part in STREAM_PARTS]
+        else:
+            return []
+        found: list[tuple[str, int]] = []
+        for part in parts:
+            for folder, _, inside in os.walk(os.path.join(self.store.path, part)):
+                for name in inside:
+                    if len(found) >= FILES_MAX:
+                        return found
+                    path = os.path.join(folder, name)
+                    found.append((os.path.relpath(path, self.store.path), given_bytes(path)))
+        return found

@@ -1,0 +1,364 @@
+"""The rooms a store has once somebody needs them: object stores, the engines, the worker and its upkeep.
+
+Rules
+  1. A room is loaded and made when it is first asked for, alone: appending to a stream needs neither the page engine nor jobs,
+     and each of them takes longer to load (numpy, checksums, handlers) than most commands do. So every import of a room is in
+     the property that makes it; the owner's background upkeep asks only after its first interval.
+  2. There is one of each; what was made is closed, the last first, and nothing is made any more.
+
+Threads: any. Raises `StoreClosed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.core.errors import StoreClosed
+from quire.durable.files import descriptor_limits
+from quire.durable.open_files import OpenFiles
+from quire.jobs.context import JobContext, StorePool, allow
+from quire.jobs.handlers import HANDLERS
+from quire.jobs.leftovers import has_dropped_streams
+from quire.jobs.maintenance import Upkeep
+from quire.jobs.uploads import upload_now
+from quire.jobs.worker import Worker
+from quire.lsm.engine import KvEngine
+from quire.manifest.namespaces import collector_of
+from quire.manifest.records import DbKind, JobKind
+from quire.objects.open import open_store
+from quire.spark.session import session
+from quire.store.info import has_open_segment
+from quire.store.object_location import options_by_url, options_of
+from quire.store.write_permission import ObjectRights
+from quire.stream.engine import StreamEngine
+
+if TYPE_CHECKING:
+    from quire.core.ids import ArtifactKey
+    from quire.core.settings import StoreSettings
+    from quire.durable.files import Disk
+    from quire.jobs.handler import Handler, Outcome, Progress
+    from quire.jobs.runner import Runner, Runners
+    from quire.lsm.verify import Stored
+    from quire.manifest.jobqueue import Job
+    from quire.manifest.store import ManifestStore
+    from quire.objects.api import ObjectStore
+    from quire.objects.collector import Collector
+    from quire.pages.engine import PageEngine
+    from quire.sqlite.connect import SqliteRoom
+    from quire.sqlite.followers import FileFollowers
+
+R = TypeVar("R")
+
+HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
+"""Jobs whose bytes may be moved by Spark."""
+
+STORES, FILES, RIGHTS = "stores", "files", "rights"
+"""Rooms that others may need while they are closed."""
+
+
+class Rooms:
+    """Everything above the manifest, of one opened store."""
+
+    def __init__(
+        self, *, path: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk, objects_url: str
+    ) -> None:
+        # constant after construction
+        self._path = path
+        self._settings = settings
+        self._manifest = manifest
+        self._disk = disk
+        self._objects_url = objects_url
+        # guarded by _making
+        self._making = threading.RLock()  # a room may need another one
+        self._made: dict[str, Any] = {}
+        self._closed = False
+
+    def _once(self, name: str, make: Callable[[], R]) -> R:
+        """Make a part when it is first asked for, once, and remember it to be closed (rules 1 and 2)."""
+        found: R | None = self._made.get(name)
+        if found is None:
+            with self._making:
+                found = self._made.get(name)
+                if found is None:
+                    if self._closed and name not in (STORES, FILES, RIGHTS):
+                        raise StoreClosed("the store is closed", hint="open it again", path=self._path)
+                    found = self._made[name] = make()
+        return found
+
+    # ── where bytes are ───────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def stores(self) -> StorePool:
+        """The object stores, by their URLs."""
+        return self._once(STORES, lambda: StorePool(self._open))
+
+    def _open(self, url: str) -> ObjectStore:
+        with self._manifest.read() as txn:
+            options = options_of(txn, self._settings, url)
+        store = open_store(url, options=options, disk=self._disk, clock=self._manifest.clock)
+        return store if self._manifest.read_only else self.rights.guarded(store)
+
+    @property
+    def rights(self) -> ObjectRights:
+        """Whether this process may put and delete objects."""
+        return self._once(
+            RIGHTS,
+            lambda: ObjectRights(
+                path=self._path,
+                settings=self._settings,
+                manifest=self._manifest,
+                disk=self._disk,
+                url=self._objects_url,
+            ),
+        )
+
+    @property
+    def files(self) -> Disk:
+        """The disk as engines see it: what they write to is open only while it is used (durable/open_files.py)."""
+
+        def make() -> OpenFiles:
+            allowed = descriptor_limits()[0]
+            most = self._settings.open_files_max
+            # A quarter of what the process has: the rest is for what is read, for connections, and for the program itself.
+            return OpenFiles(self._disk, min(most, max(allowed // 4, 4)) if allowed > 0 else most)
+
+        return self._disk if self._manifest.read_only else self._once(FILES, make)
+
+    @property
+    def collector(self) -> Collector:
+        """Who deletes objects; the guarded stores have the session confirmed before each batch (A2)."""
+        return self._once(
+            "collector",
+            lambda: collector_of(
+                self._manifest,
+                self._objects_url,
+                self.stores,
+                confirm=lambda: None,
+                claims_former=self.rights.owns_legacy,
+            ),
+        )
+
+    # ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def pages(self) -> PageEngine:
+        """The page databases."""
+        from quire.pages.engine import PageEngine
+
+        return self._once(
+            "pages",
+            lambda: PageEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self.files,
+                clock=self._manifest.clock,
+                open_store=self.stores,
+                objects_url=self._objects_url,
+                settings=self._settings.pages,
+                upload=None if self._manifest.read_only else self._upload,
+            ),
+        )
+
+    @property
+    def streams(self) -> StreamEngine:
+        """The streams."""
+        return self._once(
+            "streams",
+            lambda: StreamEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self.files,
+                clock=self._manifest.clock,
+                objects_url=self._objects_url,
+                open_store=self.stores,
+                collect=lambda url, keys: self.collector.delete(url, keys),
+                settings=self._settings.stream,
+                log_settings=self._settings.manifest_log,
+                background=self._settings.maintenance.enabled,
+                store_locked=True,
+            ),
+        )
+
+    @property
+    def kv(self) -> KvEngine:
+        """The key-value databases."""
+        return self._once(
+            "kv",
+            lambda: KvEngine(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self.files,
+                clock=self._manifest.clock,
+                settings=self._settings.lsm,
+            ),
+        )
+
+    def engine_of(self, kind: DbKind) -> KvEngine | StreamEngine:
+        """Who looks after databases of a kind that are not made of pages."""
+        return self.kv if kind is DbKind.LSM else self.streams
+
+    @property
+    def sqlite(self) -> SqliteRoom:
+        """SQLite connections."""
+        from quire.sqlite.connect import SqliteRoom
+
+        return self._once(
+            "sqlite",
+            lambda: SqliteRoom(
+                manifest=self._manifest,
+                engine=self.pages,
+                page_size=self._settings.pages.page_size,
+                read_only=self._manifest.read_only,
+            ),
+        )
+
+    @property
+    def followers(self) -> FileFollowers:
+        """SQLite files that are followed."""
+        from quire.sqlite.followers import FileFollowers
+
+        return self._once(
+            "followers",
+            lambda: FileFollowers(manifest=self._manifest, root=self._path, pages=lambda: self.pages),
+        )
+
+    # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def context(self) -> JobContext:
+        """The store, as a job sees it."""
+        return self._once(
+            "context",
+            lambda: JobContext(
+                manifest=self._manifest,
+                root=self._path,
+                disk=self._disk,
+                objects_url=self._objects_url,
+                open_store=self.stores,
+                collector=self.collector,
+                settings=self._settings.maintenance,
+                pages=self.pages,
+                before_put=self.rights.before_put if not self._manifest.read_only else allow,
+                kv=self._stored_kv,
+            ),
+        )
+
+    def _stored_kv(self, db_id: int, snapshots: Sequence[int]) -> Stored:
+        from quire.lsm.verify import stored  # with the engine, when somebody verifies
+
+        return stored(self.kv, db_id, snapshots)
+
+    @property
+    def runners(self) -> Runners:
+        """Who moves the bytes of heavy jobs."""
+        from quire.jobs.runner import Runners
+
+        return self._once("runners", lambda: Runners(self._spark, self._settings.maintenance.runner))
+
+    @property
+    def handlers(self) -> dict[JobKind, Handler]:
+        """Who does which kind of job."""
+        return self._once("handlers", self._known_handlers)
+
+    def _known_handlers(self) -> dict[JobKind, Handler]:
+        known: dict[JobKind, Any] = dict(HANDLERS)
+        return {
+            **HANDLERS,
+            **{kind: partial(known[kind], runners=self.runners) for kind in HEAVY},
+            JobKind.SWEEP: self._sweep,
+            JobKind.BUNDLE: self._bundle,
+            JobKind.COMPACTION: self._compact,
+        }
+
+    @property
+    def worker(self) -> Worker:
+        """Runs jobs."""
+        return self._once(
+            "worker", lambda: Worker(self.context, self.handlers, threads=self._settings.maintenance.workers)
+        )
+
+    @property
+    def upkeep(self) -> Upkeep:
+        """The owner's maintenance."""
+        return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self._snapshot, self._sweep_versions))
+
+    def _sweep(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Listings of object stores against the manifest."""
+        from quire.jobs.sweep.handler import sweep_job
+
+        return sweep_job(ctx, job, progress, runners=self.runners)
+
+    def _compact(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Compactions of key-value databases; the engine is loaded with the first of them."""
+        from quire.jobs.compaction.handler import compaction_job
+
+        return compaction_job(ctx, job, progress, runners=self.runners, kvs=lambda: self.kv)
+
+    def _bundle(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        """Bundles of streams' manifest logs; the engine is loaded with the first of them."""
+        from quire.jobs.bundle.handler import bundle_job
+
+        week = self._settings.manifest_log.bundle_seconds
+        return bundle_job(ctx, job, progress, streams=lambda: self.streams, runners=self.runners, period_seconds=week)
+
+    def _spark(self) -> Runner:
+        """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
+        from quire.spark.runner import SparkRunner
+
+        spark, context = session(), self.context
+        with self._manifest.read() as txn:
+            options = options_by_url(txn, context.root, self._settings)
+        sees = True if context.settings.executors_see_store else None
+        return SparkRunner(spark, root=context.root, objects_url=context.objects_url, shares_disk=sees, options=options)
+
+    def _upload(self, keys: Sequence[ArtifactKey]) -> None:
+        upload_now(self._manifest, self.worker, keys)
+
+    def _sweep_versions(self) -> int:
+        """What dropped streams have left if whoever dropped them was killed; files of dropped key-value snapshots, and how far
+        the logs have come, which wait until that engine is loaded."""
+        if has_dropped_streams(self.context):
+            self.streams.sweep()
+        if "kv" not in self._made:
+            return 0
+        self.kv.record_ends()
+        return self.kv.sweep()
+
+    def _snapshot(self, db_id: int, name: str, tags: dict[str, str]) -> None:
+        """A scheduled snapshot: through the engine, if some of the database is in an open segment (P13)."""
+        with self._manifest.read() as txn:
+            in_segment = has_open_segment(txn, db_id)
+            record = txn.database(db_id)
+        if record is not None and record.kind is not DbKind.PAGES:
+            self.engine_of(record.kind).snapshot(db_id, name, tags=tags)
+        elif in_segment:
+            self.pages.snapshot(db_id, name, tags=tags)
+        else:
+            self._manifest.snapshots.publish(db_id, name, tags=tags)
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def close(self) -> None:
+        """Stop the work, close the databases, close the object stores; each whatever the others do."""
+        with self._making:
+            self._closed = True
+            made = dict(self._made)
+        with ExitStack() as closing:  # runs from the last to the first
+            closing.callback(self._close_stores)
+            if FILES in made:
+                closing.callback(made[FILES].close)
+            for name in ("pages", "kv", "streams"):
+                if name in made:
+                    closing.callback(made[name].close)
+            if "upkeep" in made:  # which stops the worker
+                closing.callback(made["upkeep"].stop)
+            elif "worker" in made:
+                closing.callback(made["worker"].stop)
+            if "sqlite" in made:
+                closing.callback(made["sqlite"].close)
+
+    def _close_stores(self) -> None:
+        if STORES in self._made:
+            self.stores.close()
+        if RIGHTS in self._made:
+            self.rights.close()

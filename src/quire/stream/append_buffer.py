@@ -1,0 +1,291 @@
+"""What has been appended to a stream and is not written yet: records as they came, their ids, and the blocks they become.
+
+Terms
+  run   records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own
+
+Threads: any; one lock, around ids and what is pending. Raises `InvalidInput` for what is not records, `OutOfRange`.
+Arrow and numpy are loaded when a column comes; who gives bytes does without.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from quire.core.errors import InvalidInput, OutOfRange, QuireError
+from quire.core.ids import U64_MAX
+from quire.core.settings import StreamSettings
+from quire.stream.append_result import Appended, Log
+from quire.stream.group_commit import Turn
+from quire.stream.segment import BLOCK_BYTES, BLOCK_RECORDS_MAX, Body, body_of, body_of_arrow, parts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_BYTES = (bytes, bytearray, memoryview)
+
+Column: TypeAlias = Any
+"""A `pyarrow.Array`."""
+Records: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | pa.Array | pa.ChunkedArray"
+"""What `append` takes: one record, or many."""
+
+
+class Run(msgspec.Struct):
+    """Pending records with consecutive ids."""
+
+    first: int
+    payloads: Any
+    """A list, or of a batch that came as a column the column or the body of its one block."""
+    size: int = BLOCK_BYTES
+    """What it may take."""
+    room: int = BLOCK_BYTES
+    """What its block still takes, at 4 bytes a record on top: so it has no more than `BLOCK_RECORDS_MAX`."""
+
+    def bodies(self) -> list[Body]:
+        """Those of its blocks."""
+        payloads = self.payloads
+        if type(payloads) is Body:
+            return [payloads]
+        is_list = type(payloads) is list
+        encode = body_of if is_list else body_of_arrow
+        if self.size <= BLOCK_BYTES and len(payloads) <= BLOCK_RECORDS_MAX:
+            return [encode(payloads)]
+        ends = list(accumulate(map(len, payloads))) if is_list else _sizes(payloads).cumsum()
+        return [encode(payloads[start:stop]) for start, stop in parts(ends)]
+
+
+FULL = Run(0, [], 0, -1)
+"""Takes nothing."""
+
+
+class Many(NamedTuple):
+    """Records that were given together."""
+
+    payloads: Any
+    """As in `Run`."""
+    records: int
+    size: int
+    """What they take in blocks, heads left out."""
+    given: Any
+
+    def largest(self) -> int:
+        """The size of the largest record: no more than `size`, which is asked first."""
+        given = self.given
+        return max(map(len, given), default=0) if isinstance(given, list) else int(_sizes(given).max(initial=0))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether they go into a block together with others."""
+        return type(self.payloads) is list and self.size <= BLOCK_BYTES and self.records <= BLOCK_RECORDS_MAX
+
+
+class Pending:
+    """What one stream has accepted and not written."""
+
+    def __init__(
+        self,
+        log: Log,
+        settings: StreamSettings,
+        *,
+        next_record: int,
+        asked: Callable[[], None],
+        relieve: Callable[[Turn, int, int], None],
+    ) -> None:
+        # constant after construction
+        self._log = log
+        self._record_bytes_max = settings.record_bytes_max
+        self._small_max = min(settings.record_bytes_max + 4, BLOCK_BYTES)
+        """What a record takes at most that shares a block with others."""
+        self._bytes_max = settings.pending_bytes_max
+        self._asked = asked
+        self._relieve = relieve
+        """Writes what is pending, because it is too much; raises if that of (turn, first, count) was refused."""
+        self.require_writable: Callable[[], None] = lambda: None
+        """Raises if the stream takes no writes; set by the engine."""
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self.next_record = next_record
+        self._runs: list[Run] = []
+        self._run: Run = FULL
+        """The last one, if more records may join it."""
+        self._bytes = 0
+        self._turn = Turn()
+        """Which appends a refusal would meet now."""
+        self._untold = 0
+        """Records that were refused without their appender knowing yet."""
+
+    def append(self, records: Records) -> Appended:
+        """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns."""
+        self.require_writable()
+        if type(records) is bytes and (size := len(records) + 4) <= self._small_max:
+            with self._lock:
+                run = self._run
+                if size <= run.room:
+                    run.room -= size
+                    run.payloads.append(records)
+                    first = self.next_record
+                    self.next_record = first + 1
+                    return Appended(self._log, self._turn, first, 1)
+            return self._append_first(records, size)
+        return self._append_many(many([bytes(records)] if isinstance(records, _BYTES) else records))
+
+    def _append_first(self, record: bytes, size: int) -> Appended:
+        """The same, if there was no run that it fits into."""
+        with self._lock:
+            first = self._reserve(1)
+            run = self._run
+            if size > run.room:  # somebody else may have begun one
+                run = self._begin_run(Run(first, []))
+            run.room -= size
+            run.payloads.append(record)
+            pending, turn = self._bytes, self._turn
+        if pending > self._bytes_max:
+            self._relieve(turn, first, 1)
+        return Appended(self._log, turn, first, 1)
+
+    def _append_many(self, given: Many) -> Appended:
+        """The same, at leisure."""
+        limit = self._record_bytes_max
+        if given.size > limit and (largest := given.largest()) > limit:
+            hint = "split it, or raise stream.record_bytes_max"
+            raise OutOfRange("a record is larger than this stream takes", hint=hint, bytes=largest, max=limit)
+        count = given.records
+        with self._lock:
+            first = self._reserve(count)
+            if count and given.is_small:
+                run = self._run
+                if given.size > run.room:
+                    run = self._begin_run(Run(first, []))
+                run.payloads.extend(given.payloads)
+                run.room -= given.size
+            elif count:
+                self._begin_run(Run(first, given.payloads, given.size, -1))
+            pending, turn = self._bytes, self._turn
+        if pending > self._bytes_max:
+            self._relieve(turn, first, count)
+        return Appended(self._log, turn, first, count)
+
+    def _reserve(self, count: int) -> int:
+        """The first of so many ids. REQUIRES the lock."""
+        self._log.require()
+        first = self.next_record
+        if first + count > U64_MAX:
+            raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first)
+        self.next_record = first + count
+        return first
+
+    def _begin_run(self, run: Run) -> Run:
+        """REQUIRES the lock."""
+        if not self._runs:
+            self._asked()  # somebody should sync, if nobody waits for it
+        self._runs.append(run)
+        self._bytes += run.size
+        self._run = run
+        return run
+
+    # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
+    def take(self) -> list[Run]:
+        """What is to be written now; nobody adds to it any more."""
+        with self._lock:
+            self._log.require()
+            runs, self._runs, self._run, self._bytes = self._runs, [], FULL, 0
+        return runs
+
+    def put_back(self, runs: list[Run]) -> None:
+        """What could not be written, in front of what came meanwhile."""
+        with self._lock:
+            self._runs[:0] = runs
+            self._bytes += sum(run.size for run in runs)
+
+    def refuse(self, turn: Turn, upto: int, why: QuireError) -> int:
+        """Give up all that is pending, if something below `upto` of this turn is; how many records."""
+        with self._lock:
+            if turn is not self._turn or not self._runs or self._runs[0].first >= upto:
+                return 0  # refused, or written, since
+            first = self._runs[0].first
+            count, self.next_record = self.next_record - first, first
+            self._runs, self._run, self._bytes = [], FULL, 0
+            self._untold += count
+            self._turn = Turn()
+            turn.why = why
+            turn.refused_from = first  # last: whoever sees it finds the reason, and no id was given out again before
+            return count
+
+    def end(self) -> tuple[int, Turn]:
+        """The id behind everything that was appended, and the turn it is of."""
+        with self._lock:
+            return self.next_record, self._turn
+
+    def told(self, count: int) -> None:
+        """Somebody knows that so many of its records were refused."""
+        with self._lock:
+            self._untold = max(self._untold - count, 0)
+
+    def all_told(self) -> int:
+        """How many refused records nobody knew of; from here on somebody does."""
+        with self._lock:
+            untold, self._untold = self._untold, 0
+        return untold
+
+    def stop(self) -> None:
+        """Whoever appends next asks the log first, and hears what is wrong with it."""
+        with self._lock:
+            self._run = FULL
+
+    def forked(self) -> None:
+        """In the child of a fork() nobody holds the lock."""
+        self._lock = threading.Lock()
+        self._run = FULL
+
+
+def many(records: Records) -> Many:
+    """The records of an append."""
+    if type(records) is not list and (isinstance(records, str) or not isinstance(records, Sequence)):
+        return _column(_binary(records))
+    payloads = list(records)
+    if any(type(each) is not bytes for each in payloads):
+        raise InvalidInput("records are bytes", hint="encode them first")
+    return Many(payloads, len(payloads), sum(map(len, payloads)) + 4 * len(payloads), payloads)
+
+
+def _column(column: Column) -> Many:
+    count = len(column)
+    if not count:
+        return Many([], 0, 0, [])
+    body = body_of_arrow(column)
+    size = len(body.pieces[-1]) + 4 * count
+    fits = size <= BLOCK_BYTES and count <= BLOCK_RECORDS_MAX
+    return Many(body if fits else column, count, size, column)
+
+
+def _sizes(column: Column) -> Any:
+    import numpy as np
+
+    return np.diff(np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4))
+
+
+def _binary(records: Column) -> Column:
+    """One binary column without nulls."""
+    import pyarrow as pa
+
+    if not isinstance(records, pa.Array | pa.ChunkedArray):
+        raise InvalidInput("records are bytes", hint="encode them first", type=type(records).__name__)
+    column = records
+    if isinstance(records, pa.ChunkedArray):
+        column = pa.concat_arrays(records.chunks) if records.num_chunks else pa.array([], pa.binary())
+    if column.null_count:
+        raise InvalidInput("a record cannot be null", hint="drop the nulls, or fill them", nulls=column.null_count)
+    if column.type == pa.binary():
+        return column
+    if pa.types.is_string(column.type):
+        return column.view(pa.binary())
+    if not pa.types.is_large_binary(column.type):
+        raise InvalidInput("records are a binary or string column", hint="cast it first", type=str(column.type))
+    return column.cast(pa.binary())
+
+
+assert BLOCK_BYTES // 4 <= BLOCK_RECORDS_MAX

@@ -1,0 +1,249 @@
+"""One round of a stream's upkeep: what was begun is gone on with, what is due is moved, budgets are kept.
+
+Rules
+  1. Order: what tier 2 has lost, once after opening; what is going goes on, retention, compression, uploads, hydrations that
+     were begun, eviction, the log's own upkeep, the comparison of a shadow.
+  2. An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does.
+  3. A segment that is damaged is told once and left alone: trying again does not mend it.
+  4. Tier 2 is listed once after opening and compared with what the log says: chunks and segments that are missing there are
+     sent again from this disk; those that are in neither place need repair, which the log says (`NEEDS_REPAIR`) until they are
+     there again, or retired. Retention takes them as any other.
+
+Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is told, and tried again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, NotFound, QuireError, StorageFault, StoreClosed, StoreUnusable, Unavailable
+from quire.core.events import emit
+from quire.core.settings import StreamSettings
+from quire.stream.mlog_modes import Mode
+from quire.stream.mlog_records import CustomEvent, Schema
+from quire.stream.mlog_states import Hydration, Remote, Warm
+from quire.stream.reader import is_going
+from quire.stream.segment_events import Ledger
+from quire.stream.state import Retention, StreamState, due
+from quire.stream.tiers import Tiers
+
+RETRY_SECONDS = 0.25
+RETRY_SECONDS_MAX = 60.0
+
+
+class Moved(msgspec.Struct):
+    """What a round did."""
+
+    compressed: int = 0
+    uploaded: int = 0
+    evicted: int = 0
+    hydrated: int = 0
+    retired: int = 0
+    failed: str = ""
+    """Why the object store could not be used, if it could not."""
+
+    @property
+    def total(self) -> int:
+        return self.compressed + self.uploaded + self.evicted + self.hydrated + self.retired
+
+
+class Upkeep:
+    """Keeps one stream."""
+
+    def __init__(
+        self, tiers: Tiers, ledger: Ledger, state: StreamState, settings: StreamSettings, clock: Clock
+    ) -> None:
+        # constant after construction
+        self._tiers = tiers
+        self._ledger = ledger
+        self._state = state
+        self._settings = settings
+        self._clock = clock
+        # guarded by _round
+        self._round = threading.Lock()
+        self._is_over = False
+        self._damaged: set[int] = set()
+        self._failures = 0
+        self._retry_at = clock.monotonic()
+        self._is_reconciled = False
+        self.object_bytes: dict[int, int] = {}
+        """How long the objects are that the log was not told of when they were made."""
+
+    @property
+    def retention(self) -> Retention:
+        """What holds for the stream: its own, or the store's."""
+        settings = self._settings
+        return self._state.retention or Retention(seconds=settings.retain_seconds, bytes=settings.retain_bytes)
+
+    def stop(self) -> None:
+        """Let the round that is under way end; no other one begins."""
+        with self._round:
+            self._is_over = True
+
+    def tick(self) -> Moved:
+        """One round."""
+        done = Moved()
+        with self._round:
+            if self._is_over:
+                return done
+            self._ledger.project()
+            self._reconcile(done)
+            self._retire(done)
+            self._compress(done)
+            self._far(done)
+            self._evict(done)
+            ticked = self._ledger.guarded(self._ledger.log.tick)
+            done.failed = done.failed or (ticked.failed if ticked is not None else "")
+            self._ledger.watch()
+        return done
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def retire(self) -> int:
+        """Let go what retention says; how many segments."""
+        done = Moved()
+        with self._round:
+            self._retire(done, now=True)
+        return done.retired
+
+    def _reconcile(self, done: Moved) -> None:
+        """Compare tier 2 with the log and send again what is missing there. What the object store cannot do now is
+        tried in a later round."""
+        if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
+            return
+        there: dict[str, int] = {}
+
+        def look(_: int) -> None:
+            nonlocal there
+            there = self._tiers.objects_there()
+            self._ledger.log.reconcile_recent()
+
+        view = self._ledger.view
+        remote = [each for each in view if each.is_remote]
+        if (remote or self._ledger.log.committed.chunk_index) and not self._try(done, 0, look):
+            return
+        for segment in remote:
+            if segment.key in there:
+                if segment.segment_id in self._ledger.index.needs_repair:
+                    self._ledger.tell((CustomEvent(Schema.REPAIRED), segment.segment_id))
+                if not segment.warm_bytes:
+                    self.object_bytes[segment.segment_id] = there[segment.key]
+                continue
+            if not (segment.is_hot or segment.is_warm):
+                self._lost(segment.segment_id)
+            elif self._try(done, segment.segment_id, self._tiers.send_again):
+                done.uploaded += 1
+            elif segment.segment_id not in self._damaged:
+                return
+        self._is_reconciled = True
+
+    def _lost(self, segment_id: int) -> None:
+        """A segment's only copy is an object that is not there: the log says so until it is there again, or retired."""
+        self._damaged.add(segment_id)
+        segment = self._ledger.view.get(segment_id)
+        if segment is None or segment_id in self._ledger.index.needs_repair or not segment.is_remote:
+            return
+        self._ledger.tell((CustomEvent(Schema.NEEDS_REPAIR), segment_id))
+        emit(
+            "error",
+            "stream.needs_repair",
+            stream=self._ledger.log.files.stream_id,
+            segment_id=segment_id,
+            key=segment.key,
+        )
+
+    def _retire(self, done: Moved, *, now: bool = False) -> None:
+        view = self._ledger.view
+        consumers = list(self._state.consumers.values())
+        going = [each for each in view if is_going(each)]
+        segments = going + [
+            each
+            for each in due(view.sealed, self.retention, consumers, now_ms=self._clock.now_ms())
+            if each not in going
+        ]
+        for segment in segments:
+            needs_store = segment.state.remote not in (Remote.NONE, Remote.DELETED)
+            if needs_store and not (now or self._may_ask()):
+                return  # only the oldest go: the others wait for it
+            self._damaged.discard(segment.segment_id)  # nothing of it is read: what is damaged may go too
+            if not self._try(done, segment.segment_id, self._tiers.retire, raising=now):
+                return
+            done.retired += 1
+
+    def _compress(self, done: Moved) -> None:
+        for segment in self._ledger.view.sealed:
+            begun = segment.state.warm is Warm.COMPRESSING
+            wanted = self._settings.compress and segment.is_hot and not segment.is_warm and not segment.is_remote
+            if (begun or wanted) and self._try(done, segment.segment_id, self._tiers.compress):
+                done.compressed += 1
+
+    def _far(self, done: Moved) -> None:
+        """What needs the object store: uploads, and hydrations that were begun."""
+        for segment in self._ledger.view.sealed:
+            state = segment.state
+            begun = state.remote in (Remote.UPLOADING, Remote.FAILED)
+            wanted = self._settings.upload and state.remote is Remote.NONE and (segment.is_hot or segment.is_warm)
+            if (begun or wanted) and self._may_ask() and self._try(done, segment.segment_id, self._tiers.upload):
+                done.uploaded += 1
+            if state.hydration is not Hydration.IDLE and self._may_ask():
+                done.hydrated += self._try(done, segment.segment_id, self._tiers.hydrate)
+
+    def _evict(self, done: Moved) -> None:
+        view, settings = self._ledger.view, self._settings
+        excess = sum(each.durable_bytes for each in view.sealed if each.is_hot) - settings.hot_bytes
+        for segment in self._tiers.coldest(each for each in view.sealed if each.is_hot):
+            if excess <= 0:
+                break
+            if (segment.is_warm or segment.is_remote) and segment.state.warm is not Warm.COMPRESSING:
+                done.evicted += self._tiers.evict(segment.segment_id)
+                excess -= segment.durable_bytes
+        excess = sum(each.warm_bytes for each in view.sealed if each.is_warm) - settings.warm_bytes
+        for segment in self._tiers.coldest(each for each in view.sealed if each.is_warm):
+            if excess <= 0:
+                break
+            if segment.is_remote:
+                done.evicted += self._tiers.evict(segment.segment_id, warm=True)
+                excess -= segment.warm_bytes
+
+    # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _may_ask(self) -> bool:
+        return self._clock.monotonic() >= self._retry_at
+
+    def _try(self, done: Moved, segment_id: int, move: Callable[[int], object], *, raising: bool = False) -> bool:
+        """Make a move; False if it could not be made now (rules 2 and 3)."""
+        if segment_id in self._damaged:
+            return False
+        try:
+            moved = move(segment_id) is not False
+        except (StoreClosed, StoreUnusable):
+            raise
+        except (Unavailable, StorageFault) as error:
+            if raising:
+                raise
+            wait = min(RETRY_SECONDS * 2**self._failures, RETRY_SECONDS_MAX)
+            self._failures = min(self._failures + 1, 16)
+            self._retry_at = self._clock.monotonic() + wait
+            done.failed = str(error)
+            return False
+        except QuireError as error:
+            if raising:
+                raise
+            if isinstance(error, (Corruption, NotFound)):
+                self._damaged.add(segment_id)
+                segment = self._ledger.view.get(segment_id)
+                if isinstance(error, NotFound) and segment is not None and not (segment.is_hot or segment.is_warm):
+                    self._lost(segment_id)
+            done.failed = str(error)
+            emit(
+                "error",
+                "stream.move_refused",
+                stream=self._ledger.log.files.stream_id,
+                segment_id=segment_id,
+                error=str(error),
+            )
+            return False
+        self._failures = 0
+        return moved

@@ -1,0 +1,365 @@
+"""Tells what happens to a stream's segments: to the manifest log first, to LMDB second, and to readers by a new view.
+
+Terms
+  truth   the index that counts: the log's own in mode `on`; in modes `shadow` and `off` one in memory, which LMDB and the
+          directories can rebuild
+
+Rules
+  1. A step is checked against the transition table, logged and synced before anything depends on it (S1).
+  2. In mode `on` LMDB follows when somebody calls `project`: it can be folded again at any time. Otherwise it follows at
+     once, because it is what the next opening believes.
+  3. In `shadow` the log is written beside, and stops nothing: a step that it does not allow is told and counted; one that
+     cannot be written, for whatever reason, ends the shadow for a while (`AbsentLog`), which all segments differ from then.
+  4. A shadow is compared with LMDB by every round of upkeep that follows a step, and every `WATCH_SECONDS` without one.
+  5. Switching to a mode in which the log is written first brings the log up to the truth, by records. The mode is remembered
+     on disk before the log falls behind, and after it has caught up.
+  6. LMDB has no word for a segment that is going, its object queued for deletion. While the log is not believed, that is
+     remembered beside the mode, before anybody sees it: what was retired does not come back.
+
+Threads: any; one lock. Raises `IllegalTransition`, `StoreUnusable`, and what log and manifest raise.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from quire.core.errors import IllegalTransition, QuireError, StoreFenced
+from quire.core.events import emit, listening
+from quire.stream.files import StreamClock
+from quire.stream.mlog_absent import AbsentLog
+from quire.stream.mlog_format import encode_record
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
+from quire.stream.mlog_reader import Position
+from quire.stream.mlog_records import (
+    CustomEvent,
+    LocalEvicted,
+    Payload,
+    Schema,
+    SealSegment,
+    Tier2Deleted,
+    Tier2DeleteQueued,
+    UploadDone,
+    UploadFailed,
+    UploadStarted,
+    encode,
+)
+from quire.stream.mlog_states import STATES, Remote
+from quire.stream.projection import Projection
+from quire.stream.segments import Segment, View, view_of
+
+WATCH_SECONDS = 60.0
+"""Somebody else may have written into the log, or into LMDB."""
+
+Done = TypeVar("Done")
+Step = tuple[Payload, int] | tuple[Payload, int, int]
+"""(what, segment), and a logical offset if it has one."""
+
+
+class Ledger:
+    """The one place where the state of a stream changes."""
+
+    def __init__(
+        self,
+        log: ManifestLog,
+        projection: Projection,
+        clock: StreamClock,
+        *,
+        mode: Mode,
+        own: ManifestIndex | None = None,
+        remember: Callable[[Mode, Collection[int]], None] = lambda _, __: None,
+        reopen: Callable[[], ManifestLog],
+    ) -> None:
+        # constant after construction
+        self.gated = GatedLog(log, mode)
+        self.projection = projection
+        self._clock = clock
+        self._remember = remember
+        self._reopen = reopen
+        self.told: Callable[[], None] = lambda: None
+        """Called after every step; set once, by the stream."""
+        # guarded by _lock
+        self._lock = threading.RLock()
+        self._own = own
+        self._behind: set[int] = set()
+        """Segments whose rows are to be folded again."""
+        self.shadow_refused = 0
+        """Steps that the log did not allow while it was a shadow."""
+        self._watched = (-1, -1)
+        """Records of the log, and steps that it refused, at the last comparison of a shadow."""
+        self._watched_at = self._lost_at = clock.monotonic()
+        # replaced under _lock, read by all
+        self.view: View = view_of(self.index)
+
+    @property
+    def log(self) -> ManifestLog:
+        return self.gated.log
+
+    @property
+    def index(self) -> ManifestIndex:
+        """The truth."""
+        return self.log.index if self._own is None else self._own
+
+    @property
+    def mode(self) -> Mode:
+        return self.gated.mode
+
+    # ── telling ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def tell(self, *steps: Step) -> None:
+        """Make steps, together and durably (rule 1)."""
+        with self._lock:
+            places: list[Position | None] = []
+            for step in steps:
+                value, segment_id, offset = step if len(step) == 3 else (*step, 0)
+                places.append(self._tell(value, segment_id, offset))
+            self.guarded(self.log.commit)
+            if self.mode is not Mode.ON and any(isinstance(step[0], Tier2DeleteQueued) for step in steps):
+                self._remember(self._remembered(), self.going())
+            if listening():
+                self._announce(steps, places)
+            changed = frozenset(step[1] for step in steps)
+            self.view = view_of(self.index, self.view, changed)
+            self._behind |= changed
+            if self.mode is not Mode.ON:
+                self._project()
+        self.told()
+
+    def rotate_when_due(self) -> float | None:
+        """Seal the log's chunk if its time has come; else in how many seconds that is."""
+        return self.guarded(self.log.rotate_when_due)
+
+    def reserve(self) -> None:
+        """Have room in the log for a few steps: `DiskFull` comes here, and changes nothing."""
+        self.guarded(self.log.reserve)
+
+    def guarded(self, step: Callable[[], Done]) -> Done | None:
+        """Have the log do something. Off: nothing is done. A shadow that fails is left (rule 3), and what it did is `None`."""
+        if self.mode is Mode.OFF:
+            return None
+        try:
+            return step()
+        except Exception as error:
+            if self._own is None or isinstance(error, StoreFenced):
+                raise
+            self._lose(error)
+            return None
+
+    def close(self) -> None:
+        """Close the log. A shadow whose last commit fails is told to have missed something."""
+        if self._own is None:
+            self.log.close()
+        else:
+            self.guarded(self.log.commit)
+            self.log.close()
+
+    def _lose(self, error: Exception) -> None:
+        """The shadow cannot be written: go on without it. That it has missed something is on disk before anything else is."""
+        if isinstance(self.log, AbsentLog):
+            return
+        with self._lock:
+            emit("error", "stream.mlog.shadow_failed", stream=self.log.files.stream_id, error=str(error))
+            self._remember(Mode.OFF, self.going())
+            self._lost_at = self._clock.monotonic()
+            self.leave_log()
+
+    def leave_log(self) -> None:
+        """Close the log; an `AbsentLog` stands in for it."""
+        with self._lock:
+            log = self.log
+            try:
+                log.close()
+            except Exception as error:  # what it held is not believed
+                emit("warning", "stream.mlog.left", stream=log.files.stream_id, error=str(error))
+                log.abandon()
+            self.gated.log = AbsentLog(log.files, log.objects, self._clock, self._reopen)
+
+    def _tell(self, value: Payload, segment_id: int, offset: int) -> Position | None:
+        """Where in the log the step stands, if it does."""
+        if self._own is None:
+            return self.log.append(value, segment_id, logical_offset=offset)
+        self._own.check(value, segment_id)
+        fold(self._own, value, segment_id, offset, self._clock.now_ms())
+        if isinstance(self.log, AbsentLog):
+            return None
+        try:
+            return self.gated.append(value, segment_id, logical_offset=offset)
+        except IllegalTransition as error:  # rule 3
+            self.shadow_refused += 1
+            emit("warning", "stream.mlog.shadow_refused", stream=self.log.files.stream_id, error=str(error))
+        except StoreFenced:
+            raise
+        except Exception as error:
+            self._lose(error)
+        return None
+
+    def _announce(self, steps: tuple[Step, ...], places: list[Position | None]) -> None:
+        """One event for each step, with the place of its record: from there `quire manifest inspect` goes on."""
+        for step, place in zip(steps, places, strict=True):
+            at = {"chunk_index": place.chunk_index, "chunk_offset": place.offset} if place is not None else {}
+            action = type(step[0]).__name__
+            emit("info", "stream.step", stream=self.log.files.stream_id, segment_id=step[1], tier_action=action, **at)
+
+    def project(self) -> None:
+        """Bring LMDB up to the truth, as far as it is behind; what fails is told and tried again with the next."""
+        with self._lock:
+            try:
+                self._project()
+            except QuireError as error:
+                emit("warning", "stream.projection_failed", stream=self.log.files.stream_id, error=str(error))
+
+    def project_now(self) -> None:
+        """The same, and what fails is raised."""
+        with self._lock:
+            self._project()
+
+    def _project(self) -> None:
+        if self._behind:
+            self.projection.fold(self.view, self._behind)
+            self._behind = set()
+
+    def fold_all(self) -> int:
+        """Compare every row with the truth, and mend; how many operations that took."""
+        with self._lock:
+            return self.projection.fold(self.view)
+
+    def going(self) -> list[int]:
+        """Segments that retention has begun to take, by the truth (rule 6)."""
+        return going(self.index)
+
+    # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def switch(self, mode: Mode) -> None:
+        """Change the mode, now (rule 5)."""
+        with self._lock:
+            if mode is self.mode:
+                return
+            self._project()
+            if mode is Mode.OFF:
+                self._remember(mode, self.going())
+            if self._own is None:
+                self._own = copy.deepcopy(self.log.index)
+            if mode is not Mode.OFF:
+                self._bring_up()
+            if mode is Mode.SHADOW:
+                self._remember(mode, self.going())
+            self.gated.switch(mode)
+            if mode is Mode.OFF:
+                self.leave_log()
+            if mode is Mode.ON:
+                left = compare(self.log.index, facts_of_index(self._own))
+                self._own = None
+                self.view = view_of(self.index)
+                self._remember(mode, ())
+                for each in left:
+                    emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
+
+    def _bring_up(self) -> None:
+        """Have the log open, and as far as the truth is. What fails leaves everything as it was."""
+        assert self._own is not None
+        if isinstance(self.log, AbsentLog):
+            absent = self.log
+            try:
+                log = absent.open_again()
+            except BaseException:
+                self.gated.log = AbsentLog(absent.files, absent.objects, self._clock, self._reopen)
+                raise
+            self.gated.log = log
+        bring_up(self.log, self._own)
+
+    def _remembered(self) -> Mode:
+        """The mode that the next opening is told: a shadow that failed has missed something, as one that is off."""
+        return Mode.OFF if isinstance(self.log, AbsentLog) else self.mode
+
+    def compare(self) -> list[Divergence]:
+        """Where log and LMDB differ; the figure `manifest_shadow_divergence` is their number."""
+        with self._lock:
+            known = facts_of_index(self.index)
+            etags = {each: facts.etag for each, facts in known.items()}
+            is_open = {each: facts for each, facts in known.items() if not facts.sealed}
+            if self.mode is Mode.ON:
+                self._project()
+            return self.gated.compare({**self.projection.facts(etags), **is_open})
+
+    def watch(self) -> None:
+        """Compare if the log is a shadow, and it is time to (rule 4)."""
+        with self._lock:
+            if self.mode is not Mode.SHADOW:
+                return
+            now, told = self._clock.monotonic(), (self.log.index.records, self.shadow_refused)
+            if told != self._watched or now - self._watched_at >= WATCH_SECONDS:
+                self._watched, self._watched_at = told, now
+                if isinstance(self.log, AbsentLog) and now - self._lost_at >= WATCH_SECONDS:  # it failed: try again
+                    self._lost_at = now
+                    try:
+                        self._bring_up()
+                        self._remember(self.mode, self.going())
+                    except QuireError as error:
+                        emit("warning", "stream.mlog.shadow_failed", stream=self.log.files.stream_id, error=str(error))
+                self.compare()
+
+
+def facts_of_index(index: ManifestIndex) -> dict[int, SegmentFacts]:
+    """What an index says, comparably."""
+    return {info.segment_id: facts_of(info) for info in index.segments()}
+
+
+def fold(index: ManifestIndex, value: Payload, segment_id: int, offset: int, timestamp_ms: int) -> None:
+    """Fold a step that no log has."""
+    raw = encode_record(value.TYPE, segment_id, encode(value), logical_offset=offset, timestamp_ms=timestamp_ms)
+    index.fold_raw(raw)
+
+
+def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
+    """Append what brings a log that has missed something up to the truth; how many records."""
+    view, wanted = view_of(index), facts_of_index(index)
+    known = set(going(log.index))
+    leaving = [segment for each in going(index) if each not in known and (segment := view.get(each)) is not None]
+    for segment in leaving:  # first to where there is an object that can go, and under its name
+        wanted[segment.segment_id] = replace(wanted[segment.segment_id], key=segment.key)
+    records = catch_up(log.index, wanted)
+    for segment in leaving:
+        records.append((Tier2DeleteQueued(segment.key), segment.segment_id))
+        if segment.state.remote is Remote.DELETED:
+            records.append((Tier2Deleted(segment.key), segment.segment_id))
+    for segment_id in sorted(index.needs_repair ^ log.index.needs_repair):
+        lost = segment_id in index.needs_repair
+        if segment_id in wanted:
+            records.append((CustomEvent(Schema.NEEDS_REPAIR if lost else Schema.REPAIRED), segment_id))
+    for value, segment_id in records:
+        log.append(value, segment_id, logical_offset=_logical_offset(value, view.get(segment_id)))
+    log.commit()
+    return len(records)
+
+
+def _logical_offset(value: Payload, segment: Segment | None) -> int:
+    """What a record's `logical_offset` says: the end of a sealed segment, its base with uploads, its bytes with an eviction."""
+    if segment is None:
+        return 0
+    if isinstance(value, SealSegment):
+        return segment.end_record
+    if isinstance(value, (UploadStarted, UploadDone, UploadFailed)):
+        return segment.base_record
+    return segment.durable_bytes if isinstance(value, LocalEvicted) else 0
+
+
+def going(index: ManifestIndex) -> list[int]:
+    """Segments of an index whose objects are being deleted, or are, and which are not retired yet."""
+    gone = (Remote.DELETING, Remote.DELETED)
+    return [segment_id for segment_id, entry in index.entries.items() if STATES[entry[0]].remote in gone]
+
+
+def rebuilt(facts: dict[int, SegmentFacts], ends: dict[int, tuple[int, int]], now_ms: int) -> ManifestIndex:
+    """The truth from what LMDB and the directories say. `ends`: (end_record, sealed_ms) of each segment.
+
+    When a segment was opened nobody remembers: as late as now, which makes searches by time begin too early, never too late.
+    """
+    index = ManifestIndex()
+    for value, segment_id in catch_up(index, facts):
+        end, sealed_ms = ends.get(segment_id, (0, now_ms))
+        sealing = isinstance(value, SealSegment)
+        fold(index, value, segment_id, end if sealing else 0, sealed_ms if sealing else now_ms)
+    return index

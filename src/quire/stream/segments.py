@@ -1,0 +1,149 @@
+"""The segments of a stream as readers and movers see them: immutable values, looked up by record.
+
+Terms
+  segment   one `Segment`: which records it has, where its copies are
+  view      all of them at one moment, in the order of their records
+
+Rules
+  1. Everything here is derived from the index of the manifest log, which alone is changed (`segment_events.py`).
+  2. A view is replaced, never changed: whoever holds one sees one moment. A segment whose copies moved is another value, which
+     is how a reader that lost a race knows that it lost one.
+  3. Segments have consecutive records: each begins where the one before ends.
+
+Threads: any; views are swapped whole. Importable on executors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+
+from quire.stream.mlog_format import RECORD
+from quire.stream.mlog_index import Entry, ManifestIndex, SegmentInfo
+from quire.stream.mlog_records import RecordType
+from quire.stream.mlog_states import Hot, Life, Remote, State, Warm
+
+_LOGICAL_OFFSET, _TIMESTAMP = 4, 5
+"""Fields of a record's header."""
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment."""
+
+    segment_id: int
+    base_record: int
+    """The id of its first record."""
+    end_record: int
+    """The id behind its last one; 0 while it is open."""
+    epoch: int
+    opened_ms: int
+    sealed_ms: int
+    state: State
+    durable_bytes: int
+    """What it takes as it was written."""
+    crc64: int
+    warm_bytes: int
+    """What it takes compressed; 0 if it was never."""
+    dictionary_id: int
+    key: str
+    """Of its object, if one was ever begun."""
+    etag: str
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.state.life is Life.SEALED
+
+    @property
+    def is_hot(self) -> bool:
+        return self.state.hot is Hot.RESIDENT
+
+    @property
+    def is_warm(self) -> bool:
+        return self.state.warm is Warm.DONE
+
+    @property
+    def is_remote(self) -> bool:
+        return self.state.remote is Remote.DONE
+
+    @property
+    def records(self) -> int:
+        return max(self.end_record - self.base_record, 0)
+
+
+class View(msgspec.Struct, frozen=True):
+    """All segments at one moment."""
+
+    segments: tuple[Segment, ...]
+    bases: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self.segments)
+
+    def get(self, segment_id: int) -> Segment | None:
+        """A segment by id."""
+        place = bisect_left(self.segments, segment_id, key=lambda each: each.segment_id)
+        found = self.segments[place] if place < len(self.segments) else None
+        return found if found is not None and found.segment_id == segment_id else None
+
+    def holding(self, record: int) -> Segment | None:
+        """The segment that has a record, or will have it."""
+        place = bisect_right(self.bases, record) - 1
+        return self.segments[place] if place >= 0 else None
+
+    def before(self, timestamp_ms: int) -> Segment | None:
+        """The last segment that was opened before a moment: records of that moment and later are in it, or behind it."""
+        place = bisect_left(self.segments, timestamp_ms, key=lambda each: each.opened_ms) - 1
+        return self.segments[max(place, 0)] if self.segments else None
+
+    @property
+    def sealed(self) -> list[Segment]:
+        """Those that are sealed, oldest first."""
+        return [each for each in self.segments if each.is_sealed]
+
+
+EMPTY = View((), ())
+
+
+def view_of(index: ManifestIndex, before: View = EMPTY, changed: frozenset[int] | None = None) -> View:
+    """The view of an index; with `changed`, only those segments differ from `before`."""
+    known = {each.segment_id: each for each in before} if changed is not None else {}
+    found = [
+        known[number]
+        if changed is not None and number not in changed and number in known
+        else _segment(number, index.entries[number], index)
+        for number in sorted(index.entries)
+    ]
+    for place, (each, following) in enumerate(pairwise(found)):
+        if each.is_sealed and each.end_record != following.base_record:
+            found[place] = msgspec.structs.replace(
+                each, end_record=following.base_record
+            )  # rule 3: a record of `catch_up` cannot say it
+    return View(tuple(found), tuple(each.base_record for each in found))
+
+
+def _segment(segment_id: int, entry: Entry, index: ManifestIndex) -> Segment:
+    info = index.get(segment_id)
+    assert info is not None
+    opened, sealed = entry[RecordType.SEGMENT_OPENED + 1], entry[RecordType.SEAL_SEGMENT + 1]
+    return Segment(
+        segment_id=segment_id,
+        base_record=_number(info, RecordType.SEGMENT_OPENED, "base_offset"),
+        end_record=RECORD.unpack_from(sealed)[_LOGICAL_OFFSET] if sealed is not None else 0,
+        epoch=_number(info, RecordType.SEGMENT_OPENED, "epoch"),
+        opened_ms=RECORD.unpack_from(opened)[_TIMESTAMP],
+        sealed_ms=RECORD.unpack_from(sealed)[_TIMESTAMP] if sealed is not None else 0,
+        state=info.state,
+        durable_bytes=_number(info, RecordType.SEAL_SEGMENT, "durable_bytes"),
+        crc64=_number(info, RecordType.SEAL_SEGMENT, "segment_crc64"),
+        warm_bytes=_number(info, RecordType.COMPRESSION_DONE, "compressed_bytes"),
+        dictionary_id=_number(info, RecordType.COMPRESSION_DONE, "dictionary_id"),
+        key=info.field(RecordType.UPLOAD_STARTED, "key") or "",
+        etag=info.field(RecordType.UPLOAD_DONE, "etag") or "",
+    )
+
+
+def _number(info: SegmentInfo, kind: RecordType, name: str) -> int:
+    return int(info.field(kind, name) or 0)

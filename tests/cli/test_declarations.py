@@ -1,0 +1,170 @@
+"""What a command line means, by the declarations of the commands; and that a command loads little before it begins."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import pytest
+
+from quire.cli import declarations
+from quire.cli.app import COMMANDS as FIRST_WORDS
+from quire.cli.app import Program
+from quire.cli.command import Cli
+from quire.cli.declarations import Argument, Group, Option, command
+from quire.cli.exit_codes import OK, USAGE
+from quire.cli.output import Note
+from tests.cli.commands import COMMANDS
+from tests.house.tree import SRC
+
+Call = tuple[Cli, dict[str, Any], bool]
+
+
+def paint(
+    cli: Cli,
+    wall: Annotated[str, Argument(metavar="WALL", help="What to paint.")],
+    colours: Annotated[list[str] | None, Argument(metavar="[COLOUR]...", help="In this order.")] = None,
+    coats: Annotated[int, Option("--coats", "-c", min=1, help="How often.")] = 2,
+    thinned: Annotated[float, Option(min=0, help="With how much water.")] = 0.0,
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Repeatable.")] = [],  # noqa: B006
+    dry: Annotated[bool, Option("--dry/--wet", help="Wait until it is dry.")] = True,
+) -> Note:
+    """Paint a wall. It stays as it is otherwise.
+
+    A second paragraph.
+    """
+    raise NotImplementedError
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What commands were called with, instead of being run."""
+    seen: list[Call] = []
+
+    def note(_: object, cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
+        seen.append((cli, arguments, debug))
+        return OK
+
+    monkeypatch.delenv("QUIRE_STORE", raising=False)
+    monkeypatch.setattr(declarations, "perform", note)
+    return seen
+
+
+def house() -> Group:
+    group = Group("A house.")
+    command(group, "paint", example="quire paint north red")(paint)
+    return group
+
+
+BARE = {"wall": "north", "colours": [], "coats": 2, "thinned": 0.0, "tag": [], "dry": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("north", {}),
+        ("north red blue -c 3", {"colours": ["red", "blue"], "coats": 3}),
+        ("--wet --coats=1 north", {"coats": 1, "dry": False}),
+        ("north --thinned 1.5 --tag a=b --tag c", {"thinned": 1.5, "tag": ["a=b", "c"]}),
+        ("-- --json", {"wall": "--json"}),
+    ],
+)
+def test_a_function_is_called_with_what_its_signature_says(
+    calls: list[Call], line: str, expected: dict[str, Any]
+) -> None:
+    assert declarations.run(house(), ["paint", *shlex.split(line)]) == OK
+    assert calls == [(Cli(".", False), BARE | expected, False)]
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("", "missing argument 'WALL'"),
+        ("north -c 0", "invalid value for '--coats' / '-c': 0 is less than 1"),
+        ("north -c 1.5", "invalid value for '--coats' / '-c': '1.5' is not a whole number"),
+        ("north --thinned much", "invalid value for '--thinned': 'much' is not a number"),
+        ("north --coat 3", "no such option '--coat'"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(
+    calls: list[Call], capsys: pytest.CaptureFixture[str], line: str, refusal: str
+) -> None:
+    assert declarations.run(house(), ["paint", *shlex.split(line)]) == USAGE
+    assert calls == []
+    assert capsys.readouterr().err.startswith(f"error: {refusal}")
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "path"),
+    [(None, (), "."), ("", (), "."), ("there", (), "there"), ("there", ("-s", "here"), "here")],
+)
+def test_the_store_is_the_one_that_is_named(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, variable: str | None, given: tuple[str, ...], path: str
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("QUIRE_STORE", variable)
+    assert declarations.run(house(), ["paint", "north", *given, "--json", "--debug"]) == OK
+    assert [(cli, debug) for cli, _, debug in calls] == [(Cli(path, True), True)]
+
+
+def test_help_has_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert declarations.run(house(), ["paint", "-h"]) == OK
+    shown = capsys.readouterr().out
+    for part in (
+        "Usage: quire paint [OPTIONS] WALL [COLOUR]...", "  WALL         What to paint.  [required]",
+        "-c, --coats N", "How often.  [default: 2]", "--dry / --wet", "A second paragraph.", "Example: quire paint north red",
+    ):  # fmt: skip
+        assert part in shown
+    assert declarations.run(house(), ["-h"]) == OK
+    assert capsys.readouterr().out.splitlines()[-1] == "  paint  Paint a wall."
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_example_of_every_command_is_understood(calls: list[Call], words: tuple[str, ...]) -> None:
+    example = shlex.split(COMMANDS[words].example)
+    assert tuple(example[: 1 + len(words)]) == ("quire", *words)
+    assert declarations.run(Program(), example[1:]) == OK
+    assert len(calls) == 1
+
+
+def test_the_list_of_commands_is_what_their_modules_declare() -> None:
+    """`quire --help` loads none of them."""
+    program = Program().load_all()
+    assert set(program.commands) == set(FIRST_WORDS)
+    lines = {word: program.commands[word].get_short_help_str() for word in FIRST_WORDS}
+    assert lines == {word: line for word, (_, line) in FIRST_WORDS.items()}
+
+
+# ── what a command loads before it begins ─────────────────────────────────────────────────────────────────────────────
+HEAVY = (
+    "rich", "asyncio", "numpy", "pandas", "pyarrow", "pyspark", "apsw", "obstore", "awscrt", "zstandard", "structlog",
+    "prometheus_client", "opentelemetry", "starlette", "uvicorn",
+)  # fmt: skip
+"""Packages that a command loads when it works, not before."""
+
+STARTING = """
+import sys
+from quire.cli.app import Program
+program = Program(){load_all}
+print([name for name in {heavy!r} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("load_all", "unneeded"), [("", ("quire.manifest", "msgspec", *HEAVY)), (".load_all()", HEAVY)], ids=["help", "all"]
+)
+def test_nothing_heavy_is_loaded_before_a_command_begins(load_all: str, unneeded: tuple[str, ...]) -> None:
+    """Start-up is a promise (`python -m bench cli` measures it)."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTING.format(heavy=unneeded, load_all=load_all)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ast.literal_eval(ended.stdout) == []

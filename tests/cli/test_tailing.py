@@ -1,0 +1,213 @@
+"""feed tail --follow and stream tail --follow, while another process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+import quire
+from quire.cli.output import Look
+from quire.cli.tables import RunningTable
+from tests.cli.conftest import Run, quire_program
+from tests.house.tree import SRC
+
+SECONDS = 60
+"""How long something may take on a busy machine before it is missing."""
+
+WRITER = """
+import sys, quire
+with quire.open(sys.argv[1]) as store:
+    clicks = store.stream("clicks")
+    for line in sys.stdin:
+        word = line.split()
+        if word[0] == "append":
+            clicks.append([each.encode() for each in word[1:]]).result()
+        elif word[0] == "create":
+            store.create(word[1], "pages")
+        else:
+            getattr(clicks, word[0])()
+        print("done", flush=True)
+"""
+
+
+@contextmanager
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, *arguments], **{**streams, **options}, text=True, env=env, bufsize=1)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """Its next line; lines are short, so that a pipe never holds part of one."""
+    assert process.stdout is not None
+    buffered = getattr(process, "_lines", "")
+    while "\n" not in buffered:
+        ready, _, _ = select.select([process.stdout], [], [], SECONDS)
+        assert ready, "nothing came"
+        more = os.read(process.stdout.fileno(), 65_536).decode()
+        assert more, f"it has ended: {process.stderr.read() if process.stderr else ''}"
+        buffered += more
+    line, _, rest = buffered.partition("\n")
+    process._lines = rest  # type: ignore[attr-defined]
+    return line
+
+
+def stdout(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+class Writer:
+    """A process that owns the store."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def do(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        assert line_of(self._process) == "done"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Writer]:
+    with started("-c", WRITER, str(path)) as process:
+        writer = Writer(process)
+        writer.do("append x")
+        yield writer
+
+
+def ended_by(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    process.send_signal(number)
+    assert process.stderr is not None
+    return process.wait(SECONDS), process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stream_is_followed_while_another_process_writes_it(run: Run, path: Path, number: signal.Signals) -> None:
+    run("stream", "append", "clicks", "a", "b", "c")
+    with started("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "2", "--json", "-s", str(path)) as following:
+        said = [json.loads(line_of(following)) for _ in range(2)]
+        assert [(each["id"], each["payload"]) for each in said] == [(2, "62"), (3, "63")]
+        with writing(path) as writer:
+            assert json.loads(line_of(following))["id"] == 4, "while the other one owns the store"
+            for record, step in enumerate(("seal", "upload", "evict", "seal"), 5):
+                writer.do(step)
+                writer.do(f"append {record}")
+                assert bytes.fromhex(json.loads(line_of(following))["payload"]) == b"%d" % record
+        run("stream", "append", "clicks", "the next owner's")
+        assert json.loads(line_of(following))["id"] == 9
+        assert ended_by(following, number) == (0, "")
+
+
+def test_the_feed_is_followed_while_another_process_commits(path: Path) -> None:
+    with started("-m", "quire", "feed", "tail", "--follow", "-n", "1", "-s", str(path)) as following:
+        assert line_of(following).split() == ["sequence", "committed", "operations"]
+        assert line_of(following).split()[0] == "2"
+        with writing(path) as writer:
+            writer.do("create other")
+            while "name=other" not in (line := line_of(following)):
+                assert line
+        assert ended_by(following, signal.SIGTERM) == (0, "")
+
+
+def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) -> None:
+    run("stream", "append", "clicks", "old")
+    stream = ("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "0", "--json", "-s", str(path))
+    feed = ("-m", "quire", "feed", "tail", "-f", "-n", "0", "--json", "-s", str(path))
+    head = run("feed", "tail", "-n", "1", "--json").data[0]["sequence"]
+    with started(*stream) as records, started(*feed) as changes, writing(path) as writer:
+        waiting, deadline = {stdout(records), stdout(changes)}, time.monotonic() + SECONDS
+        while waiting:  # nobody knows when they have begun to look: what was written before is old
+            assert time.monotonic() < deadline, "nothing came"
+            writer.do("append new")
+            waiting -= set(select.select(waiting, [], [], 0.1)[0])
+        assert json.loads(line_of(records))["id"] > 1
+        assert json.loads(line_of(changes))["sequence"] > head
+
+
+def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for(
+    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.stream.file_reader import Beside
+
+    with writing(path) as writer:
+        bounds = Beside.bounds
+
+        def and_one_more(beside: Beside) -> tuple[int, int]:
+            found = bounds(beside)
+            writer.do("append later")
+            return found
+
+        monkeypatch.setattr(Beside, "bounds", and_one_more)
+        writer.do("append a b c")
+        assert [each["payload"] for each in run("stream", "tail", "clicks", "-n", "2", "--json").data] == ["62", "63"]
+
+
+def test_the_feed_from_a_sequence_on_as_lines_of_json(path: Path) -> None:
+    with started("-m", "quire", "feed", "tail", "-f", "--from", "1", "--json", "-s", str(path)) as following:
+        assert [json.loads(line_of(following))["sequence"] for _ in range(2)] == [1, 2]
+        assert ended_by(following, signal.SIGINT) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["feed", "tail", "-f"], ["stream", "tail", "clicks", "-f", "--json"]])
+def test_a_reader_that_has_seen_enough_ends_it_though_nothing_new_comes(
+    run: Run, path: Path, command: list[str]
+) -> None:
+    run("stream", "append", "clicks", "a")
+    with started("-m", "quire", *command, "-s", str(path)) as following:
+        assert line_of(following)
+        assert following.stdout is not None
+        following.stdout.close()
+        assert following.stderr is not None
+        assert (following.wait(SECONDS), following.stderr.read()) == (141, "")
+
+
+def test_what_was_trimmed_before_it_was_seen_is_told(path: Path) -> None:
+    with quire.open(path) as store:
+        store.feed.register(name="app")
+        store.feed.acknowledge("app", 1)
+    ended = quire_program("feed", "tail", "-f", "--from", "1", "-s", str(path))
+    assert ended.returncode == 4
+    assert ended.stderr.splitlines() == [
+        "error: the changes 1 to 1 are no longer kept",
+        "next:  `quire feed tail --from 2 --follow` goes on behind them",
+    ]
+
+
+@pytest.mark.parametrize(("database", "code"), [("nothing", 3), ("shop", 2)])
+def test_what_cannot_be_followed_is_told_at_once(path: Path, database: str, code: int) -> None:
+    ended = quire_program("stream", "tail", database, "-f", "--json", "-s", str(path))
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert json.loads(ended.stderr)["error"]["next"].startswith("`quire ls`")
+
+
+def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+    for command in (["feed", "tail"], ["stream", "tail", "x"]):
+        assert quire_program(*command, "-f", "-s", str(tmp_path)).returncode == 3
+
+
+def test_rows_keep_their_columns_and_are_wrapped_as_in_every_table() -> None:
+    table = RunningTable([">id", "record"], Look(20, False))
+    shown = [table.lines([number, text]) for number, text in (("9", "a b"), ("10", "one two three four"))]
+    assert shown == ["id  record\n 9  a b\n", "10  one two three\n    four\n"]

@@ -1,0 +1,104 @@
+"""Every error obstore can raise has a meaning here."""
+
+from __future__ import annotations
+
+import pytest
+from obstore import exceptions as foreign
+
+from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, StorageFault
+from quire.objects.common import NameIsTaken
+from quire.objects.obstore_errors import ANSWERS, Answer, translate
+from quire.objects.retry import Transient
+
+FOREIGN_CLASSES = [
+    each for each in vars(foreign).values() if isinstance(each, type) and issubclass(each, foreign.BaseError)
+]
+
+HEAD = "Generic S3 error: Error performing GET http://h/b/k in 1ms - Server returned non-2xx status code: "
+
+
+def outcome(error: Exception) -> Exception:
+    return translate(error, doing="testing", store="s3://b", key="k")
+
+
+def test_every_exception_of_obstore_has_a_line_of_its_own() -> None:
+    assert len(FOREIGN_CLASSES) >= 12
+    missing = [each.__name__ for each in FOREIGN_CLASSES if each not in ANSWERS]
+    assert not missing, f"obstore has new errors; say in ANSWERS what they mean: {missing}"
+
+
+@pytest.mark.parametrize("kind", ANSWERS, ids=lambda kind: kind.__name__)
+def test_translation_is_total(kind: type[Exception]) -> None:
+    assert outcome(kind("text")) is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FileNotFoundError("gone"), ObjectNotFound),
+        (foreign.AlreadyExistsError("there"), NameIsTaken),
+        (foreign.PreconditionError("there"), NameIsTaken),
+        (foreign.PermissionDeniedError("403"), AccessDenied),
+        (foreign.UnauthenticatedError("401"), AccessDenied),
+        (foreign.NotSupportedError("no"), StorageFault),
+        (foreign.NotModifiedError("304"), StorageFault),
+        (foreign.UnknownConfigurationKeyError("x"), InvalidConfig),
+        (foreign.JoinError("task died"), Transient),
+        (ValueError("Could not parse path"), InvalidName),
+        (foreign.GenericError("HTTP error: error sending request"), Transient),
+        (foreign.GenericError("HTTP error: builder error"), InvalidConfig),
+        (foreign.GenericError(HEAD + "500 Internal Server Error: "), Transient),
+        (foreign.GenericError(HEAD + "503 Service Unavailable: "), Transient),
+        (foreign.GenericError(HEAD + "429 Too Many Requests: "), Transient),
+        (foreign.GenericError(HEAD + "408 Request Timeout: "), Transient),
+        (foreign.GenericError(HEAD + "409 Conflict: <Code>OperationAborted</Code>"), Transient),
+        (foreign.GenericError(HEAD + "400 Bad Request: <Code>RequestTimeout</Code>"), Transient),
+        (foreign.GenericError(HEAD + "400 Bad Request: <Code>InvalidArgument</Code>"), StorageFault),
+        (foreign.GenericError(HEAD + "403 Forbidden: "), AccessDenied),
+        (foreign.GenericError(HEAD + "301 Moved Permanently: "), InvalidConfig),
+        (foreign.GenericError(HEAD + "404 Not Found: <Code>NoSuchBucket</Code>"), InvalidConfig),
+        (FileNotFoundError(HEAD + "404 Not Found: <Code>NoSuchBucket</Code>"), InvalidConfig),
+        (FileNotFoundError("404 Not Found: ContainerNotFound"), InvalidConfig),
+        (FileNotFoundError(HEAD + "404 Not Found: <Code>NoSuchUpload</Code>"), Transient),
+        (
+            foreign.GenericError("Error performing PUT http://169.254.169.254/latest - timed out"),
+            AccessDenied,
+        ),
+    ],
+)
+def test_what_each_failure_means(error: Exception, expected: type[Exception]) -> None:
+    assert type(outcome(error)) is expected
+
+
+def test_an_error_class_that_is_newer_than_the_table_is_judged_like_its_parent() -> None:
+    newer = type("NewerError", (foreign.GenericError,), {})
+    assert isinstance(outcome(newer(HEAD + "500")), Transient)
+
+
+def test_signatures_in_urls_do_not_reach_messages() -> None:
+    text = "Error performing GET https://a.blob.example/c/k?sv=1&sig=SECRET in 1ms - status code: 403 Forbidden: "
+    assert "SECRET" not in str(outcome(foreign.PermissionDeniedError(text)))
+    assert "SECRET" not in str(outcome(foreign.GenericError(text.replace("403", "500"))))
+
+
+def test_every_answer_is_used() -> None:
+    assert set(ANSWERS.values()) == set(Answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "setting"),
+    [
+        ("Error performing GET http://127.0.0.1:9/b/k in 1ms - HTTP error: builder error", "plain HTTP", "allow_http"),
+        ("Error performing GET htp://x/b/k in 1ms - HTTP error: builder error", "htp://x", "endpoint"),
+        (HEAD + "301 Moved Permanently: ", "region", "region"),
+        (HEAD + "404 Not Found: <Code>NoSuchBucket</Code>", "bucket does not exist", "object_store"),
+    ],
+)
+def test_a_wrong_configuration_names_the_setting_to_change(text: str, what: str, setting: str) -> None:
+    """issue 19, A4: "builder error" told nobody anything."""
+    error = outcome(foreign.GenericError(text))
+    assert isinstance(error, InvalidConfig)
+    assert what in error.what
+    assert "builder error" not in str(error)
+    assert f"`{setting}" in (error.hint or "")
+    assert "quire.toml" in (error.hint or "")

@@ -1,0 +1,291 @@
+"""Versions lent to readers of other processes: everything they need stays while they read, and nothing else is seen of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import Corruption, InvalidInput, LeaseExpired, NotFound, StorageFault
+from quire.durable.failpoints import armed
+from quire.manifest import tables as t
+from quire.manifest.guard import ManifestGuard
+from quire.manifest.leases import leases_of
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.local import DropReader
+from quire.manifest.records import JobKind
+from quire.pages.cache import PageCache
+from quire.pages.shared_views import lend
+from quire.pages.sources import Sources
+from quire.pages.view import SnapshotView, ViewReader
+from tests.pages.world import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments, write
+
+SECONDS = 300.0
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
+    small_segments(monkeypatch)
+    made = Pages(tmp_path)
+    yield made
+    made.stop()
+
+
+def elsewhere(pages: Pages, view: SnapshotView) -> ViewReader:
+    """The view as another process opens it: files and objects, no manifest, nothing cached."""
+    sources = Sources(root=pages.root, disk=pages.disk, open_store=pages.stores, cache=PageCache(1 << 20))
+    return view.open(sources)
+
+
+def reads(pages: Pages, view: SnapshotView, version: Version) -> None:
+    assert_reads(elsewhere(pages, view), version)
+
+
+def changed(pages: Pages, model: Model, name: str = "shop", numbers: range = range(20)) -> None:
+    """Write every page anew, checkpoint and merge it, and delete what nothing refers to, as far as its time has come."""
+    store = pages.database(name)
+    for _ in range(2):
+        write(store, model, {number: image() for number in numbers})
+        pages.checkpoint(store)
+    pages.run(JobKind.MERGE, store.db_id)
+    pages.clock.advance(GRACE_SECONDS + 1)
+    pages.run(JobKind.DELETE, store.db_id)
+
+
+def _end(_: str) -> None:
+    raise KeyboardInterrupt
+
+
+def zeros(pages: Pages) -> int:
+    with pages.manifest.read() as txn:
+        return txn.count(t.GC_ZERO)
+
+
+def rows(pages: Pages) -> int:
+    with pages.manifest.read() as txn:
+        return txn.count(t.SNAPSHOT_READERS)
+
+
+def test_what_is_lent_can_be_read_until_the_lease_ends_and_goes_then(pages: Pages) -> None:
+    """In chunks and in the WAL, while all of it is rewritten, absorbed and merged, and its files wait to be used again."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {3: image(), 17: image()})
+    lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    kept = model.newest
+    for _ in range(4):
+        changed(pages, model)
+        leases_of(pages.manifest).renew(lease_id)
+        reads(pages, view, kept)
+    assert zeros(pages) > 0, "what the version needs waits"
+    pages.clock.advance(SECONDS + 1)
+    with pytest.raises(LeaseExpired):
+        leases_of(pages.manifest).renew(lease_id)
+    changed(pages, model)
+    pages.clock.advance(GRACE_SECONDS + SECONDS)
+    pages.worker().drain()
+    assert (zeros(pages), leases_of(pages.manifest).expire(), rows(pages)) == (0, 1, 0)
+    with pytest.raises((Corruption, StorageFault, NotFound)):
+        reads(pages, view, kept)
+
+
+def test_lending_is_no_snapshot_and_no_change(pages: Pages) -> None:
+    """Issue 18: a few reads of 200 databases left 1,216 snapshots and 3,883 changes."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    lend(pages.engine, ["shop"], SECONDS)
+    head = pages.manifest.feed.head()
+    for _ in range(50):
+        lend(pages.engine, ["shop"], SECONDS)
+    assert pages.manifest.feed.head() == head, "nothing was written, so nothing is heard"
+    assert pages.manifest.snapshots.of("shop") == []
+    assert rows(pages) == leases_of(pages.manifest).count() == 51
+    pages.clock.advance(SECONDS + 1)
+    assert leases_of(pages.manifest).expire() == 51
+    assert (rows(pages), pages.manifest.feed.head()) == (0, head)
+
+
+def test_a_lease_holds_no_checkpoint_back(pages: Pages) -> None:
+    model, store = Model(), pages.database()
+    write(store, model, {0: image()})
+    lend(pages.engine, ["shop"], SECONDS)
+    newer = write(store, model, {0: image()})
+    assert pages.engine.floor(store.db_id) >= newer.lsn
+
+
+def test_databases_of_one_lease_share_a_batch_and_a_renewal(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {name: Model() for name in ("a", "b", "c")}
+    for name, model in models.items():
+        write(pages.database(name), model, {number: image() for number in range(9)})
+        pages.engine.flush(pages.database(name).db_id)
+    submit, batches = pages.manifest.submit, list[int]()
+
+    def counted(ops: Sequence[Op], **more: Any) -> ManifestGuard:
+        batches.append(len(ops))
+        return submit(ops, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pages.manifest, "submit", counted)
+        lease_id, views = lend(pages.engine, ["a", "b"], SECONDS)
+    assert batches == [2]
+    again, more = lend(pages.engine, ["c"], SECONDS, lease_id=lease_id)
+    assert again == lease_id
+    kept = {name: model.newest for name, model in models.items()}
+    for name, model in models.items():
+        changed(pages, model, name, range(9))
+    for name, view in zip("abc", [*views, *more], strict=True):
+        reads(pages, view, kept[name])
+    leases_of(pages.manifest).release(lease_id)
+    leases_of(pages.manifest).release(lease_id)
+    assert rows(pages) == 0
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_lease_outlives_its_owner_for_one_length(pages: Pages, is_killed: bool) -> None:
+    """Whoever reads files by itself goes on while the owner is away, however long that is."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    kept = model.newest
+    pages.die() if is_killed else pages.stop()
+    pages.clock.advance(10 * SECONDS)
+    pages.start()
+    changed(pages, model)
+    reads(pages, view, kept)
+    leases_of(pages.manifest).renew(lease_id)
+    pages.clock.advance(SECONDS - 1)
+    changed(pages, model)
+    leases_of(pages.manifest).expire()
+    assert rows(pages) == 0, "a minute passes in there"
+    pages.clock.advance(GRACE_SECONDS + SECONDS)
+    pages.worker().drain()
+    assert zeros(pages) == 0
+
+
+def test_a_crash_between_rows_and_answer_leaves_a_lease_that_ends_by_itself(pages: Pages) -> None:
+    model, store = Model(), pages.database()
+    write(store, model, {0: image()})
+    with armed("manifest.lease.held", _end), pytest.raises(KeyboardInterrupt):
+        lend(pages.engine, ["shop"], SECONDS)
+    pages.crash()
+    assert (rows(pages), leases_of(pages.manifest).count()) == (1, 1)
+    pages.clock.advance(SECONDS + 1)
+    assert (leases_of(pages.manifest).expire(), rows(pages)) == (1, 0)
+
+
+def test_what_fell_to_zero_before_a_lease_goes_while_it_lives(pages: Pages) -> None:
+    """A database that is always read must not keep its garbage for ever."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    for _ in range(6):
+        pages.clock.advance(GRACE_SECONDS + 1)
+        lend(pages.engine, ["shop"], SECONDS)
+        changed(pages, model)
+    waiting = zeros(pages)
+    for _ in range(12):
+        lend(pages.engine, ["shop"], SECONDS)
+        pages.clock.advance(2 * GRACE_SECONDS)
+        changed(pages, model)
+    assert zeros(pages) <= 2 * waiting
+
+
+def test_a_fork_that_is_lent_keeps_what_its_origins_made(pages: Pages) -> None:
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {2: image()})
+    pages.engine.fork("shop", "branch")
+    kept = model.newest
+    _, (view,) = lend(pages.engine, ["branch"], SECONDS)
+    branch = model.copy(kept.lsn)
+    changed(pages, model)
+    changed(pages, branch, "branch")
+    reads(pages, view, kept)
+
+
+def test_a_damaged_row_keeps_everything_for_a_while(pages: Pages) -> None:
+    """Nothing is deleted by a row that cannot be read, and a reader's row closes no database."""
+    model, store = Model(), pages.database()
+    write(store, model, {number: image() for number in range(20)})
+    pages.checkpoint(store)
+    write(store, model, {1: image()})
+    lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
+    kept = model.newest
+    key = t.SNAPSHOT_READERS.key.pack(store.db_id, lease_id)
+    env = pages.manifest.env
+    with env.begin_write() as txn:
+        stored = txn.get(key, db=env.handles[t.SNAPSHOT_READERS.name])
+        assert stored is not None
+        raw = bytearray(stored)
+        raw[8] ^= 1
+        txn.put(key, bytes(raw), db=env.handles[t.SNAPSHOT_READERS.name])
+    pages.stop(check=False)
+    pages.start()
+    assert pages.engine.floor(store.db_id) == 0
+    changed(pages, model)
+    pages.clock.advance(2 * SECONDS)
+    changed(pages, model)
+    reads(pages, view, kept)
+    pages.manifest.submit([DropReader(store.db_id, lease_id)]).result()  # what a repair does
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 8 * 24 * 3_600])
+def test_a_version_is_lent_for_seven_days_at_most(pages: Pages, seconds: float) -> None:
+    write(pages.database(), Model(), {0: image()})
+    with pytest.raises(InvalidInput):
+        lend(pages.engine, ["shop"], seconds)
+    assert rows(pages) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_a_living_lease_reads_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Writes, checkpoints, merges, deletions, restarts and time in any order, with several leases at once."""
+    small_segments(monkeypatch)
+    rng, pages = random.Random(seed), Pages(tmp_path)
+    models = {"shop": Model(), "blog": Model()}
+    lent: dict[int, tuple[str, SnapshotView, Version, float]] = {}
+    for name, model in models.items():
+        write(pages.database(name), model, {number: image() for number in range(12)})
+    for _ in range(60):
+        name = rng.choice([*models])
+        store, model = pages.database(name), models[name]
+        match rng.randrange(8):
+            case 0 | 1:
+                write(store, model, {rng.randrange(20): image() for _ in range(rng.randrange(1, 9))})
+            case 2:
+                pages.checkpoint(store)
+            case 3:
+                pages.run(JobKind.MERGE, store.db_id)
+            case 4:
+                seconds = rng.choice([70.0, 200.0])
+                lease_id, (view,) = lend(pages.engine, [name], seconds)
+                lent[lease_id] = (name, view, model.newest, pages.clock.monotonic() + seconds)
+            case 5:
+                pages.clock.advance(rng.choice([1, 61, 100]))
+                leases_of(pages.manifest).expire()
+                pages.worker().drain()
+            case 6 if lent:
+                lease_id = rng.choice([*lent])
+                name, view, version, until = lent[lease_id]
+                if until > pages.clock.monotonic():
+                    leases_of(pages.manifest).renew(lease_id)
+                    until = max(until, pages.clock.monotonic() + 70.0)
+                lent[lease_id] = (name, view, version, until)
+            case 7:
+                pages.crash() if rng.random() < 0.5 else pages.reopen()
+        for _, view, version, until in lent.values():
+            if until > pages.clock.monotonic():
+                reads(pages, view, version)
+    pages.clock.advance(1_000)
+    leases_of(pages.manifest).expire()
+    pages.clock.advance(GRACE_SECONDS + 1)
+    pages.worker().drain()
+    assert rows(pages) == 0
+    pages.stop()

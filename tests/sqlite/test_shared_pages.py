@@ -1,0 +1,292 @@
+"""Pages that connections share: whatever is committed, by whom and in which order, nobody reads a page of another version."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import apsw
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import LeaseExpired, OutOfRange
+from quire.pages.pagestore import PageStore
+from quire.pages.publication import Mark
+from quire.pages.readers import Readers
+from quire.sqlite import connect as connect_module
+from quire.sqlite import shared_pages
+from quire.sqlite.live import LiveFile
+from quire.sqlite.read_version import Pin
+from quire.sqlite.shared_pages import NewestPages
+from quire.store.store import Store
+from quire.testing.clock import ManualClock
+from tests.sqlite.conftest import Connect, count
+
+PAGE = 4096
+
+
+# ── a run of commits ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_run_goes_on_with_what_is_built_on_it_and_ends_with_what_is_not() -> None:
+    pages = NewestPages()
+    pages.note(3, 5, {0: b"a", 1: b"b"}, PAGE)
+    pages.note(5, 7, {1: b"c"}, PAGE)
+    assert (pages.recall.since, pages.recall.upto) == (5, 7)
+    assert pages.recall.pages == {0: (5, b"a"), 1: (7, b"c")}
+    pages.note(8, 9, {2: b"d"}, PAGE)  # somebody else has committed 8
+    assert (pages.recall.since, pages.recall.pages) == (9, {2: (9, b"d")})
+    pages.note(9, 11, None, PAGE)
+    assert (pages.recall.since, pages.recall.upto, pages.recall.pages) == (11, 11, {})
+
+
+def test_what_was_read_is_entered_only_if_it_belongs_to_the_run_and_nobody_has_written_it() -> None:
+    pages = NewestPages()
+    pages.note(3, 5, {0: b"written"}, PAGE)
+    pages.note(5, 7, {1: b"written"}, PAGE)
+    recall = pages.recall
+    for page, lsn in ((2, 4), (3, 8), (0, 6), (4, 5), (5, 7)):
+        recall.enter(page, lsn, b"read")
+    assert {page: entry[0] for page, entry in recall.pages.items()} == {0: 5, 1: 7, 4: 5, 5: 7}
+    assert recall.pages[0] == (5, b"written")
+
+
+def test_there_is_a_limit_and_what_is_read_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pages, "KEPT_BYTES", 8 * PAGE)
+    pages = NewestPages()
+    pages.note(0, 1, {0: b"x"}, PAGE)
+    for page in range(1, 8):
+        pages.recall.enter(page, 1, b"read")
+    assert len(pages.recall.pages) == 4
+    pages.note(1, 2, dict.fromkeys(range(10, 14), b"x"), PAGE)
+    assert len(pages.recall.pages) == 8
+    pages.note(2, 3, {20: b"x"}, PAGE)
+    assert (pages.recall.since, len(pages.recall.pages)) == (3, 1)
+    pages.note(3, 4, dict.fromkeys(range(9), b"x"), PAGE)
+    assert (pages.recall.since, pages.recall.upto, pages.recall.pages) == (4, 4, {})
+
+
+def test_pages_are_forgotten_when_nobody_commits() -> None:
+    pages = NewestPages()
+    pages.note(0, 1, {0: b"x"}, PAGE)
+    pages.rest()
+    assert pages.recall.pages
+    pages.note(1, 2, {0: b"y"}, PAGE)
+    pages.rest()
+    assert pages.recall.pages
+    pages.rest()
+    assert not pages.recall.pages
+    pages.note(2, 3, {1: b"z"}, PAGE)
+    assert (pages.recall.since, pages.recall.pages) == (3, {1: (3, b"z")})
+
+
+# ── against a model ───────────────────────────────────────────────────────────────────────────────────────────────────
+class Model:
+    """A page store of which every version is kept, and which lets something happen in the middle of a read."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, list[bytes]] = {0: [b"first"] * 3}
+        self.db_id = 1
+        self.wal = SimpleNamespace(written=Mark(0, 3))
+        self.readers = Readers(1, ManualClock())
+        self.sources = SimpleNamespace(cache=SimpleNamespace(resolved=lambda _: {}, resolved_hits=0))
+        self.meanwhile: list[Callable[[], None]] = []
+        self.newest = NewestPages()
+
+    def read(self, page: int, lsn: int) -> bytes:
+        image = self.versions[lsn][page]
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return image
+
+    def append(self, writes: dict[int, bytes], size: int) -> int:
+        """A commit: what is new and was not written is zeros."""
+        written: Mark = self.wal.written
+        before, lsn = self.versions[written.lsn], written.lsn + len(writes) + 1
+        self.versions[lsn] = [
+            writes.get(page, before[page] if page < len(before) else b"zeros") for page in range(size)
+        ]
+        self.wal.written = Mark(lsn, size)
+        return lsn
+
+    def pin(self) -> Pin:
+        return Pin(cast(PageStore, self), self.newest)
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from([*["move", "read", "read in between"] * 3, "commit", "append", "outside", "cut", "rest"]),
+        st.integers(0, 3),
+        st.integers(0, 1),
+    ),
+    min_size=40,
+    max_size=120,
+)
+
+
+@given(acts=ACTS)
+def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[str, int, int]]) -> None:
+    model = Model()
+    pins = [model.pin() for _ in range(2)]
+    noted: list[Callable[[], None]] = []
+
+    def commit(page: int, *, size: int = 0, is_cut: bool = False, later: bool = False) -> None:
+        flush(noted)  # one has the turn at a time, and notes its commit before it gives it back
+        base = model.wal.written
+        size = size or max(base.size_pages, page + 1)
+        writes = {each: f"{each} of {base.lsn}".encode() for each in {0, page} if each < size}
+        lsn = model.append(writes, size)
+        noted.append(lambda: model.newest.note(base.lsn, lsn, None if is_cut else writes, PAGE))
+        if not later:
+            flush(noted)
+
+    def read(pin: Pin, page: int) -> None:
+        expected = model.versions[pin.lsn]
+        if page >= len(expected):
+            with pytest.raises(OutOfRange):
+                pin.read_page(page)
+        else:
+            assert pin.read_page(page) == expected[page]
+
+    for act, page, number in acts:
+        pin = pins[number]
+        if act in ("commit", "append"):
+            commit(page, later=act == "append")
+        elif act == "outside":
+            model.append({page: b"outside"}, max(model.wal.written.size_pages, page + 1))
+        elif act == "cut":
+            commit(0, size=1 + page // 2, is_cut=True)
+        elif act == "move":
+            pin.move(model.wal.written.lsn, model.wal.written.size_pages)
+        elif act == "read in between":
+            model.meanwhile.append(lambda page=page: commit(page))  # type: ignore[misc]
+            read(pin, page)
+        elif act == "read":
+            read(pin, page)
+        else:
+            model.newest.rest()
+    model.meanwhile.clear()
+    for pin in pins:
+        for page in range(5):
+            read(pin, page)
+
+
+def flush(noted: list[Callable[[], None]]) -> None:
+    while noted:
+        noted.pop()()
+
+
+# ── pins ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_what_is_at_hand() -> None:
+    model = Model()
+    pin = model.pin()
+    model.newest.note(0, model.append({0: b"new"}, 3), {0: b"new"}, PAGE)
+    pin.move(*model.wal.written[:2])
+    assert pin.read_page(0) == b"new"
+    model.readers.retire_all()
+    with pytest.raises(LeaseExpired):
+        pin.read_page(0)
+    pin.close()
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper does nothing by itself."""
+    monkeypatch.setattr(connect_module, "KEEPER_SECONDS", 1_000.0)
+
+
+@pytest.mark.usefixtures("still")
+def test_a_connection_takes_its_lease_along(store: Store, shop: apsw.Connection) -> None:
+    pages = store.pages.open("shop")
+    shop.execute("insert into t values (100, 'x')")
+    (lease,) = pages.readers.peek()
+    assert lease.lsn == pages.wal.written.lsn, "nothing that it has read is held back"
+    shop.execute("insert into t values (101, 'x')")
+    (moved,) = pages.readers.peek()
+    assert moved is lease
+    assert lease.lsn == pages.wal.written.lsn
+
+
+@pytest.mark.usefixtures("still")
+def test_a_busy_connection_does_not_look_like_a_long_reader(store: Store, shop: apsw.Connection) -> None:
+    pages, room = store.pages.open("shop"), store._need_rooms().sqlite
+    (lease,) = pages.readers.peek()
+    shop.execute("begin")
+    assert count(shop) == 10
+    room.look_after()
+    assert pages.readers.peek() == [lease], "it is in use"
+    shop.execute("commit")
+    assert pages.readers.peek() == []
+    assert count(shop) == 10
+    assert pages.readers.peek() != [lease]
+
+
+@pytest.mark.usefixtures("still")
+def test_connections_find_what_the_others_have_written(
+    store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = connect()
+    assert count(other) == 10
+    pages, read = store.pages.open("shop"), []
+    original = PageStore.read
+
+    def counted(self: PageStore, page: int, lsn: int) -> bytes:
+        read.append(page)
+        return original(self, page, lsn)
+
+    monkeypatch.setattr(PageStore, "read", counted)
+    for number in range(20):
+        shop.execute("update t set b = ? where id = 3", (f"shop {number}",))
+        other.execute("update t set b = ? where id = 4", (f"other {number}",))
+    assert shop.execute("select group_concat(b) from t where id in (3, 4)").get == "shop 19,other 19"
+    assert len(read) <= 4, "each page once, and no more although each commit makes the other's pages old"
+    with pages.begin() as txn:
+        txn.write_page(0, txn.read_page(0))
+    read.clear()
+    shop.execute("update t set b = 'after' where id = 3")
+    assert read, "somebody has written past SQLite"
+    assert other.execute("select b from t where id = 3").get == "after"
+
+
+def test_a_database_that_shrinks_and_grows_again(shop: apsw.Connection, connect: Connect) -> None:
+    """Pages that are cut off and come back must not come back as they were."""
+    other, rng = connect(), random.Random(7)
+    for number in range(12):
+        with shop:
+            shop.executemany("insert into t values (?, ?)", ((1_000 + each, "x" * 3_000) for each in range(40)))
+        assert count(other) == 50
+        other.execute("delete from t where id >= 1000")
+        if number % 3:
+            shop.execute("vacuum")
+        with other:
+            other.execute("insert into t(b) select zeroblob(?)", (rng.randint(1, 60_000),))
+            other.execute("delete from t where id >= 10")
+        for each in (shop, other):
+            assert each.pragma("integrity_check") == "ok"
+            assert count(each) == 10
+
+
+def test_a_large_transaction_goes_to_the_engine_in_parts(
+    shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.sqlite.live.KEPT_BYTES", 5 * PAGE)
+    writer = connect()
+    writer.pragma("cache_size", 10)
+    parts: list[int] = []
+    original = LiveFile._hand_over
+
+    def counted(self: LiveFile, more: Any) -> None:
+        parts.append(len(self._overlay))
+        original(self, more)
+
+    monkeypatch.setattr(LiveFile, "_hand_over", counted)
+    with writer:
+        writer.executemany("insert into t values (?, ?)", ((1_000 + each, "x" * 3_000) for each in range(60)))
+        assert writer.execute("select sum(length(b)) from t where id >= 1000").get == 180_000
+        assert count(shop) == 10
+    assert max(parts) == 5
+    assert count(shop) == 70
+    writer.execute("begin; update t set b = 'gone'; rollback")
+    assert shop.execute("select sum(length(b)) from t where id >= 1000").get == 180_000
+    assert shop.pragma("integrity_check") == "ok"
