@@ -28,7 +28,6 @@ EXECUTOR_SAFE = [
     "quire.jobs.partial_failure",
     "quire.lsm.backup",
     "quire.lsm.bloom",
-    "quire.lsm.cache",
     "quire.lsm.compaction",
     "quire.lsm.levels",
     "quire.lsm.loading",

@@ -9,9 +9,8 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from quire.durable.files import OsDisk
-from quire.lsm.cache import BlockCache
 from quire.lsm.sst_format import SCHEMA
-from quire.lsm.sst_reader import Block, Table
+from quire.lsm.sst_reader import BlockCache, Table
 from quire.lsm.sst_writer import TableOptions, TableWriter
 
 Row = tuple[bytes, int, bytes | None]
@@ -56,7 +55,7 @@ def make_table(
     level: int = 0,
     options: TableOptions = SMALL,
     pieces: int = 1,
-    cache: BlockCache[Block] | None = None,
+    cache: BlockCache | None = None,
 ) -> Table:
     """A table of these rows, added in some pieces."""
     writer = TableWriter(sst_id, level, options)

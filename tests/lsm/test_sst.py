@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import ChecksumMismatch, Corruption, FormatTooNew, InternalError, StorageFault
+from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
 from quire.lsm.bloom import hash_key
-from quire.lsm.cache import BlockCache
-from quire.lsm.sst_reader import Block, Table
+from quire.lsm.sst_reader import BlockCache, Table
 from quire.lsm.sst_writer import TableOptions, TableWriter
 from quire.testing.faults import Fault, each_fault
 from tests.house.tree import ROOT
@@ -34,7 +34,7 @@ def numbered(count: int) -> list[Row]:
 @given(ROWS, st.integers(1, 5), st.sampled_from(["lz4", "zstd", "none"]), st.booleans())
 def test_rows_are_read_as_they_were_written(rows: list[Row], pieces: int, compression: str, cached: bool) -> None:
     options = TableOptions(block_bytes=128, compression=compression)
-    cache: BlockCache[Block] | None = BlockCache(20_000) if cached else None
+    cache: BlockCache | None = BlockCache(20_000) if cached else None
     with tempfile.TemporaryDirectory() as directory:
         table = make_table(directory, rows, options=options, pieces=pieces, cache=cache)
         assert rows_of(table.batches()) == rows
@@ -53,7 +53,7 @@ def test_rows_are_read_as_they_were_written(rows: list[Row], pieces: int, compre
 @given(ROWS, KEYS, st.one_of(st.none(), KEYS))
 def test_a_range_has_exactly_its_rows(rows: list[Row], low: bytes, high: bytes | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        for cache in (None, BlockCache[Block]()):
+        for cache in (None, BlockCache(64 * MIB)):
             table = make_table(directory, rows, options=TableOptions(block_bytes=64), cache=cache)
             expected = [row for row in rows if low <= row[0] and (high is None or row[0] < high)]
             assert rows_of(table.rows_between(low, high)) == expected
@@ -181,7 +181,7 @@ def test_a_table_that_cannot_be_written_leaves_no_file(tmp_path: Path, fault: Fa
 
 # ── cache and files ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_cache_keeps_to_its_bound(tmp_path: Path) -> None:
-    cache: BlockCache[Block] = BlockCache(30_000)
+    cache: BlockCache = BlockCache(30_000)
     table = make_table(tmp_path, numbered(2000), cache=cache)
     for key, _, _ in numbered(2000):
         table.get(key, hash_key(key), 2**64 - 1)
@@ -193,7 +193,7 @@ def test_the_cache_keeps_to_its_bound(tmp_path: Path) -> None:
 
 
 def test_long_ranges_pass_the_cache_by(tmp_path: Path) -> None:
-    cache: BlockCache[Block] = BlockCache()
+    cache: BlockCache = BlockCache(64 * MIB)
     table = make_table(tmp_path, numbered(500), cache=cache)
     table.rows_between(b"", None)
     assert len(cache) == 0

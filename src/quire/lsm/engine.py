@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
@@ -52,7 +53,6 @@ from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.names import LSM, check_name
 from quire.durable.remote_names import kv_backups_prefix
-from quire.lsm.cache import BlockCache
 from quire.lsm.compaction import table_options
 from quire.lsm.compaction_jobs import JobRows
 from quire.lsm.kv import Kv
@@ -70,7 +70,7 @@ from quire.manifest.writability import Writability
 
 if TYPE_CHECKING:
     from quire.lsm.inventory import RepairReport
-    from quire.lsm.sst_reader import Block
+    from quire.lsm.sst_reader import BlockCache
     from quire.manifest.snapshots import ForkOptions, SnapshotInfo
     from quire.objects.api import ObjectStore
 
@@ -101,7 +101,7 @@ class KvEngine:
         self._clock = clock
         self._settings = settings
         self._store_id = _store_id(manifest)
-        self.cache: BlockCache[Block] = BlockCache(settings.cache_bytes)
+        self.cache: BlockCache = ByteCache(settings.cache_bytes)
         # guarded by _lock
         self._lock = threading.RLock()
         self._open: dict[int, Kv] = {}

@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+from quire.core.cache import ByteCache
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     InvalidInput,
@@ -58,7 +59,6 @@ from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
-from quire.lsm.cache import BlockCache
 from quire.lsm.maintenance import Upkeep
 from quire.lsm.memtable import Memtable
 from quire.lsm.observers import CompactionLedger, NoLedger
@@ -74,7 +74,7 @@ from quire.manifest.lsm_records import LsmEndsRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quire.lsm.sst_reader import Block, Table
+    from quire.lsm.sst_reader import BlockCache, Table
 
 
 class Kv(Reader):
@@ -87,7 +87,7 @@ class Kv(Reader):
         opened: Opened,
         settings: LsmSettings,
         clock: Clock,
-        cache: BlockCache[Block],
+        cache: BlockCache,
         *,
         background: bool,
         ledger: CompactionLedger | None = None,
@@ -136,7 +136,7 @@ class Kv(Reader):
         settings: LsmSettings | None = None,
         *,
         clock: Clock | None = None,
-        cache: BlockCache[Block] | None = None,
+        cache: BlockCache | None = None,
         background: bool = True,
         ledger: CompactionLedger | None = None,
         facts: StoreFacts | None = None,
@@ -147,7 +147,7 @@ class Kv(Reader):
         `ledger`: is told of every compaction. `facts`: what the store knows of the database; its files are compared with it.
         """
         settings = settings or LsmSettings()
-        cache = cache if cache is not None else BlockCache(settings.cache_bytes)
+        cache = cache if cache is not None else ByteCache(settings.cache_bytes)
         home = LsmHome(path)
         opened = open_files(disk, home, cache, facts)
         clock = clock or SystemClock()

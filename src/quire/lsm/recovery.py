@@ -42,7 +42,6 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
-from quire.lsm.cache import BlockCache
 from quire.lsm.levels import Levels
 from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
@@ -54,7 +53,7 @@ from quire.lsm.wal import LOG_KIND, Wal, batches_of, require_owner
 from quire.lsm.witnesses import REPAIR, StoreFacts
 
 if TYPE_CHECKING:
-    from quire.lsm.sst_reader import Block, Table
+    from quire.lsm.sst_reader import BlockCache, Table
 
 
 class Opened(msgspec.Struct):
@@ -66,7 +65,7 @@ class Opened(msgspec.Struct):
     last_lsn: int
 
 
-def open_files(disk: Disk, home: LsmHome, cache: BlockCache[Block], facts: StoreFacts | None = None) -> Opened:
+def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> Opened:
     """See the steps above. A directory without a database gets an empty one, unless the facts are that there was one."""
     facts = facts or StoreFacts()
     manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_behind(disk, home, state, facts))
@@ -163,9 +162,7 @@ def _is_empty(disk: Disk, path: str) -> bool:
         return False
 
 
-def _open_tables(
-    disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache[Block], facts: StoreFacts
-) -> list[Table]:
+def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache, facts: StoreFacts) -> list[Table]:
     """Step 3."""
     if not state.tables:
         return []

@@ -30,7 +30,6 @@ from quire.durable.files import Disk, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.trees import remove_tree
-from quire.lsm.cache import BlockCache
 from quire.lsm.levels import Levels
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.kv import Kv
-    from quire.lsm.sst_reader import Block, Table
+    from quire.lsm.sst_reader import BlockCache, Table
 
 
 def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
@@ -124,7 +123,7 @@ class FrozenCopy(msgspec.Struct, frozen=True):
 class FrozenKv(Reader):
     """A copy, opened for reading. Use it as a context manager."""
 
-    def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache[Block] | None = None) -> None:
+    def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache | None = None) -> None:
         from quire.lsm.sst_reader import Table
 
         self.state = copy.state(disk)

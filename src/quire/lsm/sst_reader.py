@@ -20,17 +20,17 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pyarrow as pa
 
+from quire.core.cache import ByteCache
 from quire.core.errors import Corruption
 from quire.core.limits import MIB
 from quire.durable.files import Disk, File
 from quire.durable.open_files import open_to_read
 from quire.lsm.bloom import Bloom, hash_keys
-from quire.lsm.cache import BlockCache
 from quire.lsm.sst_format import SCHEMA, TableMeta, decode_blocks, read_section
 from quire.lsm.sst_writer import key_changes
 
@@ -62,11 +62,10 @@ class Block:
         if keys is None:
             keys = self._prepare()
         at = bisect_left(keys, key)
-        count = len(keys)
         lsns = self._lsns
         assert lsns is not None
         assert self._values is not None
-        while at < count and keys[at] == key:
+        while at < len(keys) and keys[at] == key:
             if lsns[at] <= lsn:
                 offsets, data, tombstones = self._values
                 if tombstones[at >> 3] >> (at & 7) & 1:
@@ -89,6 +88,11 @@ class Block:
         return made
 
 
+BlockCache = ByteCache[tuple[int, int], Block]
+"""Decoded blocks by (number of an open table, number of the block): the key is never used for other bytes."""
+_NUMBERS = count(1)
+
+
 class Table:
     """An open table; made by `Table.open`."""
 
@@ -106,7 +110,7 @@ class Table:
     )
 
     def __init__(
-        self, file: File, path: str, meta: TableMeta, bloom: Bloom, checksum: int, cache: BlockCache[Block] | None
+        self, file: File, path: str, meta: TableMeta, bloom: Bloom, checksum: int, cache: BlockCache | None
     ) -> None:
         self.path = path
         self.checksum = checksum
@@ -116,11 +120,11 @@ class Table:
         self.size_bytes = file.size()
         self._file = file
         self._cache = cache
-        self._number = cache.new_table() if cache is not None else 0
+        self._number = next(_NUMBERS)
         self._first_keys = [block.first_key for block in meta.blocks]
 
     @classmethod
-    def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache[Block] | None = None) -> Table:
+    def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache | None = None) -> Table:
         """The table at `path`, which must be number `sst_id` if one is given."""
         try:
             file = open_to_read(disk, path)
@@ -147,7 +151,8 @@ class Table:
     def close(self) -> None:
         """Close the file now: reads raise from here on."""
         if self._cache is not None:
-            self._cache.forget(self._number, len(self.meta.blocks))
+            for number in range(len(self.meta.blocks)):
+                self._cache.forget((self._number, number))
         self._file.close()
 
     # ── one key ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,7 +171,7 @@ class Table:
         block = cache.get((self._number, number))
         if block is None:
             block = Block(self._read(number, number + 1)[0])
-            cache.put((self._number, number), block)
+            cache.put((self._number, number), block, block.charge)
         return block
 
     # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────

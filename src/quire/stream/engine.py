@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.closing import close_all
 from quire.core.errors import (
@@ -53,7 +54,6 @@ from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
 from quire.objects.api import list_objects
-from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.maintenance import Moved
 from quire.stream.mlog_metrics import LogFigures
@@ -61,6 +61,7 @@ from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import Projection
 from quire.stream.repair import Repair
+from quire.stream.sources import StreamCache
 from quire.stream.state import begins_of, load_mode, save_mode
 from quire.stream.stream import Stream
 
@@ -104,7 +105,7 @@ class StreamEngine:
         self._background = background
         self._store_locked = store_locked
         self._stopping = threading.Event()
-        self.cache = ByteCache(settings.cache_bytes)
+        self.cache: StreamCache = ByteCache(settings.cache_bytes)
         # guarded by _lock
         self._lock = threading.RLock()
         self._open: dict[int, Stream] = {}

@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed, Unavailable
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
-from quire.stream.cache import ByteCache
 from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_states import Remote
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import Segment, View
-from quire.stream.sources import VERIFY, Lost, Marks, WarmSource, hot_source, remote_source, warm_source
+from quire.stream.sources import VERIFY, Lost, Marks, StreamCache, WarmSource, hot_source, remote_source, warm_source
 from quire.stream.spans import Span
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class StreamReader:
         hot: HotLog,
         view: Callable[[], View],
         store: Callable[[], ObjectStore],
-        cache: ByteCache,
+        cache: StreamCache,
         settings: StreamSettings,
         *,
         touch: Callable[[int], None] = lambda _: None,

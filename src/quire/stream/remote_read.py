@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.core.cache import ByteCache
 from quire.core.errors import Corruption, CursorLost, InvalidInput, QuireError, Unavailable
 from quire.core.events import emit
 from quire.core.limits import MIB
-from quire.stream.cache import ByteCache
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
 from quire.stream.segment import HEADER_BYTES, Block, records_of
 from quire.stream.segments import Segment
-from quire.stream.sources import VERIFY, Lost, Piece, hot_source, remote_source, warm_source
+from quire.stream.sources import VERIFY, Lost, Piece, StreamCache, hot_source, remote_source, warm_source
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -106,7 +106,7 @@ class SharedReader:
         self._stream_id = stream_id
         self._locate = locate
         self._uploads = uploads and self._files is None
-        self._cache = ByteCache(CACHE_BYTES)
+        self._cache: StreamCache = ByteCache(CACHE_BYTES)
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
         """Record batches (`reading.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""

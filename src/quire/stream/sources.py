@@ -19,17 +19,17 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from quire.core.cache import ByteCache
 from quire.core.checked_read import checked_read
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
 from quire.core.limits import KIB
 from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
-from quire.stream.cache import ByteCache
 from quire.stream.files import StreamFiles
 from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
 from quire.stream.segments import Segment
@@ -48,6 +48,9 @@ T = TypeVar("T")
 Piece = tuple[Block, Bytes]
 Retry = Callable[[Callable[[], T]], T]
 """Calls again what fails for a while."""
+
+StreamCache = ByteCache[Hashable, Any]
+"""Of all streams of a store: frames, spans, marks and open objects, by keys that begin with the stream's number."""
 
 VERIFY = "`quire stream verify` tells what is lost"
 
@@ -190,7 +193,7 @@ class WarmSource:
         stream_id: int,
         segment: Segment,
         reader: WarmReader,
-        cache: ByteCache,
+        cache: StreamCache,
         *,
         lock: threading.Lock | None = None,
     ) -> None:
@@ -286,7 +289,7 @@ class WarmSource:
 
 
 @contextmanager
-def warm_source(files: StreamFiles, segment: Segment, cache: ByteCache) -> Iterator[WarmSource]:
+def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Iterator[WarmSource]:
     """The compressed file of a segment, opened."""
     path = files.segment(Tier.WARM, segment.segment_id)
     try:
@@ -307,7 +310,7 @@ def warm_source(files: StreamFiles, segment: Segment, cache: ByteCache) -> Itera
 
 
 def remote_source(
-    stream_id: int, segment: Segment, store: ObjectStore, cache: ByteCache, retry: Retry[bytes]
+    stream_id: int, segment: Segment, store: ObjectStore, cache: StreamCache, retry: Retry[bytes]
 ) -> WarmSource:
     """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
     kept = (stream_id, segment.segment_id, segment.key)

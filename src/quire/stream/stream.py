@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import replace
 
+from quire.core.cache import ByteCache
 from quire.core.clock import Clock
 from quire.core.errors import QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
@@ -37,7 +38,6 @@ from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
 from quire.stream.append_buffer import Records
 from quire.stream.append_result import Appended
-from quire.stream.cache import ByteCache
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.info import StreamInfo, info_of
@@ -54,6 +54,7 @@ from quire.stream.projection import Projection
 from quire.stream.reader import Record, StreamReader, is_going
 from quire.stream.recovery import Recovered, open_checked, open_log, recover_stream
 from quire.stream.segment_events import Ledger
+from quire.stream.sources import StreamCache
 from quire.stream.state import Consumer, Retention, StreamState
 from quire.stream.tiers import Tiers
 
@@ -74,7 +75,7 @@ class Stream:
         state: StreamState,
         store: Callable[[], ObjectStore],
         collect: Collect,
-        cache: ByteCache,
+        cache: StreamCache,
         settings: StreamSettings,
         clock: StreamClock,
         *,
@@ -136,7 +137,7 @@ class Stream:
         clock: Clock,
         settings: StreamSettings,
         log_settings: ManifestLogSettings,
-        cache: ByteCache | None = None,
+        cache: StreamCache | None = None,
         background: bool = True,
         store_locked: bool = False,
     ) -> Stream:

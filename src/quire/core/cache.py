@@ -1,0 +1,66 @@
+"""A least-recently-used cache that is bounded in bytes: decoded blocks of tables, frames and indexes of stream segments.
+
+The page cache (`pages/cache.py`) is a different structure: its hits must cost no lock and no bookkeeping.
+
+Threads: any; one lock, held for a few dictionary operations.
+
+    >>> cache: ByteCache[str, bytes] = ByteCache(100)
+    >>> cache.put("a", b"x", 20), cache.get("a"), cache.used_bytes
+    (None, b'x', 20)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class ByteCache(Generic[K, V]):
+    """Values by key, each with its size; `used_bytes` never exceeds `bytes_max` when `put` returns."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        # guarded by _lock
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.used_bytes = 0
+        self.hits = 0
+        self.misses = 0
+
+    def get(self, key: K) -> V | None:
+        """The cached value, or `None`."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self.misses += 1
+                return None
+            self._entries.move_to_end(key)
+            self.hits += 1
+            return entry[0]
+
+    def put(self, key: K, value: V, size_bytes: int) -> None:
+        """Cache a value, unless it needs more than a quarter of the cache: it would evict nearly everything else."""
+        if size_bytes * 4 > self.bytes_max:
+            return
+        with self._lock:
+            previous = self._entries.pop(key, None)
+            self.used_bytes += size_bytes - (previous[1] if previous is not None else 0)
+            self._entries[key] = (value, size_bytes)
+            while self.used_bytes > self.bytes_max:
+                _, (_, evicted_bytes) = self._entries.popitem(last=False)
+                self.used_bytes -= evicted_bytes
+
+    def forget(self, key: K) -> None:
+        """Remove a value, if it is cached."""
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self.used_bytes -= entry[1]
+
+    def __len__(self) -> int:
+        return len(self._entries)
