@@ -47,7 +47,8 @@ IN_ORDER = (
     "manifest check",
     "feed tail", "feed cursors", "feed resume", "feed drop", "audit",
     "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved", "takeover",
-    "snapshot drop", "drop", "rename", "serve", "tour", "completion",
+    "namespace create", "namespace ls", "namespace drop",
+    "snapshot drop", "db set", "db set-status", "drop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
 """What a person would do in a new store."""
 

@@ -14,10 +14,10 @@ import quire
 from quire.core.errors import (
     ChecksumMismatch,
     Corruption,
+    DatabaseTombstoned,
     NameTaken,
     NotFound,
     ReadOnly,
-    StoreClosed,
     StoreUnusable,
     UnknownDatabase,
     UnknownSnapshot,
@@ -65,7 +65,7 @@ def test_a_database_is_registered_listed_and_dropped(store: Store) -> None:
     home = kv.home.path
     store.drop("cart")
     assert not os.path.exists(home)
-    with pytest.raises(StoreClosed):
+    with pytest.raises(DatabaseTombstoned):
         kv.put(b"a", b"")
     with pytest.raises(UnknownDatabase):
         store.kv("cart")

@@ -76,7 +76,7 @@ def test_garbage_is_refused_and_never_runs(body: bytes) -> None:
 
 def test_unknown_fields_at_the_end_are_ignored_and_missing_ones_have_defaults() -> None:
     """A newer client may send more, an older one less (rule 3)."""
-    newer = msgspec.msgpack.encode([b"", ["shop", "pages", {}, "more"]])
+    newer = msgspec.msgpack.encode([b"", ["shop", "pages", {}, "", "more"]])
     assert wire.read_call(newer, m.Create)[1] == m.Create("shop", "pages")
     older = msgspec.msgpack.encode([b"", ["shop", "pages"]])
     assert wire.read_call(older, m.Create)[1] == m.Create("shop", "pages")

@@ -33,6 +33,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "MOVE": ("compress", "upload", "evict", "hydrate"),
     "STYLE": ("json", "console"),
     "SHELL": ("bash", "zsh", "fish"),
+    "MODE": ("off", "shadow", "on"),
+    "STATUS": ("active", "read_only"),
 }
 """Metavar → what may be there."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Group, command
@@ -15,6 +15,9 @@ from quire.store.object_location import open_place
 from quire.store.why import readers_at
 from quire.store.why import why as ask
 from quire.store.why_database_files import on_disk
+
+if TYPE_CHECKING:
+    from quire.manifest.reads import ReadTxn
 
 
 def add_to(app: Group) -> None:
@@ -31,7 +34,7 @@ def why(
     """Explain why data is retained and how to free it."""
     with cli.reader() as manifest, manifest.read() as txn:
         asked, root = _within(cli, subject), os.path.abspath(cli.path)
-        answer = ask(txn, asked, lambda path: _size(cli, path), readers_at(root))
+        answer = ask(txn, asked, lambda path: _size(cli, txn, path), readers_at(root))
         answer = on_disk(txn, root, asked, answer)
     facts = [("what", f"{answer.kind} {answer.subject}"), ("state", answer.state), ("bytes", size(answer.size_bytes))]
     if answer.disk_bytes:
@@ -58,16 +61,14 @@ def _within(cli: Cli, subject: str) -> str:
     return subject
 
 
-def _size(cli: Cli, path: str) -> int | None:
+def _size(cli: Cli, txn: ReadTxn, path: str) -> int | None:
     """The bytes of a file in the store, or of an object; `None` if there is neither."""
     root = os.path.abspath(cli.path)
     try:
         return os.stat(os.path.join(root, path)).st_size
     except OSError:
         pass  # then it is an object
-
-    with cli.reader() as manifest, manifest.read() as txn:
-        store = open_place(txn, root, cli.settings())
+    store = open_place(txn, root, cli.settings())
     try:
         return store.head(path).size_bytes
     except (ObjectNotFound, InvalidInput):

@@ -32,6 +32,6 @@ def moment(at_ms: int) -> str:
     """A time in milliseconds as people read it.
 
     >>> moment(1_794_850_000_000)
-    '2026-11-16 16:26:40Z'
+    '2026-11-16 17:26:40Z'
     """
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at_ms / 1000))

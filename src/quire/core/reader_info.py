@@ -28,7 +28,7 @@ def reader_text(info: ReaderInfo) -> str:
     >>> reader_text(
     ...     ReaderInfo(reader="7", lsn=40, pid=12, host="box", since_ms=1_794_850_000_000, tags={"by": "sqlite"})
     ... )
-    'reader 7 at lsn 40 (pid 12 on box, by=sqlite, since 2026-11-16 16:26:40Z)'
+    'reader 7 at lsn 40 (pid 12 on box, by=sqlite, since 2026-11-16 17:26:40Z)'
     """
     parts = [f"pid {info.pid}" + (f" on {info.host}" if info.host else "")] if info.pid else []
     parts += [f"{name}={value}" for name, value in info.tags.items()]

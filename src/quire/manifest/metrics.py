@@ -27,12 +27,12 @@ import msgspec
 from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
 from quire.manifest.overlay import Overlay
-from quire.manifest.reads import ReadTxn
 from quire.manifest.records import MetricRecord
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from quire.manifest.reads import ReadTxn
     from quire.manifest.store import ManifestStore
 
 BUCKETS = 64

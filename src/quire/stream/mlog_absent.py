@@ -60,6 +60,9 @@ class AbsentLog(ManifestLog):
     def reserve(self) -> None:
         """Nothing is written."""
 
+    def snapshot(self) -> int:
+        return self.index.snapshot_id
+
     def rotate(self) -> int | None:
         return None
 
