@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 import zstandard
 
+import quire
 from bench.pages import PAGE, World
 from bench.report import Report, seconds
 from quire.core.limits import GIB, MIB
-from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.jobs.checkpoint.many import run_many
@@ -39,8 +39,8 @@ from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import collector_of
-from quire.manifest.records import DbKind, JobKind, JobState, WalState
-from quire.objects.open import open_store
+from quire.manifest.records import WalState
+from quire.objects import open_store
 from quire.pages.chunk_chain import merge
 from quire.pages.chunk_format import LEVEL, PAGES_PER_FRAME
 from quire.pages.chunk_reader import ChunkReader
@@ -54,11 +54,11 @@ PAGES_PER_SLOT = 64 * MIB // PAGE
 QUICK_DIVISOR = 16
 """What `--quick` makes of a size; the loop by hand is as small then, and Spark's floor is not."""
 SMALL_DATABASES, QUICK_SMALL_DATABASES = 10_000, 200
-SETTINGS = PagesSettings(
+SETTINGS = quire.PagesSettings(
     wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, cold_bytes_per_second=0, seal_seconds=3_600.0
 )
 TEXT = (b"quire keeps every version " * PAGE)[: PAGE // 2]
-MAINTENANCE = MaintenanceSettings(delete_grace_seconds=0, workers=PROCESSES)
+MAINTENANCE = quire.MaintenanceSettings(delete_grace_seconds=0, workers=PROCESSES)
 
 
 # ── the loop by hand ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,17 +184,16 @@ def context_of(world: World) -> JobContext:
 
 def spark_runner(world: World) -> Any:
     """A session that has run something."""
-    from quire.spark.runner import SparkRunner
-    from quire.spark.session import session
+    from quire.spark import SparkRunner, session
 
     return SparkRunner(session(), root=world.root, objects_url=world.objects)
 
 
-def run(world: World, kind: JobKind, db_ids: Sequence[int], runner: Runner) -> list[Job]:
+def run(world: World, kind: quire.JobKind, db_ids: Sequence[int], runner: Runner) -> list[Job]:
     jobs = run_many(context_of(world), kind, db_ids, Runners(lambda: runner, "spark"))
-    assert {job.state for job in jobs} == {JobState.SUCCEEDED}, [job.record.error for job in jobs if job.record.error][
-        :3
-    ]
+    assert {job.state for job in jobs} == {quire.JobState.SUCCEEDED}, [
+        job.record.error for job in jobs if job.record.error
+    ][:3]
     return jobs
 
 
@@ -274,7 +273,7 @@ def one_size(gib: float, report: Report, directory: Path, quick: bool) -> None:
     tasks = hand_tasks(world, store, target)
     before = by_hand(slot_by_hand, tasks)
     with peak_rss() as peak:
-        ours = seconds(partial(run, world, JobKind.CHECKPOINT, [store.db_id], runner))
+        ours = seconds(partial(run, world, quire.JobKind.CHECKPOINT, [store.db_id], runner))
     hand = (before + by_hand(slot_by_hand, tasks)) / 2
     measured[gib] = size / ours, peak[0]
     said = f"{size / ours / MIB:.0f} MiB/s, by hand {size / hand / MIB:.0f} MiB/s; driver grew {peak[0] / MIB:.0f} MiB"
@@ -311,7 +310,7 @@ def merge_one(
 ) -> None:
     pages = size // PAGE
     fill(store, range(0, pages, 16))
-    run(world, JobKind.CHECKPOINT, [store.db_id], runner)
+    run(world, quire.JobKind.CHECKPOINT, [store.db_id], runner)
     drain(world)
     with world.manifest.read() as txn:
         chains = [
@@ -320,7 +319,7 @@ def merge_one(
         ]
     tasks = [(chain[::-1], str(target / f"{slot}")) for slot, chain in enumerate(chains)]
     before = by_hand(chain_by_hand, tasks)
-    ours = seconds(lambda: run(world, JobKind.MERGE, [store.db_id], runner))
+    ours = seconds(lambda: run(world, quire.JobKind.MERGE, [store.db_id], runner))
     hand = (before + by_hand(chain_by_hand, tasks)) / 2
     said = f"{size / ours / MIB:.0f} MiB/s, by hand {size / hand / MIB:.0f} MiB/s"
     report.ratio(f"merge_{gib:g}_gib", hand / ours, None if gib < 1 else 0.7, "higher", said)
@@ -361,7 +360,7 @@ def small_databases(report: Report, directory: Path, quick: bool) -> None:
     world = World(directory, "many", SETTINGS)
 
     def make(number: int) -> None:
-        db_id = world.manifest.register_db(f"db-{number}", DbKind.PAGES)
+        db_id = world.manifest.register_db(f"db-{number}", quire.DbKind.PAGES)
         store = world.engine.open(db_id)
         with store.begin() as txn:
             for page in range(4):
@@ -375,7 +374,7 @@ def small_databases(report: Report, directory: Path, quick: bool) -> None:
     warm_up(runner)
     runner.actions = 0
     started = time.perf_counter()
-    run(world, JobKind.CHECKPOINT, range(1, count + 1), runner)
+    run(world, quire.JobKind.CHECKPOINT, range(1, count + 1), runner)
     took = time.perf_counter() - started
     said = f"{count:,} databases in {took:.1f} s: {count / took:.0f}/s"
     report.ratio("spark_actions_for_many_databases", float(runner.actions), 1.0, "lower", said)

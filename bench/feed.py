@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
+import quire
 from bench.manifest import chunk_op, fresh
 from bench.report import Report, alternate, rate, seconds
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.ops.cursors import TRIM_ROWS, AcknowledgeChanges, TrimChanges
-from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 
 CURSORS = 100
@@ -35,7 +35,7 @@ BLOCK = 25
 def opened(directory: Path, changes: int = 0) -> Iterator[ManifestStore]:
     """A manifest with so many changes of one operation each, after the one that makes its database."""
     with ManifestStore.open(fresh(directory, "ours")) as manifest:
-        manifest.register_db("bench", DbKind.PAGES)
+        manifest.register_db("bench", quire.DbKind.PAGES)
         write(manifest, changes)
         yield manifest
 

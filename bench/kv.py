@@ -23,16 +23,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+import quire
 from bench.report import Report, alternate, rate, seconds
 from quire.core.limits import MIB
-from quire.core.settings import LsmSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk, read_all
 from quire.durable.log_format import HEAD, HEADER_BYTES, LINK
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome, sst_entry_path
 from quire.lsm.compaction import run, table_options
-from quire.lsm.kv import Kv
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import AddSst, AllocateSstId, ManifestSstEntry, RemoveSst, UpdateLsn
 from quire.lsm.manifest_format import LOG_FIRST, encode_event
@@ -45,7 +44,7 @@ BATCH = 1_000
 BLOCK = 25
 """Synced writes between two turns of the contenders: the disk's mood changes within seconds."""
 NO_ROCKS = "rocksdict is not installed"
-LARGE = LsmSettings(memtable_bytes=512 * MIB, cache_bytes=512 * MIB)
+LARGE = quire.LsmSettings(memtable_bytes=512 * MIB, cache_bytes=512 * MIB)
 """Nothing is flushed while memtables are measured, and everything fits the cache while tables are."""
 
 
@@ -86,9 +85,9 @@ def rocks_in(directory: Path) -> Rocks | None:
     return None
 
 
-def kv_in(directory: Path) -> Kv:
+def kv_in(directory: Path) -> quire.Kv:
     shutil.rmtree(directory / "kv", ignore_errors=True)
-    return Kv.open(OsDisk(), str(directory / "kv"), LARGE)
+    return quire.Kv.open(OsDisk(), str(directory / "kv"), LARGE)
 
 
 def per_second(count: int, work: Callable[[], Any]) -> float:

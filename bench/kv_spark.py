@@ -24,9 +24,7 @@ import pyarrow.parquet as pq
 
 import quire
 from bench.report import Report, rate
-from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.spark.session import session
-from quire.spark.sources.kv_load import bulk_load
+from quire.spark import bulk_load, session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 FILES = 8
 PROCESSES = 2
 ROWS = int(os.environ.get("QUIRE_BENCH_KV_ROWS", "10000000"))
-QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
+QUIET = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
 
 OPPONENT = """
 import os, sys

@@ -22,12 +22,13 @@ from typing import Any
 import lmdb
 import msgspec
 
+import quire
 from bench.report import Report, alternate, rate, seconds
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.checkpoints import FullChunk, checkpoint_ops
 from quire.manifest.ops.artifacts import PutChunk
-from quire.manifest.records import ChunkRecord, DbKind, Residency
+from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.store import ManifestStore
 
 SHA = bytes(range(32))
@@ -74,7 +75,7 @@ class Pipelined:
     def quire(self) -> float:
         """Operations per second through `ManifestStore.submit`."""
         with ManifestStore.open(fresh(self.directory, "ours")) as manifest:
-            manifest.register_db("bench", DbKind.PAGES)
+            manifest.register_db("bench", quire.DbKind.PAGES)
             commits = manifest.writer.stats.commits
             taken = seconds(lambda: self._produce(manifest))
             self.per_commit = max(1, round(self.operations / (manifest.writer.stats.commits - commits)))
@@ -183,7 +184,7 @@ def awaited_commits(report: Report, directory: Path, quick: bool) -> None:
     raw_times: list[float] = []
     our_times: list[float] = []
     with ManifestStore.open(fresh(directory, "ours")) as manifest:
-        manifest.register_db("bench", DbKind.PAGES)
+        manifest.register_db("bench", quire.DbKind.PAGES)
         for start in range(0, count, BLOCK):  # short turns: the disk's mood changes within seconds
             for key, value, sequence, change in rows[start : start + BLOCK]:
                 started = time.perf_counter()
@@ -209,7 +210,7 @@ def concurrent_commits(report: Report, directory: Path, quick: bool) -> None:
 
     def commits_per_second(threads: int) -> float:
         with ManifestStore.open(fresh(directory, "ours")) as manifest:
-            manifest.register_db("bench", DbKind.PAGES)
+            manifest.register_db("bench", quire.DbKind.PAGES)
             done = [0] * threads
             stop = time.perf_counter() + duration
 
@@ -235,7 +236,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
     count = 100_000 if quick else 1_000_000
     rounds = 1 if quick else 3
     with ManifestStore.open(fresh(directory, "ours")) as manifest:
-        manifest.register_db("bench", DbKind.PAGES)
+        manifest.register_db("bench", quire.DbKind.PAGES)
         for start in range(0, count, 1_000):
             guard = manifest.submit(tuple([chunk_op(number) for number in range(start, start + 1_000)]))
         guard.result()
@@ -312,7 +313,7 @@ def opening(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _fill(manifest: ManifestStore, name: str, chunks: int) -> None:
-    db_id = manifest.register_db(name, DbKind.PAGES)
+    db_id = manifest.register_db(name, quire.DbKind.PAGES)
     generation = manifest.reserve_generation(db_id)
     mutations = [FullChunk(slot=slot, record=chunk_op(slot).record) for slot in range(chunks)]
     with manifest.read() as txn:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import zstandard
 
+import quire
 from bench.report import Report, alternate, seconds
 from quire.core.clock import SystemClock
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
-from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.jobs.context import JobContext, StorePool
@@ -33,9 +33,9 @@ from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.namespaces import collector_of
 from quire.manifest.ops.wal import MoveWalState
-from quire.manifest.records import DbKind, JobKind, WalState
+from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
-from quire.objects.open import open_store
+from quire.objects import open_store
 from quire.pages.chunk_format import LEVEL, PAGES_PER_FRAME, ChunkIdentity
 from quire.pages.chunk_writer import ChunkWriter
 from quire.pages.engine import PageEngine
@@ -51,13 +51,13 @@ TRANSACTION_PAGES = 16
 LARGE = 8_000
 """Pages of a transaction after which segments have their full size."""
 WRITERS = 4
-SETTINGS = PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, cold_bytes_per_second=0)
+SETTINGS = quire.PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, cold_bytes_per_second=0)
 
 
 class World:
     """A store's engine, as its owner has it."""
 
-    def __init__(self, directory: Path, name: str, settings: PagesSettings = SETTINGS) -> None:
+    def __init__(self, directory: Path, name: str, settings: quire.PagesSettings = SETTINGS) -> None:
         self.base = directory / name
         shutil.rmtree(self.base, ignore_errors=True)
         self.base.mkdir(parents=True)
@@ -81,7 +81,7 @@ class World:
         with self.manifest.read() as txn:
             known = txn.get(t.DB_NAMES, name) is not None
         if not known:
-            self.manifest.register_db(name, DbKind.PAGES)
+            self.manifest.register_db(name, quire.DbKind.PAGES)
         return self.engine.open(name)
 
     def checkpoint(self, store: PageStore) -> None:
@@ -92,10 +92,10 @@ class World:
             objects_url=self.objects,
             open_store=StorePool(open_store),
             collector=collector_of(self.manifest, self.objects, open_store),
-            settings=MaintenanceSettings(delete_grace_seconds=0),
+            settings=quire.MaintenanceSettings(delete_grace_seconds=0),
             pages=self.engine,
         )
-        self.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id)
+        self.manifest.enqueue_job(quire.JobKind.CHECKPOINT, store.db_id)
         Worker(context, HANDLERS).drain()
 
     def recycle(self, store: PageStore) -> None:
@@ -113,7 +113,7 @@ class World:
 
 
 @contextmanager
-def opened(directory: Path, settings: PagesSettings = SETTINGS) -> Iterator[World]:
+def opened(directory: Path, settings: quire.PagesSettings = SETTINGS) -> Iterator[World]:
     world = World(directory, "ours", settings)
     try:
         yield world
@@ -285,7 +285,7 @@ def cached_reads(report: Report, directory: Path, quick: bool) -> None:
 def wal_reads(report: Report, directory: Path, quick: bool) -> None:
     """Published pages that no cache has: the raw reader does one LMDB transaction, one get, one pread and one crc64."""
     count, rounds = 2_000, 3 if quick else 20
-    with opened(directory, PagesSettings(cache_bytes=MIB)) as world:
+    with opened(directory, quire.PagesSettings(cache_bytes=MIB)) as world:
         store = world.database()
         for start in range(0, count, 100):
             commit(store, {page: os.urandom(PAGE) for page in range(start, start + 100)})
@@ -331,7 +331,7 @@ def _database_page(rng: random.Random) -> bytes:
 def chunk_reads(report: Report, directory: Path, quick: bool) -> None:
     """One page of a local chunk whose frame nobody has unpacked yet."""
     count, rng = 4_000, random.Random(1)
-    with opened(directory, PagesSettings(cache_bytes=MIB // 2)) as world:
+    with opened(directory, quire.PagesSettings(cache_bytes=MIB // 2)) as world:
         store = world.database()
         commit(store, {page: _database_page(rng) for page in range(count)})
         world.checkpoint(store)
@@ -359,7 +359,7 @@ def chunk_reads(report: Report, directory: Path, quick: bool) -> None:
 def recovery(report: Report, directory: Path, quick: bool) -> None:
     """A killed owner's WAL: the raw reader parses and checks the index regions, and the bodies of the unpublished tail."""
     total = 64 * MIB if quick else GIB
-    settings = PagesSettings(
+    settings = quire.PagesSettings(
         wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, publish_seconds=1e9, seal_seconds=1e9
     )
     world = World(directory, "ours", settings)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import quire
 from bench.manifest import BLOCK, chunk_op, fresh, raw_env
 from bench.report import Report
 from quire.core.clock import Clock
@@ -24,10 +25,9 @@ from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
 from quire.manifest.checkpoints import FullChunk, checkpoint_ops
 from quire.manifest.ops.databases import ReserveGeneration
 from quire.manifest.ops.wal import AdvanceWal
-from quire.manifest.records import DbKind
 from quire.manifest.retention import SCHEDULE_TAG
 from quire.manifest.store import ManifestStore
-from quire.testing.clock import ManualClock
+from quire.testing import ManualClock
 
 CHUNKS = 1024 * GIB // CHUNK_BYTES
 FORKS = 1_000
@@ -40,7 +40,7 @@ STEP = 7_919
 def database(directory: Path, name: str, clock: Clock | None = None) -> ManifestStore:
     """A manifest with a database of 1 TiB in it."""
     manifest = ManifestStore.open(fresh(directory, name), clock=clock)
-    manifest.register_db("bench", DbKind.PAGES, page_size=4096)
+    manifest.register_db("bench", quire.DbKind.PAGES, page_size=4096)
     checkpoint(manifest, range(CHUNKS))
     return manifest
 

@@ -26,14 +26,12 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 import quire
 from bench.report import Report, alternate, seconds
 from quire.core.limits import GIB
-from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
 from quire.manifest.ops.base import Counter, ReserveIds
-from quire.spark.access import options_of
-from quire.spark.session import session
+from quire.spark import options_of, session
 
-SETTINGS = StoreSettings(
-    maintenance=MaintenanceSettings(enabled=False),
-    pages=PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
+SETTINGS = quire.StoreSettings(
+    maintenance=quire.MaintenanceSettings(enabled=False),
+    pages=quire.PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
 )
 CORES = os.cpu_count() or 1
 

@@ -12,6 +12,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import quire
 from bench.checkpoint import QUICK_DIVISOR, SETTINGS, context_of, drain, fill, run, spark_runner, warm_up
 from bench.pages import PAGE, World
 from bench.report import Report, alternate, seconds
@@ -21,7 +22,6 @@ from quire.jobs.copies import FILE_STEP_BYTES
 from quire.jobs.runner import Runners
 from quire.jobs.verify.handler import verify_job
 from quire.jobs.worker import Worker
-from quire.manifest.records import JobKind, JobState
 
 
 def digest(path: str) -> int:
@@ -42,17 +42,19 @@ def one_size(gib: float, report: Report, directory: Path, quick: bool) -> None:
     fill(store, range(int(2 * gib * GIB) // (QUICK_DIVISOR if quick else 1) // PAGE))
     runner = spark_runner(world)
     warm_up(runner)
-    run(world, JobKind.CHECKPOINT, [store.db_id], runner)
+    run(world, quire.JobKind.CHECKPOINT, [store.db_id], runner)
     drain(world)
     paths = [str(path) for path in Path(world.objects).rglob("*:*")]
     size = sum(os.path.getsize(path) for path in paths)
-    worker = Worker(context_of(world), {JobKind.VERIFY: partial(verify_job, runners=Runners(lambda: runner, "spark"))})
+    worker = Worker(
+        context_of(world), {quire.JobKind.VERIFY: partial(verify_job, runners=Runners(lambda: runner, "spark"))}
+    )
 
     def ours() -> None:
-        job_id = world.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store"})
+        job_id = world.manifest.jobs.enqueue(quire.JobKind.VERIFY, 0, {"scope": "store"})
         worker.run(job_id)
         job = world.manifest.jobs.get(job_id)
-        assert job.state is JobState.SUCCEEDED, job.record.error
+        assert job.state is quire.JobState.SUCCEEDED, job.record.error
         assert job.result["bytes"] == size, "all of it was read"
 
     with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:

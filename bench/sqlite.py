@@ -26,21 +26,17 @@ import apsw
 import quire
 from bench.report import Report, alternate, rate, seconds
 from quire.core.limits import GIB, MIB
-from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.manifest.ops.wal import AdvanceWal
-from quire.objects.api import ObjectStore, list_objects
-from quire.objects.open import open_store
-from quire.objects.options import StoreOptions
+from quire.objects import ObjectStore, StoreOptions, list_objects, open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import ViewReader
-from quire.sqlite.reader import open_reader
-from quire.store.store import Store
+from quire.sqlite import open_reader
 
-SETTINGS = StoreSettings(
-    maintenance=MaintenanceSettings(enabled=False),
-    pages=PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
+SETTINGS = quire.StoreSettings(
+    maintenance=quire.MaintenanceSettings(enabled=False),
+    pages=quire.PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB),
 )
 THREADS = 4
 BLOCK = 50
@@ -55,7 +51,7 @@ class Contenders:
         self.directory = directory / name
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
-        self.store: Store = quire.open(self.directory / "store", settings=SETTINGS)
+        self.store: quire.Store = quire.open(self.directory / "store", settings=SETTINGS)
         self.native, self.ours = self.connect_native(), self.connect_ours()
         for connection in (self.native, self.ours):
             for statement in statements:
@@ -281,7 +277,7 @@ def fork_and_query(report: Report, directory: Path, quick: bool) -> None:
     store.close()
 
 
-def _stretch(store: Store, name: str, pages: int) -> None:
+def _stretch(store: quire.Store, name: str, pages: int) -> None:
     """Make a database larger without writing: pages that never were are zeros."""
     with store.manifest.read() as txn:
         db_id = txn.database_id(name)

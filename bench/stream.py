@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+import quire
 from bench.report import Report, alternate, rate, seconds
 from bench.stream_records import stream_append, stream_batches, stream_read, stream_tail, stream_threads
 from quire.core.clock import SystemClock
-from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, OsDisk, OsFile
 from quire.stream import mlog_records as r
@@ -37,7 +37,7 @@ from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import write_snapshot
 from quire.stream.mlog_writer import ManifestLogWriter
 
-SETTINGS = ManifestLogSettings(chunk_bytes=1 << 20)
+SETTINGS = quire.ManifestLogSettings(chunk_bytes=1 << 20)
 LIVE = 1_000
 """Segments alive at a time in the history."""
 TAIL_SEGMENTS = 1_000

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 import quire
 from bench.report import Report, alternate, rate, seconds
-from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk, preallocate
 from quire.durable.names import Tier
@@ -40,8 +39,9 @@ class _Engine:
     def __init__(self, directory: Path, name: str) -> None:
         root = directory / name
         shutil.rmtree(root, ignore_errors=True)
-        settings = StoreSettings(
-            maintenance=MaintenanceSettings(enabled=False), stream=StreamSettings(segment_bytes=SEGMENT_BYTES)
+        settings = quire.StoreSettings(
+            maintenance=quire.MaintenanceSettings(enabled=False),
+            stream=quire.StreamSettings(segment_bytes=SEGMENT_BYTES),
         )
         self.store = quire.open(root, settings=settings)
         self.stream = self.store.stream("clicks", create=True)

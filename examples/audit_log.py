@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import quire
-from quire.stream.stream import Stream
 
 BEGINNING = "0" * 64
 
@@ -49,7 +48,7 @@ class Entry:
 class AuditLog:
     """Entries in a stream, each with the hash of its predecessor. Any number of threads may write."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: quire.Stream) -> None:
         self._stream = stream
         self._order = threading.Lock()
         self._last = BEGINNING

@@ -24,7 +24,6 @@ import apsw
 import pytest
 
 import quire
-from quire.store.store import Store
 
 PRODUCTS, ORDERS = 200, 20_000
 _numbers = itertools.count(1)
@@ -48,7 +47,7 @@ def fill(connection: apsw.Connection) -> None:
 
 
 @pytest.fixture(scope="session")
-def store() -> Iterator[Store]:
+def store() -> Iterator[quire.Store]:
     """A store with the template in it, for the whole run."""
     with tempfile.TemporaryDirectory() as directory, quire.open(directory) as opened:
         with contextlib.closing(opened.sqlite("template", create=True)) as connection:
@@ -57,7 +56,7 @@ def store() -> Iterator[Store]:
 
 
 @pytest.fixture
-def db(store: Store) -> Iterator[apsw.Connection]:
+def db(store: quire.Store) -> Iterator[apsw.Connection]:
     """A branch of the template, for one test."""
     name = f"test-{next(_numbers)}"
     connection = store.sqlite(name, fork_of="template")

@@ -24,9 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 import quire
-from quire.spark.access import options_of
-from quire.spark.session import session
-from quire.store.store import Store
+from quire.spark import options_of, session
 
 CURSOR = "parquet"
 OPERATION = "array<struct<op: string, db_id: bigint, name: string, snapshot_id: bigint, source_db_id: bigint>>"
@@ -43,7 +41,7 @@ def spread(changes: DataFrame) -> DataFrame:
     )
 
 
-def take_over(spark: SparkSession, store: Store, out: Path) -> int:
+def take_over(spark: SparkSession, store: quire.Store, out: Path) -> int:
     """Append what is new to the table; how many changes that were."""
     changes = spark.readStream.format("quire.changes").options(**options_of(store), cursor=CURSOR).load()
     query = (
@@ -59,7 +57,7 @@ def take_over(spark: SparkSession, store: Store, out: Path) -> int:
     return sum(progress.numInputRows for progress in query.recentProgress)
 
 
-def let_something_happen(store: Store, day: str) -> None:
+def let_something_happen(store: quire.Store, day: str) -> None:
     """A day in a store."""
     with contextlib.closing(store.sqlite("shop", create=True)) as shop:
         shop.execute("create table if not exists orders(id integer primary key, day text)")

@@ -23,11 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 import quire
-from quire.lsm.kv import Kv
-from quire.spark.access import options_of
-from quire.spark.session import session
-from quire.spark.sources.kv_load import bulk_load
-from quire.store.store import Store
+from quire.spark import bulk_load, options_of, session
 
 FEATURES = "orders bigint, spent double, largest double, days_since bigint"
 
@@ -57,7 +53,7 @@ def features(of: DataFrame) -> DataFrame:
 class Serving:
     """What the application asks, one customer at a time."""
 
-    def __init__(self, kv: Kv) -> None:
+    def __init__(self, kv: quire.Kv) -> None:
         self._kv = kv
 
     def of(self, customer: int) -> dict[str, Any] | None:
@@ -75,7 +71,7 @@ class Serving:
         self._kv.put(f"customer/{customer:08d}".encode(), json.dumps(known).encode())
 
 
-def training_set(spark: SparkSession, store: Store, snapshot: str) -> DataFrame:
+def training_set(spark: SparkSession, store: quire.Store, snapshot: str) -> DataFrame:
     """The features as they were served after a night, as columns."""
     options = {"database": "features", "snapshot": snapshot, "keys": "string", "values": "string"}
     rows = spark.read.format("quire.kv").options(**options_of(store), **options).load()

@@ -23,9 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import apsw
 
 import quire
-from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.objects.api import list_objects
-from quire.store.store import Store
+from quire.objects import list_objects
 
 TEMPLATE = "template"
 SCHEMA = """
@@ -42,7 +40,7 @@ insert or ignore into folder values (1, 'inbox'), (2, 'archive');
 class Tenants:
     """All customers of the service; any number of threads may use it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: quire.Store) -> None:
         self._store = store
         with contextlib.closing(store.sqlite(TEMPLATE, create=True)) as connection:
             connection.execute(SCHEMA)
@@ -107,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--notes", type=int, default=200, help="notes that each of them writes")
     given = parser.parse_args(arguments)
-    settings = StoreSettings(object_store=given.objects, maintenance=MaintenanceSettings(enabled=False))
+    settings = quire.StoreSettings(object_store=given.objects, maintenance=quire.MaintenanceSettings(enabled=False))
     with tempfile.TemporaryDirectory() as directory, quire.open(directory, settings=settings) as store:
         tenants = Tenants(store)
         names = [tenants.welcome(f"customer-{number}") for number in range(given.tenants)]

@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SparkInOnePr
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The session: two cores of this machine. Tests that use it have "spark" in their path or name (`SparkInOneProcess`)."""
-    from quire.spark.session import session
+    from quire.spark.sessions import session
 
     made = session("local[2]", memory="1g")
     yield made

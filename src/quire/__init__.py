@@ -1,8 +1,8 @@
 """quire: a versioned, tiered storage engine for Python.
 
-This is the only door: what is not named in `__all__` is private. It is lazy (PEP 562): `import quire` loads nothing, a
-name loads its module when it is first used. So a command-line program that only prints its help, or an executor that
-only needs the errors, pays neither for LMDB nor for Arrow.
+The public names are those in `__all__` here and in the packages `quire.sqlite`, `quire.spark`, `quire.objects`, `quire.lsm` and
+`quire.testing`; everything else is private. A name loads its module when it is first used (`core/lazy.py`), so `import quire`
+costs next to nothing.
 
     >>> import quire
     >>> issubclass(quire.StoreLocked, quire.QuireError)
@@ -12,7 +12,10 @@ only needs the errors, pays neither for LMDB nor for Arrow.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quire.core.lazy import lazy_names
+
 if TYPE_CHECKING:
+    from quire.core.async_bridge import iterate
     from quire.core.errors import (
         AccessDenied,
         AlreadyExists,
@@ -73,9 +76,27 @@ if TYPE_CHECKING:
         WrongKind,
         WrongThread,
     )
+    from quire.core.object_settings import ObjectSettings
+    from quire.core.settings import (
+        FeedSettings,
+        LsmSettings,
+        MaintenanceSettings,
+        ManifestLogSettings,
+        ManifestSettings,
+        PagesSettings,
+        ServiceSettings,
+        StoreSettings,
+        StreamSettings,
+    )
+    from quire.lsm.kv import Kv
+    from quire.manifest.records import DbKind, JobKind, JobState, RetentionRecord
+    from quire.manifest.replica import Replica
+    from quire.pages.view import SnapshotView
     from quire.service.client import connect
     from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
     from quire.store.store import Store
+    from quire.stream.state import Retention
+    from quire.stream.stream import Stream
 
     __version__: str
 
@@ -89,7 +110,9 @@ __all__ = [
     "Corruption",
     "CursorLost",
     "DatabaseTombstoned",
+    "DbKind",
     "DiskFull",
+    "FeedSettings",
     "ForeignObject",
     "FormatTooNew",
     "IllegalTransition",
@@ -99,22 +122,36 @@ __all__ = [
     "InvalidInput",
     "InvalidName",
     "JobAlreadyPending",
+    "JobKind",
+    "JobState",
+    "Kv",
     "LeaseExpired",
+    "LsmSettings",
+    "MaintenanceSettings",
     "ManifestDamaged",
     "ManifestIntegrityError",
+    "ManifestLogSettings",
+    "ManifestSettings",
     "NameTaken",
     "NotFound",
     "NotWritable",
     "ObjectNotFound",
+    "ObjectSettings",
     "ObjectStoreUnavailable",
     "OutOfRange",
     "Overloaded",
+    "PagesSettings",
     "QuireError",
     "QuotaExceeded",
     "ReadOnly",
     "RefcountUnderflow",
+    "Replica",
+    "Retention",
+    "RetentionRecord",
+    "ServiceSettings",
     "SnapshotChecksumMismatch",
     "SnapshotGone",
+    "SnapshotView",
     "SparkUnavailable",
     "StalePlan",
     "StillReferenced",
@@ -124,7 +161,10 @@ __all__ = [
     "StoreFenced",
     "StoreLocked",
     "StoreNotFound",
+    "StoreSettings",
     "StoreUnusable",
+    "Stream",
+    "StreamSettings",
     "TimedOut",
     "TooManyOpenFiles",
     "TooManyReaders",
@@ -141,21 +181,37 @@ __all__ = [
     "WrongThread",
     "__version__",
     "connect",
+    "iterate",
     "open",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would believe in every misspelt name
+if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every misspelt name
+    _HOMES = dict.fromkeys(__all__, "quire.core.errors") | {
+        "iterate": "quire.core.async_bridge",
+        "ObjectSettings": "quire.core.object_settings",
+        "FeedSettings": "quire.core.settings",
+        "LsmSettings": "quire.core.settings",
+        "MaintenanceSettings": "quire.core.settings",
+        "ManifestLogSettings": "quire.core.settings",
+        "ManifestSettings": "quire.core.settings",
+        "PagesSettings": "quire.core.settings",
+        "ServiceSettings": "quire.core.settings",
+        "StoreSettings": "quire.core.settings",
+        "StreamSettings": "quire.core.settings",
+        "Kv": "quire.lsm.kv",
+        "DbKind": "quire.manifest.records",
+        "JobKind": "quire.manifest.records",
+        "JobState": "quire.manifest.records",
+        "RetentionRecord": "quire.manifest.records",
+        "Replica": "quire.manifest.replica",
+        "SnapshotView": "quire.pages.view",
+        "connect": "quire.service.client",
+        "open": "quire.store.opening",
+        "Store": "quire.store.store",
+        "Retention": "quire.stream.state",
+        "Stream": "quire.stream.stream",
+    }
+    _load, __dir__ = lazy_names(__name__, _HOMES)
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "__version__":
-            value: Any = import_module("importlib.metadata").version(__name__)
-        else:
-            rooms = {"Store": "quire.store.store", "open": "quire.store.opening", "connect": "quire.service.client"}
-            value = getattr(import_module(rooms.get(name, "quire.core.errors")), name)
-        globals()[name] = value  # so that this function runs once per name
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return import_module("importlib.metadata").version(__name__) if name == "__version__" else _load(name)

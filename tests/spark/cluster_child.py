@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.spark.access import options_of
-from quire.spark.session import session
+from quire.spark.sessions import session
 from tests.service.test_access import certificate
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.spark.access import options_of
-from quire.spark.session import attach, session
+from quire.spark.sessions import attach, session
 
 
 def serve(port: str) -> None:

@@ -23,7 +23,7 @@ from quire.jobs.checkpoint.many import run_many
 from quire.jobs.runner import Runners
 from quire.manifest.records import JobKind
 from quire.spark.runner import SparkRunner
-from quire.spark.session import session
+from quire.spark.sessions import session
 from tests.jobs.checkpoint_child import Owner
 from tests.pages.world import Model, image, write
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import SparkUnavailable
-from quire.spark import session as room
+from quire.spark import sessions
 
 CHILD = [sys.executable, "-m", "tests.spark.connect_child"]
 
@@ -53,8 +53,8 @@ def test_sources_and_jobs_work_through_connect(url: str, tmp_path: Path) -> None
 
 
 def test_without_its_packages_connect_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "find_spec", lambda name: None if name == "grpc" else object())
+    monkeypatch.setattr(sessions, "find_spec", lambda name: None if name == "grpc" else object())
     monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
     with pytest.raises(SparkUnavailable, match="Spark Connect") as caught:
-        room.session("sc://127.0.0.1:1")
+        sessions.session("sc://127.0.0.1:1")
     assert "pyspark[connect]" in caught.value.hint

@@ -68,7 +68,7 @@ def test_what_has_no_line_break_is_not_held_back() -> None:
 
 IDLE = """
 import sys, time
-from quire.spark.session import session
+from quire.spark.sessions import session
 
 def same(batches):
     yield from batches

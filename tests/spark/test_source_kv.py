@@ -19,7 +19,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 import quire
 from quire.lsm.verify import problems
 from quire.manifest.records import JobState
-from quire.spark.session import session
+from quire.spark.sessions import session
 from quire.spark.sources import kv
 from quire.spark.sources.kv import WRITING, Piece, Range, cut
 from quire.spark.sources.kv_load import bulk_load, in_ranges

@@ -253,7 +253,7 @@ def test_a_query_whose_cursor_was_given_up_fails(owner: Owned, tmp_path: Path) -
 
 DRIVER = """
 import sys
-from quire.spark.session import session
+from quire.spark.sessions import session
 store, base = sys.argv[1:]
 spark = session("local[2]", memory="1g")
 query = (

@@ -21,7 +21,7 @@ import pytest
 import quire
 from quire.objects.api import list_objects
 from quire.spark.access import options_of
-from quire.spark.session import session
+from quire.spark.sessions import session
 from tests.house.tree import ROOT
 from tests.service.test_access import certificate
 from tests.spark.cluster_child import BUCKET, s3

@@ -14,7 +14,7 @@ from quire.manifest.arrow import schema as arrow_schema_of
 from quire.manifest.ops.jobs import EnqueueJob
 from quire.manifest.records import JobKind
 from quire.service import tables as owner_tables
-from quire.spark import session as room
+from quire.spark import sessions
 from quire.spark.sources.shapes import spark_schema
 from quire.spark.sources.table import prefix_of
 from tests.spark.sourced import Owned, owned, rows_of
@@ -85,7 +85,7 @@ def test_filters_mean_the_same_where_a_session_pushes_them(owner: Owned) -> None
     spark, setting = owner.spark, "spark.sql.python.filterPushdown.enabled"
     spark.conf.set(setting, "true")
     try:
-        room.attach(spark)
+        sessions.attach(spark)
         frame = owner.read("quire.table", table="db", columns="db_id")
         assert [frame.count(), frame.filter("db_id = 2").count(), frame.count()] == [5, 1, 5]
         assert rows_of(frame.filter("db_id = 2").union(frame.filter("db_id > 3")), "db_id") == [(2,), (4,), (5,)]

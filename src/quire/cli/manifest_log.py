@@ -30,7 +30,7 @@ from quire.jobs.context import StorePool
 from quire.manifest.records import DbKind
 from quire.manifest.tables import DB_NAMES
 from quire.pages.cache import PageCache
-from quire.spark.session import session
+from quire.spark.sessions import session
 from quire.store.object_location import open_place, options_by_url
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_files import LogFiles

@@ -12,7 +12,7 @@ from quire.cli.formatting import count_of, size
 from quire.cli.tour_versions import FORK, SHOP, SNAPSHOT
 from quire.core.clock import SystemClock
 from quire.spark.access import options_of
-from quire.spark.session import session
+from quire.spark.sessions import session
 from quire.stream.state import Retention
 
 if TYPE_CHECKING:

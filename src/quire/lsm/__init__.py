@@ -1,0 +1,27 @@
+"""Key-value sets: what is public beyond `store.kv(name)`."""
+
+from typing import TYPE_CHECKING
+
+from quire.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from quire.lsm.bulk import BulkWriter
+    from quire.lsm.loading import Load, begin_load, published
+
+__all__ = [
+    "BulkWriter",
+    "Load",
+    "begin_load",
+    "published",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "BulkWriter": "quire.lsm.bulk",
+            "Load": "quire.lsm.loading",
+            "begin_load": "quire.lsm.loading",
+            "published": "quire.lsm.loading",
+        },
+    )

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +30,14 @@ from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm import compaction
-from quire.lsm.loading import double_key
+from quire.lsm.loading import Load, double_key
 from quire.lsm.merge import Retention
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import Table
 from quire.lsm.sst_writer import TableOptions, TableWriter, key_changes
+
+if TYPE_CHECKING:
+    from quire.lsm.kv import Kv
 
 BUFFER_BYTES = 128 * MIB
 """Of keys and values: a task holds this twice while it sorts."""
@@ -70,6 +74,13 @@ class BulkWriter:
         self._waiting_bytes = 0
         self._written: list[tuple[int, TableMeta]] = []
         self.rows = 0
+
+    @classmethod
+    def of(cls, kv: Kv, load: Load) -> Self:
+        """A writer for a load of a database that this process owns."""
+        options = compaction.table_options(kv.settings)
+        place = Place(directory=kv.home.path, lsn=load.lsn, table_bytes=kv.settings.table_bytes, options=options)
+        return cls(kv.disk, place, load.allocate)
 
     def add(self, keys: pa.Array, values: pa.Array) -> None:
         """More rows: keys and values, binary or text."""

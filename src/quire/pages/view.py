@@ -87,10 +87,13 @@ class SnapshotView:
         """A reader of this version."""
         return ViewReader(self, sources, regions=regions)
 
-    def open_alone(self, open_store: Callable[[str], ObjectStore], *, cache_bytes: int = ALONE_BYTES) -> ViewReader:
-        """A reader that has object stores by URL and nothing else: for views whose segments were uploaded (P16)."""
-        cache = PageCache(cache_bytes)
-        return ViewReader(self, Sources(root="", disk=_NoDisk(), open_store=open_store, cache=cache))
+    def open_alone(
+        self, open_store: Callable[[str], ObjectStore], *, root: str = "", cache_bytes: int = ALONE_BYTES
+    ) -> ViewReader:
+        """A reader that needs no manifest: object stores by URL and, for segments that were not uploaded, the store's
+        directory `root` (P16)."""
+        disk = OsDisk() if root else _NoDisk()
+        return ViewReader(self, Sources(root=root, disk=disk, open_store=open_store, cache=PageCache(cache_bytes)))
 
 
 def without_object(view: SnapshotView) -> list[ArtifactKey]:

@@ -1,0 +1,31 @@
+"""Spark on quire: sessions that know the data sources, the options they need, and bulk loading."""
+
+from typing import TYPE_CHECKING
+
+from quire.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from quire.spark.access import options_of
+    from quire.spark.runner import SparkRunner
+    from quire.spark.sessions import attach, session
+    from quire.spark.sources.kv_load import bulk_load
+
+__all__ = [
+    "SparkRunner",
+    "attach",
+    "bulk_load",
+    "options_of",
+    "session",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "options_of": "quire.spark.access",
+            "SparkRunner": "quire.spark.runner",
+            "attach": "quire.spark.sessions",
+            "session": "quire.spark.sessions",
+            "bulk_load": "quire.spark.sources.kv_load",
+        },
+    )

@@ -95,7 +95,7 @@ def _socket_of(root: str) -> str:
     if not found or not is_alive(found):
         raise Unavailable(
             "no owner listens for this store",
-            hint="run `quire serve`, or pass `quire.spark.access.options_of(store)` in the process that owns it",
+            hint="run `quire serve`, or pass `quire.spark.options_of(store)` in the process that owns it",
             path=root,
         )
     return found

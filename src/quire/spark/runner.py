@@ -58,7 +58,7 @@ from quire.spark.executor import (
     splitter,
     teller,
 )
-from quire.spark.session import is_connect, make_active
+from quire.spark.sessions import is_connect, make_active
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

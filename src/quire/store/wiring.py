@@ -30,7 +30,7 @@ from quire.lsm.engine import KvEngine
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind, JobKind
 from quire.objects.open import open_store
-from quire.spark.session import session
+from quire.spark.sessions import session
 from quire.store.info import has_open_segment
 from quire.store.object_location import options_by_url, options_of
 from quire.store.write_permission import ObjectRights

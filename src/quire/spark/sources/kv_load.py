@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.spark.access import Served, options_of
-from quire.spark.session import make_active
+from quire.spark.sessions import make_active
 from quire.spark.sources.shapes import default_partitions
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ Rules
      `config` says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the
      first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`, `hearing.py`).
 
-    spark = quire.spark.session.session()            # local[*]
-    spark = quire.spark.session.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
+    spark = quire.spark.session()            # local[*]
+    spark = quire.spark.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
 
 Threads: any. Raises `SparkUnavailable`.
 """
