@@ -10,7 +10,7 @@ Rules
      an hour, in which any step of any writer touches its file many times.
   2. Files of a database go only if it is known to be gone: its id was given out by this manifest, and it has no row. An id that
      was never given out may be of a database that is newer than the manifest, which was restored from an older copy: its files
-     stay, and `quire why` says so.
+     stay, and `quire why` says so. So do those of a database that is closed because its row is lost.
   3. Only names of ours are removed; what a person has put there stays, and keeps its directory.
 
 Streams and key-value sets have sweeps of their own, in their engines. Thread: the owner's upkeep, about once an hour.
@@ -64,7 +64,7 @@ def _temporary(ctx: JobContext) -> int:
 def _dropped(ctx: JobContext) -> int:
     """Remove files of databases that are known to be gone: their ids were given out and have no row (rule 2)."""
     with ctx.manifest.read() as txn:
-        given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB))
+        given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB)) | txn.refused_databases()
     removed = 0
     for name in _names(ctx.disk, os.path.join(ctx.root, names.PAGES)):
         db_id = int(name, 16) if len(name) == 8 and set(name) <= set("0123456789abcdef") else 0

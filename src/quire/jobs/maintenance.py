@@ -227,7 +227,7 @@ class Upkeep:
         """Work without a job: batches that were built by hand, jobs that were cancelled."""
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            origins = set(txn.owners(t.GC_ZERO))
+            origins = set(txn.owners(t.GC_ZERO)) - txn.refused_databases()
         done.delete_jobs += manifest.jobs.ensure_deletions(origins)
 
     def _checkpoints(self, done: Round) -> None:
@@ -236,7 +236,7 @@ class Upkeep:
         oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
         due: list[int] = []
         with manifest.read() as txn:
-            for db_id in txn.owners(t.WAL_CATALOG):
+            for db_id in set(txn.owners(t.WAL_CATALOG)) - txn.refused_databases():
                 try:
                     if self._is_due(txn, db_id, oldest):
                         due.append(db_id)
@@ -265,8 +265,9 @@ class Upkeep:
         oldest = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
         due: list[int] = []
         with manifest.read() as txn:
+            closed = txn.refused_databases()
             for db_id, record in txn.databases():
-                if record.kind is not DbKind.STREAM or record.status is DbStatus.TOMBSTONED:
+                if record.kind is not DbKind.STREAM or record.status is DbStatus.TOMBSTONED or db_id in closed:
                     continue
                 rows = [row for _, row in unpublished(txn, db_id)]
                 heavy = sum(row.used_bytes for row in rows) >= settings.checkpoint_bytes
@@ -295,18 +296,19 @@ class Upkeep:
 
         manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)
         with manifest.read() as txn:
-            databases = [
+            databases = {
                 key for key, record in txn.databases() if record.kind is DbKind.PAGES and not record.dropped_at_ms
-            ]
-        for db_id in databases:
+            } - txn.refused_databases()
+        for db_id in sorted(databases):
             done.moves += apply_policy(manifest, db_id, before)
 
     def _tombstones(self, done: Round) -> None:
         """Dropped databases that nothing holds any more: their delete jobs remove what is left of them."""
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            dropped = [db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED]
-            bare = [db_id for db_id in dropped if next(iter(txn.raw_scan(t.GC_REFCOUNTS, db_id)), None) is None]
+            dropped = {db_id for db_id, record in txn.databases() if record.status is DbStatus.TOMBSTONED}
+            dropped -= txn.refused_databases()
+            bare = [db_id for db_id in sorted(dropped) if next(iter(txn.raw_scan(t.GC_REFCOUNTS, db_id)), None) is None]
         done.delete_jobs += manifest.jobs.ensure_deletions(bare)
 
     def _versions(self, _: Round) -> None:
