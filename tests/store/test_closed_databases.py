@@ -13,7 +13,9 @@ import quire
 from quire.core.ids import ArtifactKind
 from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
 from quire.manifest import tables as t
+from quire.manifest.ops.local import FollowSqliteFile
 from quire.manifest.records import JobKind, JobState
+from quire.store.info import Glance
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.manifest.test_check import Vandal
@@ -165,3 +167,28 @@ def test_deletions_that_lost_their_jobs_go_on_beside_a_closed_database(tmp_path:
         with store.manifest.read() as txn:
             assert txn.database(closed) is not None
             assert txn.database(other) is None
+
+
+@pytest.mark.parametrize("table", [t.DB, t.FOLLOWED_FILES], ids=lambda table: table.name)
+def test_a_reader_lists_the_other_databases_and_says_which_is_damaged(
+    tmp_path: Path, table: t.Table[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock(1_750_000_000_000)
+    with open_store(tmp_path, clock) as store:
+        closed = store.create("closed", "pages").db_id
+        store.manifest.submit([FollowSqliteFile(closed, "app.db", 1000)]).result()
+        store.fork("closed", "child")
+    vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
+    flip(vandal, table, closed)
+    vandal.done()
+    looks: list[Callable[[str], Glance | Store]] = [Glance, lambda path: quire.open(path, "r")]
+    for look in looks:
+        with look(str(tmp_path / "store")) as reader:
+            assert [info.name for info in reader.databases()] == ["child"]
+            assert reader.info().databases["pages"] == (1 if table is t.DB else 2)
+        said = capsys.readouterr().err
+        assert "database.row_damaged" in said
+        assert "name='closed'" in said
+        assert "quire manifest check" in said
+    with open_store(tmp_path, clock) as store:
+        assert [info.name for info in store.databases()] == ["child"]
