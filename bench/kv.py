@@ -35,9 +35,9 @@ from quire.lsm.compaction import run, table_options
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import AddSst, AllocateSstId, ManifestSstEntry, RemoveSst, UpdateLsn
 from quire.lsm.manifest_format import LOG_FIRST, encode_event
-from quire.lsm.merge import SORT_KEYS, Retention
+from quire.lsm.merge import SORT_KEYS, VersionRetention
 from quire.lsm.sst_format import SCHEMA
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
 
 BATCH = 1_000
@@ -252,7 +252,7 @@ def compaction(report: Report, directory: Path, quick: bool) -> None:
     folder = directory / "compaction"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    disk, options = OsDisk(), table_options(LARGE)
+    disk, options, keep = OsDisk(), table_options(LARGE), VersionRetention()
     keys, value = pairs(count * runs)
     inputs, batches = [], []
     for number in range(runs):
@@ -263,7 +263,7 @@ def compaction(report: Report, directory: Path, quick: bool) -> None:
         writer = TableWriter(number + 1, 0, options)
         writer.add(batches[-1])
         writer.write(disk, str(folder / f"in{number}.sst"))
-        inputs.append(Table.open(disk, str(folder / f"in{number}.sst")))
+        inputs.append(SSTable.open(disk, str(folder / f"in{number}.sst")))
     numbers = iter(range(100, 1_000_000))
 
     def ours() -> None:
@@ -271,10 +271,8 @@ def compaction(report: Report, directory: Path, quick: bool) -> None:
             number = next(numbers)
             return number, str(folder / f"{number}.sst")
 
-        made = run(
-            disk, inputs, Retention(), level=1, table_bytes=LARGE.table_bytes, options=options, new_table=new_table
-        )
-        assert sum(meta.rows for _, meta in made) == count * runs
+        outputs = run(disk, inputs, keep, level=1, table_bytes=LARGE.table_bytes, options=options, new_table=new_table)
+        assert sum(meta.rows for _, meta in outputs) == count * runs
 
     def arrow(threads: bool) -> None:
         read = [pa.ipc.open_file(str(folder / f"in{number}.sst")).read_all() for number in range(runs)]

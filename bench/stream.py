@@ -29,10 +29,10 @@ from quire.core.clock import SystemClock
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, OsDisk, OsFile
 from quire.stream import mlog_records as r
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, encode_record, new_header
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_reader import Chunk, Position, load_chunk
+from quire.stream.mlog_reader import Chunk, LogPosition, load_chunk
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import write_snapshot
 from quire.stream.mlog_writer import ManifestLogWriter
@@ -299,7 +299,7 @@ def _with_history(files: LogFiles, records: int) -> int:
         index.fold_chunk(load_chunk(_chunk(body, count, chunk_index, index.records), chunk_index=chunk_index))
         segment, chunk_index = segment + per_chunk, chunk_index + 1
     assert (index.rejected, len(index)) == (0, LIVE)
-    write_snapshot(files, 1, Position(chunk_index, CHUNK_BYTES), index)
+    write_snapshot(files, 1, LogPosition(chunk_index, CHUNK_BYTES), index)
     more = [each for number in range(TAIL_SEGMENTS) for each in _life(segment + 1 + number)]
     for data in _numbered(_chunks(more), chunk_index, index.records):
         Path(files.chunk(chunk_index)).write_bytes(data)

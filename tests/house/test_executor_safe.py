@@ -29,7 +29,7 @@ EXECUTOR_SAFE = [
     "quire.lsm.backup",
     "quire.lsm.bloom",
     "quire.lsm.compaction",
-    "quire.lsm.levels",
+    "quire.lsm.view",
     "quire.lsm.loading",
     "quire.lsm.manifest",
     "quire.lsm.manifest_*",

@@ -17,7 +17,7 @@ from quire.durable.failpoints import VARIABLE, armed, hits, recording
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_tier2 import Listing, LogObjects
+from quire.stream.mlog_tier2 import LogListing, LogObjects
 from quire.stream.stream import Stream
 from tests.jobs.stream_world import SETTINGS, check, fill
 
@@ -57,7 +57,7 @@ def store(tmp_path: Path) -> Iterator[quire.Store]:
         check(made)
 
 
-def listing(store: quire.Store, name: str) -> Listing:
+def listing(store: quire.Store, name: str) -> LogListing:
     return objects_of(store, name).listing()
 
 

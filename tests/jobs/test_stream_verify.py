@@ -177,7 +177,7 @@ def test_what_a_second_look_does_not_find_is_not_told(
     """A live owner moves things between listing and looking."""
     from quire.jobs.stream_verify import logs as module
     from quire.jobs.stream_verify import run
-    from quire.stream.mlog_verify import Problem
+    from quire.stream.mlog_verify import LogProblem
 
     looks: list[int] = []
     real = run.check_log
@@ -187,7 +187,7 @@ def test_what_a_second_look_does_not_find_is_not_told(
         looks.append(task.stream_id)
         if looks.count(task.stream_id) > 1:
             return found
-        problems = (Problem(rule="L7", what="a segment's object is missing"),)
+        problems = (LogProblem(rule="L7", what="a segment's object is missing"),)
         return type(found)(found.stream_id, problems, found.chunks, found.bundles, found.snapshots)
 
     monkeypatch.setattr(module, "check_log", check_log)

@@ -21,7 +21,7 @@ from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
 from quire.lsm.bloom import Bloom, hash_key
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableOptions
 from tests.lsm.tables import Row, make_table
 
@@ -66,7 +66,7 @@ def put_together(parts: Parts, path: Path) -> Path:
 def read_every_way(path: Path) -> str:
     """Open a table and read all of it; what it was refused with, else nothing."""
     try:
-        table = Table.open(OsDisk(), str(path), 1)
+        table = SSTable.open(OsDisk(), str(path), 1)
     except QuireError as error:
         return type(error).__name__
     try:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
-from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.kv import Kv
 from quire.lsm.loading import begin_load
 from quire.lsm.sst_writer import TableOptions
@@ -18,7 +18,7 @@ from tests.lsm.worlds import TINY
 
 def load_rows(kv: Kv, number: int) -> None:
     with begin_load(kv) as load:
-        place = Place(directory=kv.home.path, lsn=load.lsn, table_bytes=2_000, options=TableOptions())
+        place = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=2_000, options=TableOptions())
         writer = BulkWriter(kv.disk, place, load.allocate)
         writer.add(pa.array([b"load%04d" % each for each in range(500)]), pa.array([b"x"] * 500))
         load.publish(writer.finish(), number=number)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.durable.files import OsDisk
 from quire.lsm.sst_format import SCHEMA
-from quire.lsm.sst_reader import BlockCache, Table
+from quire.lsm.sst_reader import BlockCache, SSTable
 from quire.lsm.sst_writer import TableOptions, TableWriter
 
 Row = tuple[bytes, int, bytes | None]
@@ -56,7 +56,7 @@ def make_table(
     options: TableOptions = SMALL,
     pieces: int = 1,
     cache: BlockCache | None = None,
-) -> Table:
+) -> SSTable:
     """A table of these rows, added in some pieces."""
     writer = TableWriter(sst_id, level, options)
     step = max(1, len(rows) // pieces)
@@ -64,7 +64,7 @@ def make_table(
         writer.add(batch_of(rows[start : start + step]))
     target = f"{path}/{sst_id:06d}.sst"
     writer.write(OsDisk(), target)
-    return Table.open(OsDisk(), target, sst_id, cache)
+    return SSTable.open(OsDisk(), target, sst_id, cache)
 
 
 def newest(rows: Iterable[Row], key: bytes, lsn: int) -> tuple[int, bytes | None] | None:

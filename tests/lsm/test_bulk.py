@@ -23,15 +23,15 @@ from quire.durable import failpoints
 from quire.durable.files import Disk, OsDisk
 from quire.durable.lsm_names import LsmHome, load_number
 from quire.lsm import load_notes
-from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.compaction import LEVELS_MAX, level_for
 from quire.lsm.kv import Kv
-from quire.lsm.levels import Levels
 from quire.lsm.load_notes import LoadNote, read_note, write_note
 from quire.lsm.loading import Load, begin_load, published
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableOptions
 from quire.lsm.verify import problems
+from quire.lsm.view import Levels
 from quire.testing.crash import Nursery
 from tests.lsm.worlds import TINY
 
@@ -46,7 +46,7 @@ def kv(tmp_path: Path) -> Iterator[Kv]:
 
 
 def writer_for(load: Load, kv: Kv, *, buffer_bytes: int = 64 * KIB) -> BulkWriter:
-    place = Place(directory=kv.home.path, lsn=load.lsn, table_bytes=8 * KIB, options=TableOptions())
+    place = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=8 * KIB, options=TableOptions())
     return BulkWriter(kv.disk, place, load.allocate, buffer_bytes=buffer_bytes)
 
 
@@ -173,7 +173,7 @@ def test_no_level_is_too_small_and_the_last_resort_is_level_0(kv: Kv) -> None:
     full = Levels(tables)
     assert level_for(full, tables, SMALL) == 2
     assert level_for(Levels(), [*tables, *tables], SMALL) == 0, "they overlap each other"
-    huge = [cast(Table, SimpleNamespace(meta=tables[0].meta, size_bytes=10**LEVELS_MAX * total))]
+    huge = [cast(SSTable, SimpleNamespace(meta=tables[0].meta, size_bytes=10**LEVELS_MAX * total))]
     assert level_for(Levels(), huge, LsmSettings(level_bytes=total)) == 0
 
 
@@ -318,7 +318,7 @@ def test_killed_in_a_load_it_happened_or_not_and_the_repeat_does_it_once(
 def test_tables_are_opened_by_arrow_after_their_level_was_set(kv: Kv) -> None:
     loaded(kv, numbered(400))
     for table in kv.view.levels:
-        assert isinstance(table, Table)
+        assert isinstance(table, SSTable)
         with pa.ipc.open_file(table.path) as reader:
             assert reader.read_all().num_rows == table.meta.rows
         assert list(table.verify()) == []

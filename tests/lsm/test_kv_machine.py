@@ -10,10 +10,10 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.kv import Kv
 from quire.lsm.loading import begin_load, published
-from quire.lsm.reading import Snapshot
+from quire.lsm.reading import KvSnapshot
 from quire.lsm.sst_writer import TableOptions
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound
@@ -26,7 +26,7 @@ BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=12)
 class KvMachine(RuleBasedStateMachine):
     """What is acknowledged with a sync survives everything; a snapshot stays what it was."""
 
-    snapshots: Bundle[Snapshot] = Bundle("snapshots")
+    snapshots: Bundle[KvSnapshot] = Bundle("snapshots")
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class KvMachine(RuleBasedStateMachine):
         self.model = Model()
         self.synced = 0
         self.kv: Kv | None = None
-        self.held: dict[Snapshot, dict[bytes, bytes]] = {}
+        self.held: dict[KvSnapshot, dict[bytes, bytes]] = {}
         """The snapshots that are open, and what they must show."""
 
     @initialize()
@@ -64,7 +64,7 @@ class KvMachine(RuleBasedStateMachine):
         """A bulk load by so many tasks, each with some of the rows in any order, and one more attempt that nobody names."""
         number = self.db.last_lsn + 1
         with begin_load(self.db) as load:
-            place = Place(directory=self.db.home.path, lsn=load.lsn, table_bytes=200, options=TableOptions())
+            place = LoadTarget(directory=self.db.home.path, lsn=load.lsn, table_bytes=200, options=TableOptions())
             attempts: list[list[int]] = []
             for part in [0, *range(parts)]:
                 mine = [key for at, key in enumerate(rows) if at % parts == part]
@@ -96,12 +96,12 @@ class KvMachine(RuleBasedStateMachine):
 
     # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @rule(target=snapshots)
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> KvSnapshot:
         self.held[snapshot := self.db.snapshot()] = self.model.now
         return snapshot
 
     @rule(snapshot=consumes(snapshots))
-    def close_snapshot(self, snapshot: Snapshot) -> None:
+    def close_snapshot(self, snapshot: KvSnapshot) -> None:
         snapshot.close()
         self.held.pop(snapshot, None)
 

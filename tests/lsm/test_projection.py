@@ -11,7 +11,7 @@ import quire
 from quire.core.errors import WrongKind
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.lsm.kv import Kv
-from quire.lsm.projection import KEY_BYTES, Projection, record_of
+from quire.lsm.projection import KEY_BYTES, KvProjection, record_of
 from quire.lsm.verify import problems
 from quire.manifest import tables as t
 from quire.manifest.lsm_records import LsmTableRecord
@@ -78,7 +78,7 @@ def test_folding_again_changes_nothing(store: Store) -> None:
     kv, db_id = filled(store)
     head = store.manifest.feed.head()
     for _ in range(3):
-        Projection(store.manifest, db_id).fold(lambda: kv.view.levels, kv.ends)
+        KvProjection(store.manifest, db_id).fold(lambda: kv.view.levels, kv.ends)
         kv.fold()
     assert store.manifest.feed.head() == head, "of what is equal there is no operation"
     before = rows(store, db_id)

@@ -18,7 +18,7 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
 from quire.lsm.bloom import hash_key
-from quire.lsm.sst_reader import BlockCache, Table
+from quire.lsm.sst_reader import BlockCache, SSTable
 from quire.lsm.sst_writer import TableOptions, TableWriter
 from quire.testing.faults import Fault, each_fault
 from tests.house.tree import ROOT
@@ -98,7 +98,7 @@ def test_rows_out_of_order_are_refused() -> None:
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def everything(path: str) -> list[Row]:
-    table = Table.open(OsDisk(), path, 1)
+    table = SSTable.open(OsDisk(), path, 1)
     rows = rows_of(table.batches())
     table.close()
     return rows
@@ -135,10 +135,10 @@ def test_an_altered_byte_is_found_wherever_we_read(tmp_path: Path) -> None:
 def test_a_missing_and_a_swapped_table_are_named(tmp_path: Path) -> None:
     path = make_table(tmp_path, numbered(5), sst_id=2).path
     with pytest.raises(Corruption, match="another table than its name says"):
-        Table.open(OsDisk(), path, 3)
+        SSTable.open(OsDisk(), path, 3)
     os.remove(path)
     with pytest.raises(Corruption, match="missing") as caught:
-        Table.open(OsDisk(), path, 2)
+        SSTable.open(OsDisk(), path, 2)
     assert caught.value.where["sst_id"] == 2
 
 
@@ -161,7 +161,7 @@ def test_a_newer_table_says_that_quire_is_too_old(tmp_path: Path, monkeypatch: p
     writer.write(OsDisk(), path)
     monkeypatch.undo()
     with pytest.raises(FormatTooNew):
-        Table.open(OsDisk(), path)
+        SSTable.open(OsDisk(), path)
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE])

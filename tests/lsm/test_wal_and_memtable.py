@@ -17,8 +17,8 @@ from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir, sst_entry_path
 from quire.durable.names import LsmManifestLogFile, LsmManifestSnapshotFile, LsmWalFile, SstFile
 from quire.lsm.memtable import Memtable
-from quire.lsm.merge import Retention, compacted, merged, retained, scan_parts, visible
-from quire.lsm.wal import LOG_KIND, Wal, batches_of, decode_batch, encode_batch
+from quire.lsm.merge import VersionRetention, compacted, merged, retained, scan_parts, visible
+from quire.lsm.wal import LOG_KIND, KvWal, batches_of, decode_batch, encode_batch
 from quire.lsm.witnesses import Owner
 from tests.house.tree import ROOT
 from tests.lsm.tables import KEYS, ROWS, VALUES, Row, batch_of, in_order, make_table, newest, rows_of
@@ -45,7 +45,7 @@ def test_lsns_that_do_not_rise_are_corrupt(tmp_path: Path) -> None:
     path = str(tmp_path / "1.log")
     with LogWriter.create(OsDisk(), path, kind=LOG_KIND) as log:
         log.append_many([encode_batch(lsn, {b"k": b""}) for lsn in (3, 3)])
-    wal, contents = Wal.open(OsDisk(), path, 1, Owner())
+    wal, contents = KvWal.open(OsDisk(), path, 1, Owner())
     with pytest.raises(Corruption, match="makes no sense"):
         list(batches_of(contents))
     wal.close()
@@ -128,7 +128,7 @@ def test_a_compaction_changes_nothing_that_anyone_can_see(
     rows: list[Row], ways: int, snapshots: list[int], bottom: bool
 ) -> None:
     points = tuple(sorted({*snapshots}))
-    retention = Retention(snapshots=points, drop_tombstones_below=2**64 - 1 if bottom else 0)
+    retention = VersionRetention(snapshots=points, drop_tombstones_below=2**64 - 1 if bottom else 0)
     with tempfile.TemporaryDirectory() as directory:
         kept = rows_of(compacted(split(rows, ways, directory), retention, part_bytes=100))  # type: ignore[arg-type]
     assert kept == in_order(kept)
@@ -153,6 +153,9 @@ def test_hidden_rows_are_passed_by() -> None:
 def test_nothing_merged_is_nothing() -> None:
     nothing = merged([], b"", None)
     assert (
-        nothing.num_rows == retained(nothing, Retention(snapshots=(1,))).num_rows == visible(nothing, 5).num_rows == 0
+        nothing.num_rows
+        == retained(nothing, VersionRetention(snapshots=(1,))).num_rows
+        == visible(nothing, 5).num_rows
+        == 0
     )
     assert isinstance(nothing, pa.RecordBatch)

@@ -22,7 +22,7 @@ from quire.durable.lsm_names import LsmHome
 from quire.durable.quarantine import entries
 from quire.lsm.manifest_format import LOG_FIRST
 from quire.lsm.verify import problems
-from quire.lsm.wal import LOG_KIND, Wal, encode_batch
+from quire.lsm.wal import LOG_KIND, KvWal, encode_batch
 from quire.lsm.witnesses import Owner
 from quire.manifest import tables as t
 from quire.store.store import Store
@@ -228,7 +228,7 @@ def test_a_log_of_another_database_that_nothing_names_is_set_aside(
     closed: tuple[Path, LsmHome, dict[bytes, bytes]],
 ) -> None:
     base, home, there = closed
-    wal = Wal.create(OsDisk(), home.wal(77), 77, Owner(b"x" * 16, 9))
+    wal = KvWal.create(OsDisk(), home.wal(77), 77, Owner(b"x" * 16, 9))
     wal.append(encode_batch(1, {b"theirs": b""}))
     wal.close()
     with opened(base) as store:

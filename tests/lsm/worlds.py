@@ -8,7 +8,7 @@ from pathlib import Path
 from quire.core.settings import LsmSettings
 from quire.durable.files import Disk, OsDisk
 from quire.lsm.kv import Kv
-from quire.lsm.reading import Reader, Snapshot
+from quire.lsm.reading import KvRanges, KvSnapshot
 from quire.lsm.verify import problems
 from quire.manifest import tables as t
 from quire.store.store import Store
@@ -49,7 +49,7 @@ def open_kv(
     return Kv.open(disk or OsDisk(), f"{base}/lsm/00000001", settings, background=background)
 
 
-def assert_same(reader: Kv | Snapshot, expected: Mapping[bytes, bytes], extra: tuple[bytes, ...] = ()) -> None:
+def assert_same(reader: Kv | KvSnapshot, expected: Mapping[bytes, bytes], extra: tuple[bytes, ...] = ()) -> None:
     """Every way of reading gives what the model has."""
     pairs = sorted(expected.items())
     assert list(reader.scan()) == pairs
@@ -58,7 +58,7 @@ def assert_same(reader: Kv | Snapshot, expected: Mapping[bytes, bytes], extra: t
         assert reader.get(key) == expected.get(key), key
 
 
-def assert_range(reader: Reader, expected: Mapping[bytes, bytes], low: bytes, high: bytes | None) -> None:
+def assert_range(reader: KvRanges, expected: Mapping[bytes, bytes], low: bytes, high: bytes | None) -> None:
     pairs = [pair for pair in sorted(expected.items()) if low <= pair[0] and (high is None or pair[0] < high)]
     assert list(reader.scan(low=low, high=high)) == pairs
     assert list(reader.scan(low=low, high=high, reverse=True)) == pairs[::-1]

@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.files import OsDisk
-from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.sst_writer import TableOptions
 from quire.lsm.verify import problems
 from quire.service import kv_loads
@@ -47,7 +47,7 @@ def take(client: Client, count: int = 2, *, load: int = LOAD, database: str = "c
 
 def written(shelf: Shelf, rows: dict[bytes, bytes]) -> list[int]:
     ids = iter(shelf.ids)
-    place = Place(
+    place = LoadTarget(
         directory=shelf.directory,
         lsn=shelf.lsn,
         table_bytes=shelf.table_bytes,

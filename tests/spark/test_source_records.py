@@ -21,7 +21,7 @@ from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreS
 from quire.spark.access import options_of
 from quire.spark.sources import manifest_log, stream, stream_queries
 from quire.spark.sources.options import Options
-from quire.stream.remote_read import Share, SharedSegment
+from quire.stream.remote_read import SharedSegment, SharedStream
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from tests.spark.sourced import Owned, rows_of
@@ -122,7 +122,7 @@ def test_parts_are_of_about_the_same_size_and_together_are_all(
         assert [part.value.start for part in parts[1:]] == [part.value.stop for part in parts[:-1]]
         assert read(some, parts) == [(n,) for n in range(1, RECORDS + 1)]
         assert wanted // 2 < len(parts) <= wanted
-    whole = Share("", 1, "", "", 1, 1001, ())
+    whole = SharedStream("", 1, "", "", 1, 1001, ())
     one = SharedSegment(1, 1, 1001, 10_000, 0, 1)
     cut = [(part.start, part.stop) for part in stream.split(whole, [one], 1, 1001, 5)]
     assert cut == [(1, 201), (201, 401), (401, 601), (601, 801), (801, 1001)]

@@ -14,7 +14,7 @@ from quire.core.errors import StoreFenced
 from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.store.store import Store
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_records import SegmentOpened
 from tests.store.conftest import Script, assert_sound, line

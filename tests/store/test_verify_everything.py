@@ -16,7 +16,7 @@ import quire
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
 from quire.lsm.backup import back_up
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.manifest import tables as t
 from quire.manifest.records import RetentionRecord
 from quire.store.store import Store
@@ -36,7 +36,7 @@ def believed(root: Path, relative: str) -> range:
     size = (root / relative).stat().st_size
     if relative.endswith(".sst"):
         # The schema at the head of an Arrow file: readers take the one in the footer.
-        table = Table.open(OsDisk(), str(root / relative))
+        table = SSTable.open(OsDisk(), str(root / relative))
         table.close()
         return range(table.meta.blocks[0].offset, size)
     if (root / relative).parent.match("streams/*/manifest"):

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.stream.segment import Place, SegmentHeader, body_of, encode_block
+from quire.stream.segment import BlockPlace, StreamSegmentHeader, body_of, encode_block
 
 SALT = 0x0123456789ABCDEF
 
 
-def new_header(base_record: int = 1000, salt: int = SALT) -> SegmentHeader:
+def new_header(base_record: int = 1000, salt: int = SALT) -> StreamSegmentHeader:
     """Of segment 3 of stream 7, with its checksum."""
-    return SegmentHeader.decode(SegmentHeader(7, 3, base_record, 1_700_000_000_000, salt).encode())
+    return StreamSegmentHeader.decode(StreamSegmentHeader(7, 3, base_record, 1_700_000_000_000, salt).encode())
 
 
 def segment_of(
-    appends: Sequence[Sequence[Sequence[bytes]]], *, header: SegmentHeader | None = None, durable: bool = True
+    appends: Sequence[Sequence[Sequence[bytes]]], *, header: StreamSegmentHeader | None = None, durable: bool = True
 ) -> bytes:
     """A segment of these appends, each a row of blocks; `durable`: each append was synced before the next one."""
     header = header or new_header()
     raw, record, synced = bytearray(header.encode()), header.base_record, header.base_record
     for number, blocks in enumerate(appends):
         for place, payloads in enumerate(blocks):
-            where = Place(len(raw), record, header.created_at_ms + number, synced)
+            where = BlockPlace(len(raw), record, header.created_at_ms + number, synced)
             last = place == len(blocks) - 1
             raw += encode_block(header.crc64, where, body_of(payloads), is_commit=last)
             record += len(payloads)

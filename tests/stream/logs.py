@@ -10,7 +10,7 @@ from quire.core.clock import Clock
 from quire.core.settings import ManifestLogSettings
 from quire.durable.files import Disk, OsDisk
 from quire.stream import mlog_records as r
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_reader import Chunk, ManifestLogReader
 from quire.stream.mlog_writer import ManifestLogWriter
 from quire.testing.clock import ManualClock

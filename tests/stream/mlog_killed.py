@@ -15,7 +15,7 @@ from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.stream import mlog_records as r
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
 from quire.testing.crash import Line

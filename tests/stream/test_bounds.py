@@ -21,15 +21,15 @@ from quire.stream import segment as segment_format
 from quire.stream import warm
 from quire.stream.mlog_format import RECORD, ChunkFacts, new_header
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_reader import Position, load_chunk
+from quire.stream.mlog_reader import LogPosition, load_chunk
 from quire.stream.mlog_snapshot import CHECKSUM_BYTES, HEADER_BYTES, decode_snapshot, encode_snapshot
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.segment import (
     BLOCK,
     BLOCK_HEAD_BYTES,
-    Block,
-    Place,
-    SegmentHeader,
+    BlockPlace,
+    RecordBlock,
+    StreamSegmentHeader,
     body_of,
     encode_into,
     is_body_good,
@@ -40,7 +40,7 @@ from quire.stream.warm import CHECKED_BYTES, FOOTER, FOOTER_BYTES, ROW, ROW_BYTE
 from tests.stream.streams import StreamWorld
 
 MIB = 1 << 20
-HEADER_OF = SegmentHeader.decode(SegmentHeader(7, 3, 1000, 5, 99).encode())
+HEADER_OF = StreamSegmentHeader.decode(StreamSegmentHeader(7, 3, 1000, 5, 99).encode())
 EDGES = [0, 1, 7, 8, 63, 64, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 U64 = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1))
 U32 = st.one_of(st.sampled_from([each for each in EDGES if each < 2**32]), st.integers(0, 2**32 - 1))
@@ -52,7 +52,7 @@ def segment(blocks: int = 6, records: int = 3) -> bytes:
     for _ in range(blocks):
         body = body_of([bytes([number]) * 50 for number in range(records)])
         out = memoryview(bytearray(body.block_bytes))
-        encode_into(out, HEADER_OF.crc64, Place(len(raw), first, 5, first), body, is_commit=True, running=0)
+        encode_into(out, HEADER_OF.crc64, BlockPlace(len(raw), first, 5, first), body, is_commit=True, running=0)
         raw += out
         first += records
     return bytes(raw)
@@ -174,7 +174,7 @@ def test_no_dictionary_crashes_a_reader(body: bytes, cut: int) -> None:
 
 
 # ── blocks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def block_with(offsets: list[int], payload: bytes, count: int | None = None) -> tuple[bytes, Block]:
+def block_with(offsets: list[int], payload: bytes, count: int | None = None) -> tuple[bytes, RecordBlock]:
     """A block with right checksums and whatever offsets are wanted."""
     table = struct.pack(f"<{len(offsets)}i", *offsets)
     body = table + bytes(-len(table) % 8) + payload
@@ -182,7 +182,7 @@ def block_with(offsets: list[int], payload: bytes, count: int | None = None) -> 
     head = BLOCK.pack(0x4B4C4251, 1, len(body), records, 1000, 5, 1000, crc64(body), 0, 0)[:56]
     head += crc64(head, HEADER_OF.crc64 ^ 64).to_bytes(8, "little")
     raw = head + body
-    return raw + bytes(-len(raw) % 64), Block(64, 1, len(body), records, 1000, 5, 1000, crc64(body))
+    return raw + bytes(-len(raw) % 64), RecordBlock(64, 1, len(body), records, 1000, 5, 1000, crc64(body))
 
 
 @given(st.lists(I32, min_size=2, max_size=200), st.binary(max_size=64))
@@ -263,7 +263,7 @@ def test_no_records_crash_a_reader_of_chunks(records: list[tuple[int, int, int, 
 
 @given(st.data())
 def test_no_snapshot_with_a_right_checksum_crashes_its_decoder(data: st.DataObject) -> None:
-    sound = bytearray(encode_snapshot(3, Position(0, 64), ManifestIndex()))
+    sound = bytearray(encode_snapshot(3, LogPosition(0, 64), ManifestIndex()))
     body = data.draw(st.binary(max_size=200))
     sound[HEADER_BYTES:-CHECKSUM_BYTES] = body
     place = data.draw(st.integers(4, 15))

@@ -12,7 +12,7 @@ import pytest
 
 from quire.core.errors import StoreUnusable
 from quire.stream import group_commit
-from quire.stream.group_commit import Handover
+from quire.stream.group_commit import GroupCommit
 
 
 class Log:
@@ -26,7 +26,7 @@ class Log:
         self.gate.set()
         self.began = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self.group = Handover(self, self._sync)
+        self.group = GroupCommit(self, self._sync)
 
     def append(self) -> int:
         """The id behind a new record."""

@@ -16,7 +16,7 @@ from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClose
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
-from quire.stream.segment import SegmentHeader
+from quire.stream.segment import StreamSegmentHeader
 from quire.stream.segment_scan import scan
 from quire.testing.faults import Fault, FaultyDisk
 from tests.stream.streams import SMALL, StreamWorld, ids, record
@@ -175,7 +175,7 @@ def test_files_of_evicted_segments_are_used_again_and_their_past_stays_dead(worl
     assert world.stream.hot.spares.recycled == 1
     world.stream.append(b"new").result()
     salts = [
-        SegmentHeader.decode(Path(world.files.segment(Tier.HOT, each)).read_bytes()).salt
+        StreamSegmentHeader.decode(Path(world.files.segment(Tier.HOT, each)).read_bytes()).salt
         for each in world.on_disk(Tier.HOT)
     ]
     assert len(set(salts)) == len(salts) == 2, "each life has a salt of its own"

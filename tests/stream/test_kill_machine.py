@@ -22,8 +22,8 @@ import pytest
 from quire.core.clock import SystemClock
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_follower import Follower
+from quire.stream.files import LogFiles
+from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
 from quire.stream.mlog_tier2 import LogObjects
@@ -63,7 +63,7 @@ class Model:
         """Where an append ended: where a recovered stream may end."""
         self.deaths = 0
         self.done: Counter[str] = Counter()
-        self.follower: Follower | None = None
+        self.follower: LogFollower | None = None
         self.prefixes: tuple[str, ...] = ()
         """Where the log's objects are in the bucket, as every life says."""
         self.scheduled: set[int] = set()
@@ -176,11 +176,11 @@ class Model:
         follower = self._poll()
         assert same_state(follower.index, log.index), "the follower says something else"
 
-    def _poll(self) -> Follower:
+    def _poll(self) -> LogFollower:
         """Have the follower look, now and then as a new process on its old mirror."""
         if self.follower is None or self.draw.random() < 0.2:
             mirror = LogFiles(OsDisk(), str(self.base / "mirror"), 1)
-            self.follower = Follower(LogObjects(self.objects, 1, self.prefixes), mirror, scheduled=self.scheduled)
+            self.follower = LogFollower(LogObjects(self.objects, 1, self.prefixes), mirror, scheduled=self.scheduled)
         new = [each.segment_id for each in self.follower.poll().hydrations]
         assert not self.scheduled & set(new), "a hydration is scheduled twice"
         assert len(set(new)) == len(new)

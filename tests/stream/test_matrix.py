@@ -39,8 +39,8 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.stream import mlog_records as r
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_follower import Follower
+from quire.stream.files import LogFiles
+from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_reader import ManifestLogReader, RecordView
 from quire.stream.mlog_recovery import recover
@@ -196,7 +196,7 @@ def test_follower_catch_up(world: StreamWorld, tmp_path: Path) -> None:
     log = world.stream.ledger.log
     assert log.objects is not None
     mirror = LogFiles(OsDisk(), str(tmp_path / "mirror"), world.stream_id)
-    follower = Follower(log.objects, mirror)
+    follower = LogFollower(log.objects, mirror)
     world.fill(2)
     world.stream.upload()
     seen = [each.segment_id for each in follower.poll().hydrations]
@@ -219,7 +219,7 @@ def test_follower_catch_up(world: StreamWorld, tmp_path: Path) -> None:
     assert [each.segment_id for each in polled.hydrations] == [4, 5, 6], "3 came and went"
     assert same_state(follower.index, log.index)
     assert follower.poll().hydrations == []
-    again = Follower(log.objects, mirror, scheduled=[4, 5, 6])
+    again = LogFollower(log.objects, mirror, scheduled=[4, 5, 6])
     assert (again.poll().hydrations, same_state(again.index, log.index)) == ([], True)
     deleted = [view.value() for view in views(world) if view.record_type == r.RecordType.TIER2_DELETED]
     assert len(deleted) == 3

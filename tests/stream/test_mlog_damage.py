@@ -11,7 +11,7 @@ from quire.durable.checksums import crc64
 from quire.stream import mlog_records as r
 from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, RECORD_BYTES, SEALED
 from quire.stream.mlog_log import ManifestLog
-from quire.stream.mlog_reader import Chunk, ManifestLogReader, Position, load_chunk
+from quire.stream.mlog_reader import Chunk, LogPosition, ManifestLogReader, load_chunk
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
 from quire.stream.mlog_tier2 import object_bytes
@@ -111,7 +111,7 @@ def test_a_header_without_its_copy_is_held_against_name_and_neighbours(tmp_path:
 def test_every_bit_of_a_snapshot() -> None:
     story = Story(3, alive=3)
     story.many(60)
-    data = encode_snapshot(4, Position(2, 640), story.index, 2)
+    data = encode_snapshot(4, LogPosition(2, 640), story.index, 2)
     for _, _, changed in flips(data, range(len(data))):
         with pytest.raises(ManifestIntegrityError):
             decode_snapshot(changed, snapshot_id=4)

@@ -12,7 +12,7 @@ import pytest
 from quire.core.errors import ManifestIntegrityError, StalePlan
 from quire.stream import mlog_records as r
 from quire.stream.mlog_bundle import BundleTask, plan, publish, run
-from quire.stream.mlog_follower import Follower, ToHydrate
+from quire.stream.mlog_follower import LogFollower, ToHydrate
 from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_modes import GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import load_chunk
@@ -34,8 +34,8 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def follower(world: World, name: str = "mirror") -> Follower:
-    return Follower(world.objects, files_at(world.root / name), clock=world.clock)
+def follower(world: World, name: str = "mirror") -> LogFollower:
+    return LogFollower(world.objects, files_at(world.root / name), clock=world.clock)
 
 
 def sealed_and_uploaded(world: World) -> None:
@@ -246,7 +246,7 @@ def test_hydrations_are_scheduled_once_and_not_for_what_is_deleted(world: World)
     world.log.append_all(uploaded(3))
     sealed_and_uploaded(world)
     assert mirror.poll().hydrations == [ToHydrate(segment_id=3, key="k/3")]
-    again = Follower(world.objects, files_at(world.root / "mirror"), clock=world.clock, scheduled=[2, 3])
+    again = LogFollower(world.objects, files_at(world.root / "mirror"), clock=world.clock, scheduled=[2, 3])
     assert again.poll().hydrations == []
     fresh = follower(world, "another")
     assert [each.segment_id for each in fresh.poll().hydrations] == [2, 3]

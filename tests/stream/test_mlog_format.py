@@ -26,7 +26,7 @@ from quire.stream.mlog_format import (
     settle,
 )
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_reader import Position, load_chunk
+from quire.stream.mlog_reader import LogPosition, load_chunk
 from tests.stream.logs import ONE_OF_EACH, U64, VALUES
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/manifest-log.md").read_text("utf-8")
@@ -145,7 +145,7 @@ def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
     for number, value in enumerate(told):
         stamp = 1_700_000_000_000 + 250 * number
         index.fold_raw(encode_record(value.TYPE, 9, records.encode(value), timestamp_ms=stamp))
-    data = mlog_snapshot.encode_snapshot(1, Position(0, 272), index, 0)
+    data = mlog_snapshot.encode_snapshot(1, LogPosition(0, 272), index, 0)
     assert data == dump("The snapshot")
     # Without the code that wrote it: offsets and numbers are those of the page's tables.
     at = {name: (offset, size) for name, offset, size in table("snapshot")}
@@ -162,7 +162,7 @@ def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
     assert struct.unpack_from("<QQ", data, len(data) - 24) == (99, 1)
     assert crc64(data[:-8]) == int.from_bytes(data[-8:], "little")
     again = mlog_snapshot.decode_snapshot(data, snapshot_id=1)
-    assert (again.position, again.index.outstanding().uploads) == (Position(0, 272), {9: "s/1"})
+    assert (again.position, again.index.outstanding().uploads) == (LogPosition(0, 272), {9: "s/1"})
     assert again.index.unknown == {99: 1}
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from quire.core.errors import ManifestIntegrityError
 from quire.durable import quarantine
 from quire.stream import mlog_bundle
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import COPY_BYTES, NO_IDENTITY, decode_copy, identity_of
 from quire.stream.mlog_reader import ManifestLogReader
 from quire.stream.mlog_recovery import local_facts

@@ -102,7 +102,7 @@ def test_a_story_folds_the_same_live_and_replayed_and_however_it_is_cut() -> Non
 def test_a_snapshot_and_the_rest_are_the_whole(seed: int, count: int, cut: int) -> None:
     told = Story(seed, alive=4).many(count)
     cut = min(cut, count)
-    data = encode_snapshot(3, mlog_reader.Position(0, 64), folded(told[:cut]), 17)
+    data = encode_snapshot(3, mlog_reader.LogPosition(0, 64), folded(told[:cut]), 17)
     snapshot = decode_snapshot(data, snapshot_id=3)
     assert encode_snapshot(3, snapshot.position, snapshot.index, snapshot.uploaded_upto) == data
     if told:

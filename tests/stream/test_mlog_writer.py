@@ -18,7 +18,7 @@ from quire.durable.files import OsDisk
 from quire.stream import mlog_records as r
 from quire.stream import mlog_writer
 from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, GROWTH_BYTES
-from quire.stream.mlog_reader import ManifestLogReader, Position
+from quire.stream.mlog_reader import LogPosition, ManifestLogReader
 from quire.stream.mlog_verify import verify
 from quire.testing.clock import ManualClock
 from quire.testing.faults import Fault, FaultyDisk
@@ -66,7 +66,7 @@ def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tm
         writer.rotate()
     writer.abandon()
     with open_writer(files) as writer:
-        assert writer.position == Position(1, CHUNK_BYTES)
+        assert writer.position == LogPosition(1, CHUNK_BYTES)
         writer.append(opened(2), 2)
     assert files.chunks() == [0, 1]
     assert list(verify(files)) == []
@@ -150,7 +150,7 @@ def test_the_timer_rotates_only_news_about_data(tmp_path: Path) -> None:
         assert writer.rotate() == 0
         assert writer.rotate() is None
         assert not writer.needs_rotation()
-        assert writer.position == Position(1, CHUNK_BYTES)
+        assert writer.position == LogPosition(1, CHUNK_BYTES)
 
 
 def test_a_large_record_makes_its_chunk_grow_in_steps(tmp_path: Path) -> None:

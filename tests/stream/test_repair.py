@@ -15,11 +15,10 @@ from quire.durable import quarantine
 from quire.durable.names import Tier
 from quire.manifest.store import ManifestStore
 from quire.objects.api import list_objects
-from quire.stream.files import StreamClock
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles, StreamClock
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.projection import Projection
-from quire.stream.repair import Repair, Survey
+from quire.stream.projection import StreamProjection
+from quire.stream.repair import Repair, StreamSurvey
 from tests.stream.streams import StreamWorld, record
 from tests.stream.test_witnesses import LOSSES, log_of, lose_all, lose_newest, on_disk
 
@@ -32,8 +31,8 @@ def world(tmp_path: Path) -> Iterator[StreamWorld]:
     made.objects.close()
 
 
-def repair(world: StreamWorld, *, apply: bool = True) -> Survey:
-    projection = Projection(world.manifest, world.files)
+def repair(world: StreamWorld, *, apply: bool = True) -> StreamSurvey:
+    projection = StreamProjection(world.manifest, world.files)
     objects = LogObjects(world.objects, world.stream_id, projection.prefixes(), projection.store_id())
     mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
     found = mending.survey()
@@ -239,7 +238,7 @@ def test_an_object_that_is_not_sound_or_has_no_store_in_its_name_is_told_and_lef
     world.objects.put(keys[2], data[:80] + bytes([data[80] ^ 1]) + data[81:])
     nameless = keys[1].split("/", 3)[3]
     world.objects.put(nameless, world.objects.get(keys[1]))
-    projection = Projection(world.manifest, world.files)
+    projection = StreamProjection(world.manifest, world.files)
     objects = LogObjects(world.objects, world.stream_id, (*projection.prefixes(), ""), projection.store_id())
     mending = Repair(world.files, projection, objects, StreamClock(world.clock), world.log_settings)
     notes = mending.survey().notes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import Corruption, CursorLost, InvalidInput, InvalidName, OutOfRange, UnknownCursor
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
-from quire.stream.segments import Segment
+from quire.stream.segments import StreamSegment
 from quire.stream.state import Consumer, Retention, StreamState, due
 from tests.stream.streams import StreamWorld, ids
 
@@ -136,8 +136,8 @@ def test_limits_are_not_negative() -> None:
         Retention(seconds=-1)
 
 
-def segment(number: int, sealed_ms: int, size: int) -> Segment:
-    return Segment(
+def segment(number: int, sealed_ms: int, size: int) -> StreamSegment:
+    return StreamSegment(
         segment_id=number,
         base_record=number * 10,
         end_record=number * 10 + 10,

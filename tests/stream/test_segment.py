@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
 from quire.durable.checksums import crc64
 from quire.stream import segment as fmt
-from quire.stream.segment import Place, SegmentHeader, body_of, body_of_arrow, encode_block, parts, records_of
+from quire.stream.segment import (
+    BlockPlace,
+    StreamSegmentHeader,
+    body_of,
+    body_of_arrow,
+    encode_block,
+    parts,
+    records_of,
+)
 from quire.stream.segment_scan import scan, sealed_blocks
 from tests.stream.blocks import new_header, segment_of
 
@@ -75,7 +83,7 @@ def test_what_is_written_is_read(given_appends: list[list[list[bytes]]]) -> None
     assert sealed_blocks(raw + b"old life", len(raw)) == found
 
 
-def body(raw: bytes, block: fmt.Block) -> bytes:
+def body(raw: bytes, block: fmt.RecordBlock) -> bytes:
     start = block.offset + fmt.BLOCK_HEAD_BYTES
     return raw[start : start + block.body_bytes]
 
@@ -125,7 +133,7 @@ def test_every_flipped_bit_of_what_was_synced_is_found() -> None:
                 sealed_blocks(damaged, len(raw))
 
 
-def _is_padding(blocks: tuple[fmt.Block, ...], place: int) -> bool:
+def _is_padding(blocks: tuple[fmt.RecordBlock, ...], place: int) -> bool:
     return any(block.offset + 64 + block.body_bytes <= place < block.end for block in blocks)
 
 
@@ -172,7 +180,7 @@ def test_what_the_caller_knows_counts() -> None:
 def test_what_cannot_be_written_is_refused() -> None:
     header = new_header()
     with pytest.raises(InvalidInput, match="vouch"):
-        encode_block(header.crc64, Place(64, 1000, 0, 1001), body_of([b"x"]), is_commit=True)
+        encode_block(header.crc64, BlockPlace(64, 1000, 0, 1001), body_of([b"x"]), is_commit=True)
     with pytest.raises(OutOfRange, match="larger"):
         fmt.check_sizes([5, 11], 0, 10)
     with pytest.raises(OutOfRange, match="2\\*\\*64"):
@@ -182,10 +190,10 @@ def test_what_cannot_be_written_is_refused() -> None:
 def test_headers_that_are_none() -> None:
     raw = bytearray(new_header().encode())
     with pytest.raises(Corruption, match="shorter"):
-        SegmentHeader.decode(raw[:63])
+        StreamSegmentHeader.decode(raw[:63])
     raw[8] = 2
     newer = raw[:56] + crc64(raw[:56]).to_bytes(8, "little")
     with pytest.raises(FormatTooNew):
-        SegmentHeader.decode(newer)
+        StreamSegmentHeader.decode(newer)
     with pytest.raises(Corruption, match="not the header"):
-        SegmentHeader.decode(raw)
+        StreamSegmentHeader.decode(raw)

@@ -9,7 +9,7 @@ import pytest
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.failpoints import armed
 from quire.durable.names import Tier
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import COPY_BYTES
 from quire.stream.mlog_recovery import mark_uploaded
 from quire.stream.mlog_verify import verify

@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption
 from quire.stream import spans as spans_module
 from quire.stream.arrow_batches import SCHEMA, Batches
-from quire.stream.segment import ALIGN, HEADER_BYTES, Place, SegmentHeader, body_of, encode_block
+from quire.stream.segment import ALIGN, HEADER_BYTES, BlockPlace, StreamSegmentHeader, body_of, encode_block
 from quire.stream.sources import HotSource, Lost
-from quire.stream.spans import Plain, Span, spans_of
+from quire.stream.spans import Plain, RecordSpan, spans_of
 
-HEADER = SegmentHeader.decode(SegmentHeader(3, 9, 100, 1_000, 77).encode())
+HEADER = StreamSegmentHeader.decode(StreamSegmentHeader(3, 9, 100, 1_000, 77).encode())
 
 
 def written(blocks: Sequence[tuple[int, list[bytes]]]) -> bytes:
     """A segment of these blocks: (timestamp, records)."""
     raw, record = HEADER.encode(), HEADER.base_record
     for stamp, payloads in blocks:
-        place = Place(len(raw), record, stamp, record)
+        place = BlockPlace(len(raw), record, stamp, record)
         raw += encode_block(HEADER.crc64, place, body_of(payloads), is_commit=True)
         record += len(payloads)
     return raw
 
 
-def flat(spans: Sequence[Span]) -> list[tuple[int, int, bytes]]:
+def flat(spans: Sequence[RecordSpan]) -> list[tuple[int, int, bytes]]:
     found = []
     for span in spans:
         stamps = span.timestamp_ms
@@ -71,7 +71,7 @@ def source(raw: bytes) -> HotSource:
 
 def read(raw: bytes) -> tuple[list[tuple[int, int, bytes]], Lost | None]:
     """What a read gives on, and what ended it."""
-    got: list[Span] = []
+    got: list[RecordSpan] = []
     try:
         got.extend(source(raw).spans(HEADER_BYTES, 1 << 40))
     except Lost as lost:
@@ -154,7 +154,7 @@ def test_a_segment_that_ends_within_a_block_is_damaged() -> None:
 def test_blocks_that_do_not_follow_each_other_are_damage() -> None:
     raw, record = HEADER.encode(), 100
     for skip in (0, 1):
-        place = Place(len(raw), record + skip, 5, 100)
+        place = BlockPlace(len(raw), record + skip, 5, 100)
         raw += encode_block(HEADER.crc64, place, body_of([b"x"]), is_commit=True)
         record += 1
     for size in (0, 1 << 30):

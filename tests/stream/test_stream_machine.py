@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, IllegalTransition, ObjectStoreUnavailable
 from quire.durable.files import OsDisk
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_follower import Follower
+from quire.stream.files import LogFiles
+from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_snapshot import same_state
 from quire.stream.state import Retention
@@ -41,7 +41,7 @@ class Streams(RuleBasedStateMachine):
         root.mkdir()
         disk = CrashDisk(str(root))
         self.world = StreamWorld(self.base, disk=disk, stream_root=disk.root)
-        self.follower: Follower | None = None
+        self.follower: LogFollower | None = None
         self.scheduled: set[int] = set()
         self.appended: dict[int, bytes] = {}
         self.acknowledged = 1
@@ -218,7 +218,7 @@ class Streams(RuleBasedStateMachine):
         log.upload()
         if self.follower is None or again:  # now and then as a new process on its old mirror
             mirror = LogFiles(OsDisk(), str(self.base / "mirror"), self.world.stream_id)
-            self.follower = Follower(log.objects, mirror, scheduled=self.scheduled)
+            self.follower = LogFollower(log.objects, mirror, scheduled=self.scheduled)
         polled = self.follower.poll()
         assert polled.waiting_for is None
         assert same_state(self.follower.index, log.index), "it has seen everything, and says something else"

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from quire.objects.open import open_store
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_follower import Follower
+from quire.stream.files import LogFiles
+from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_snapshot import same_state
 from tests.objects.conftest import fresh_url, s3_options, s3_server
 from tests.stream.streams import SMALL, StreamWorld
@@ -33,7 +33,7 @@ def test_a_stream_lives_in_s3_and_a_follower_sees_it(tmp_path: Path, s3_server: 
     world.stream.upload()
     objects = world.stream.ledger.log.objects
     assert objects is not None
-    follower = Follower(objects, LogFiles(world.disk, str(tmp_path / "mirror"), world.stream_id))
+    follower = LogFollower(objects, LogFiles(world.disk, str(tmp_path / "mirror"), world.stream_id))
     assert [each.segment_id for each in follower.poll().hydrations] == [2, 3]
     assert same_state(follower.index, world.stream.ledger.log.index)
     world.check()

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from quire.core.errors import Corruption, ManifestIntegrityError
 from quire.durable import quarantine
 from quire.durable.names import Tier
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_verify import verify
-from quire.stream.segment import SegmentHeader
-from quire.stream.segments import View
+from quire.stream.segment import StreamSegmentHeader
+from quire.stream.segments import SegmentList
 from quire.stream.state import Retention
 from tests.stream.streams import StreamWorld, record
 
@@ -187,7 +187,7 @@ def test_what_is_proven_to_be_garbage_is_removed(world: StreamWorld) -> None:
     world.stream.close()
     for path, data in copies.items():
         Path(path).write_bytes(data)
-    empty = SegmentHeader(world.stream_id, 9, 1000, 5, 77).encode()
+    empty = StreamSegmentHeader(world.stream_id, 9, 1000, 5, 77).encode()
     Path(world.files.segment(Tier.HOT, 9)).write_bytes(empty.ljust(4096, b"\0"))
     world.stream = world.open()
     assert world.on_disk(Tier.HOT) == [4]
@@ -201,7 +201,9 @@ def test_a_copy_that_lacks_records_does_not_make_a_read_spin(world: StreamWorld)
     payloads = world.fill(2)
     first, second = world.segments()
     later = replace(second, base_record=second.base_record + 5)
-    world.stream.ledger.view = View((replace(first, end_record=later.base_record), later), (1, later.base_record))
+    world.stream.ledger.view = SegmentList(
+        (replace(first, end_record=later.base_record), later), (1, later.base_record)
+    )
     assert world.payloads(stop=first.end_record) == payloads[: first.records]
     with pytest.raises(Corruption, match="has not all of its records"):
         world.payloads()

@@ -17,7 +17,7 @@ import pytest
 
 from quire.jobs import maintenance
 from quire.lsm import recovery as kv_recovery
-from quire.lsm.projection import Projection
+from quire.lsm.projection import KvProjection
 from quire.manifest import rows
 from quire.stream import recovery as stream_recovery
 from quire.stream.hot import HotLog
@@ -70,11 +70,11 @@ def streams_remove_what_their_log_does_not_name() -> None:
 def key_value_logs_that_are_not_named_are_swept() -> None:
     _patch.setattr(kv_recovery, "refuse_behind", _nothing)
     _patch.setattr(kv_recovery, "_is_foreign", lambda *_: False)
-    _patch.setattr(Projection, "ends", _nothing)
+    _patch.setattr(KvProjection, "ends", _nothing)
 
 
 def a_damaged_end_passes_for_a_torn_one() -> None:
-    _patch.setattr(Projection, "ends", _nothing)
+    _patch.setattr(KvProjection, "ends", _nothing)
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────

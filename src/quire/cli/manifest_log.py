@@ -32,9 +32,8 @@ from quire.manifest.tables import DB_NAMES
 from quire.pages.cache import PageCache
 from quire.spark.sessions import session
 from quire.store.object_location import open_place, options_by_url
-from quire.stream.files import StreamFiles
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_follower import Follower
+from quire.stream.files import LogFiles, StreamFiles
+from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import inspect as rows_of
 from quire.stream.mlog_verify import minimal_rows
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from quire.jobs.runner import ThreadRunner
     from quire.objects.api import ObjectStore
     from quire.spark.runner import SparkRunner
-    from quire.stream.mlog_verify import LogRow, Problem
+    from quire.stream.mlog_verify import LogProblem, LogRow
 
 THREADS = 8
 """Logs that are looked at together: most of the time goes into waiting for disk and object store."""
@@ -166,7 +165,7 @@ def mirror(
         raise InvalidInput("the directory is a store", hint="name another one", directory=root)
     with _stores(cli) as stores:
         _, objects = _log(cli, stores, stream_id)
-        follower = Follower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
+        follower = LogFollower(objects, LogFiles(OsDisk(), root, stream_id, store_id=objects.store_id))
 
         def rows() -> Iterator[Row]:
             polled = follower.poll()
@@ -287,7 +286,7 @@ def _record(row: LogRow) -> Row:
     return Row([f"{row.chunk_index}:{row.chunk_offset}", row.record, segment, tier2, pairs(row.fields)], plain(row))
 
 
-def _problem(problem: Problem, stream_id: int, name: str) -> Row:
+def _problem(problem: LogProblem, stream_id: int, name: str) -> Row:
     data = {
         "stream": name,
         "stream_id": stream_id,

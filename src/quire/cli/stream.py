@@ -40,8 +40,8 @@ from quire.stream.verify import problems
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.store.store import Store
-    from quire.stream.reader import Record
-    from quire.stream.segments import Segment
+    from quire.stream.reader import StreamRecord
+    from quire.stream.segments import StreamSegment
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000
@@ -164,7 +164,7 @@ def _beside(cli: Cli, database: str) -> Iterator[tuple[Beside, int, int]]:
         yield beside, *beside.bounds()
 
 
-def _record(record: Record) -> Row:
+def _record(record: StreamRecord) -> Row:
     try:
         text = record.payload.decode()
     except UnicodeDecodeError:
@@ -182,7 +182,7 @@ def segments(cli: Cli, database: Database) -> Listing:
     return Listing(columns=columns, rows=found, empty=f"{database} has no segments")
 
 
-def _segment(segment: Segment, now_ms: int) -> Row:
+def _segment(segment: StreamSegment, now_ms: int) -> Row:
     names = ("hot", "warm", "remote")
     tiers = [name for name, there in zip(names, (segment.is_hot, segment.is_warm, segment.is_remote)) if there]
     data = {

@@ -41,7 +41,7 @@ from quire.durable.files import Disk, write_new
 from quire.durable.lsm_names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.snapshots import write_manifest
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.manifest.lsm_records import LsmTableRecord
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 
@@ -136,7 +136,7 @@ def _crc_field(digits: str) -> bytes:
     return f'"crc64":"{digits}"'.encode()
 
 
-def _send(disk: Disk, store: ObjectStore, below: str, table: Table) -> TableObject:
+def _send(disk: Disk, store: ObjectStore, below: str, table: SSTable) -> TableObject:
     crc, digest = 0, hashlib.sha256()
     file = disk.open(table.path, write=False)
     try:
@@ -286,7 +286,7 @@ def _fetch(store: ObjectStore, table: TableObject) -> bytes:
 
 def _verify(disk: Disk, path: str, sst_id: int) -> None:
     """Read every block of a table that comes from outside, once: who made it is not known, whatever its checksums say."""
-    table = Table.open(disk, path, sst_id)
+    table = SSTable.open(disk, path, sst_id)
     try:
         for problem in table.verify():
             raise Corruption("a table of the backup is not sound", hint=_OTHER, path=path, cause=problem)

@@ -31,9 +31,9 @@ from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm import compaction
 from quire.lsm.loading import Load, double_key
-from quire.lsm.merge import Retention
+from quire.lsm.merge import VersionRetention
 from quire.lsm.sst_format import SCHEMA, TableMeta
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableOptions, TableWriter, key_changes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ TakeIds = Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LoadTarget:
     """Where the tables of a load go, and how they are written; small and picklable."""
 
     directory: str
@@ -64,10 +64,10 @@ class Place:
 class BulkWriter:
     """`add` pairs of columns, then `finish`."""
 
-    def __init__(self, disk: Disk, place: Place, take_ids: TakeIds, *, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, disk: Disk, target: LoadTarget, take_ids: TakeIds, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._disk = disk
-        self._place = place
-        self._home = LsmHome(place.directory)
+        self._target = target
+        self._home = LsmHome(target.directory)
         self._take_ids = take_ids
         self._buffer_bytes = buffer_bytes
         self._waiting: list[pa.RecordBatch] = []
@@ -79,8 +79,8 @@ class BulkWriter:
     def of(cls, kv: Kv, load: Load) -> Self:
         """A writer for a load of a database that this process owns."""
         options = compaction.table_options(kv.settings)
-        place = Place(directory=kv.home.path, lsn=load.lsn, table_bytes=kv.settings.table_bytes, options=options)
-        return cls(kv.disk, place, load.allocate)
+        target = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=kv.settings.table_bytes, options=options)
+        return cls(kv.disk, target, load.allocate)
 
     def add(self, keys: pa.Array, values: pa.Array) -> None:
         """More rows: keys and values, binary or text."""
@@ -105,15 +105,15 @@ class BulkWriter:
 
     def _merge(self, ids: list[int]) -> list[int]:
         """Tables that overlap become tables that do not."""
-        tables = [Table.open(self._disk, self._home.sst(sst_id), sst_id) for sst_id in ids]
+        tables = [SSTable.open(self._disk, self._home.sst(sst_id), sst_id) for sst_id in ids]
         try:
             made = compaction.run(
                 self._disk,
                 tables,
-                Retention(),
+                VersionRetention(),
                 level=0,
-                table_bytes=self._place.table_bytes,
-                options=self._place.options,
+                table_bytes=self._target.table_bytes,
+                options=self._target.options,
                 new_table=self._new_table,
             )
         finally:
@@ -136,16 +136,16 @@ class BulkWriter:
         batch = pa.concat_batches(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
         self._waiting, self._waiting_bytes = [], 0
         batch = in_order(batch)
-        cuts = table_cuts(batch, self._place.table_bytes)
+        cuts = table_cuts(batch, self._target.table_bytes)
         for sst_id, (start, end) in zip(self._take_ids(len(cuts) - 1), pairwise(cuts)):
-            writer = TableWriter(sst_id, 0, self._place.options)
+            writer = TableWriter(sst_id, 0, self._target.options)
             for piece in _pieces(batch.slice(start, end - start)):
                 writer.add(self._rows(piece))
             self._written.append((sst_id, writer.write(self._disk, self._home.sst(sst_id))))
 
     def _rows(self, pairs: pa.RecordBatch) -> pa.RecordBatch:
         keys, values = pairs.columns
-        lsns = pa.array(np.full(len(keys), self._place.lsn, np.uint64))
+        lsns = pa.array(np.full(len(keys), self._target.lsn, np.uint64))
         return pa.record_batch([keys, values, lsns, values.is_null()], schema=SCHEMA)
 
 

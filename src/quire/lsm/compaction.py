@@ -25,17 +25,27 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.errors import StorageFault
+from quire.core.limits import KIB
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.lsm.levels import Levels
-from quire.lsm.table_options import TableOptions
+from quire.lsm.view import Levels
 
 if TYPE_CHECKING:
-    from quire.lsm.merge import Retention
+    from quire.lsm.merge import VersionRetention
     from quire.lsm.sst_format import TableMeta
-    from quire.lsm.sst_reader import Table
+    from quire.lsm.sst_reader import SSTable
     from quire.lsm.sst_writer import TableWriter
+
+
+class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tables are written; small and picklable."""
+
+    block_bytes: int = 64 * KIB
+    compression: str = "lz4"
+    """lz4, zstd or none."""
+    bloom_bits_per_key: int = 10
+
 
 GROWTH = 10
 """How much more each level may hold than the one above it."""
@@ -44,10 +54,10 @@ LEVELS_MAX = 7
 """The deepest level that a load may begin: every level is a place where a read must look."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class MergeJob(msgspec.Struct, frozen=True):
     """Tables to merge, and where to."""
 
-    inputs: tuple[Table, ...]
+    inputs: tuple[SSTable, ...]
     level: int
     drop_below: int
     """Tombstones below this lsn may go; 0: none (rule 3)."""
@@ -62,7 +72,7 @@ def table_options(settings: LsmSettings) -> TableOptions:
     )
 
 
-def pick(levels: Levels, settings: LsmSettings, turn: int) -> Job | None:
+def pick(levels: Levels, settings: LsmSettings, turn: int) -> MergeJob | None:
     """What is due, if anything (rule 1); `turn` moves through the tables of a level."""
     if len(levels.level0) >= settings.level0_tables:
         return job(levels, levels.level0, 1)
@@ -74,7 +84,7 @@ def pick(levels: Levels, settings: LsmSettings, turn: int) -> Job | None:
     return None
 
 
-def pick_all(levels: Levels) -> Job | None:
+def pick_all(levels: Levels) -> MergeJob | None:
     """Everything into one level; `None` if it is so already and nothing is there that could go.
 
     Tables that have older versions of keys are merged once more: the snapshots that needed them may be closed by now.
@@ -83,10 +93,10 @@ def pick_all(levels: Levels) -> Job | None:
     deepest = max(1, len(levels.deeper))
     if all(t.meta.level == deepest and not t.meta.tombstones and t.meta.keys == t.meta.rows for t in tables):
         return None
-    return Job(tables, deepest, max(table.meta.lsn_max for table in tables) + 1)
+    return MergeJob(tables, deepest, max(table.meta.lsn_max for table in tables) + 1)
 
 
-def level_for(levels: Levels, tables: Sequence[Table], settings: LsmSettings) -> int:
+def level_for(levels: Levels, tables: Sequence[SSTable], settings: LsmSettings) -> int:
     """The level for tables that are loaded (rule 4); 0, where ranges may overlap, if no other takes them."""
     if clusters(tables):
         return 0
@@ -99,9 +109,9 @@ def level_for(levels: Levels, tables: Sequence[Table], settings: LsmSettings) ->
     return 0
 
 
-def clusters(tables: Sequence[Table]) -> list[list[Table]]:
+def clusters(tables: Sequence[SSTable]) -> list[list[SSTable]]:
     """Tables whose ranges overlap, directly or through others; none for tables with disjoint ranges."""
-    found: list[list[Table]] = []
+    found: list[list[SSTable]] = []
     reach = b""
     for table in sorted(tables, key=lambda each: each.meta.key_min):
         if found and table.meta.key_min <= reach:
@@ -113,7 +123,7 @@ def clusters(tables: Sequence[Table]) -> list[list[Table]]:
     return [each for each in found if len(each) > 1]
 
 
-def job(levels: Levels, chosen: Sequence[Table], level: int) -> Job:
+def job(levels: Levels, chosen: Sequence[SSTable], level: int) -> MergeJob:
     """Merge these tables into a level, with those of that level that they overlap."""
     low, high = min(t.meta.key_min for t in chosen), max(t.meta.key_max for t in chosen)
     below = [t for t in levels.level(level) if t.meta.key_max >= low and t.meta.key_min <= high]
@@ -123,13 +133,13 @@ def job(levels: Levels, chosen: Sequence[Table], level: int) -> Job:
     others = [t for t in levels if id(t) not in taken and t.meta.key_max >= low and t.meta.key_min <= high]
     # A tombstone hides what is older: it may go if everything older that could be hidden is among the inputs.
     newest = max(table.meta.lsn_max for table in inputs) + 1
-    return Job(inputs, level, min((table.meta.lsn_min for table in others), default=newest))
+    return MergeJob(inputs, level, min((table.meta.lsn_min for table in others), default=newest))
 
 
 def run(
     disk: Disk,
-    inputs: Sequence[Table],
-    retention: Retention,
+    inputs: Sequence[SSTable],
+    retention: VersionRetention,
     *,
     level: int,
     table_bytes: int,

@@ -23,7 +23,7 @@ from quire.manifest.records import JobKind
 from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
-    from quire.lsm.compaction import Job
+    from quire.lsm.compaction import MergeJob
 
 LEASE_MS = 30 * 24 * 3_600 * 1_000
 
@@ -38,7 +38,7 @@ class JobRows:
         self._job_id = 0
         """The row of the compaction that is under way, or failed; 0 for none."""
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: MergeJob) -> None:
         """Make the row of a compaction and take it, in one batch: no other worker gets it (rule 1)."""
         if self._job_id:
             return

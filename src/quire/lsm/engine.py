@@ -56,7 +56,7 @@ from quire.durable.remote_names import kv_backups_prefix
 from quire.lsm.compaction import table_options
 from quire.lsm.compaction_jobs import JobRows
 from quire.lsm.kv import Kv
-from quire.lsm.projection import Projection
+from quire.lsm.projection import KvProjection
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
@@ -80,7 +80,7 @@ FILES_MADE = b"lsm-files-1"
 """In a row's `config_hash`: the database's directory is on disk (rule 3)."""
 
 
-class Version(msgspec.Struct, frozen=True, array_like=True):
+class KvVersion(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot of a database: where it is, and its tables."""
 
     db_id: int
@@ -145,7 +145,7 @@ class KvEngine:
         if made and not self._disk.exists(home):
             hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
             raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
-        ledger, follower = JobRows(self._manifest, db_id), Projection(self._manifest, db_id)
+        ledger, follower = JobRows(self._manifest, db_id), KvProjection(self._manifest, db_id)
         facts = self._facts(db_id, follower, is_made=made)
         try:
             kv = Kv.open(
@@ -161,7 +161,7 @@ class KvEngine:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
         return kv
 
-    def _facts(self, db_id: int, follower: Projection, *, is_made: bool) -> StoreFacts:
+    def _facts(self, db_id: int, follower: KvProjection, *, is_made: bool) -> StoreFacts:
         """What the store knows of a database (witnesses.py)."""
 
         def set_aside(path: str, why: str) -> None:
@@ -196,7 +196,7 @@ class KvEngine:
             kv = self._open.pop(db_id, None)
             if kv is not None:
                 kv.close()  # whoever holds it opens it anew: nobody may write while files are compared
-            facts = self._facts(db_id, Projection(self._manifest, db_id), is_made=True)
+            facts = self._facts(db_id, KvProjection(self._manifest, db_id), is_made=True)
             home = kv_backups_prefix(self._manifest.feed.store_id())
             fetch = partial(find_table, objects, record.name, home) if objects is not None else None
             state = survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)
@@ -255,7 +255,7 @@ class KvEngine:
                 remove_home(self._disk, target)
                 raise
 
-    def lend(self, db: int | str, seconds: float) -> tuple[int, Version]:
+    def lend(self, db: int | str, seconds: float) -> tuple[int, KvVersion]:
         """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease."""
         with self._lock:
             kv = self.open(db)
@@ -270,7 +270,7 @@ class KvEngine:
             except Exception:
                 remove_home(self._disk, target)
                 raise
-        return lease_id, Version(db_id, 0, lsn, target, tuple(entry.id for entry in tables))
+        return lease_id, KvVersion(db_id, 0, lsn, target, tuple(entry.id for entry in tables))
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
         """A snapshot by name or id, to be read."""
@@ -279,11 +279,11 @@ class KvEngine:
         self._copies.add(opened)
         return opened
 
-    def version(self, db: int | str, snapshot: int | str) -> Version:
+    def version(self, db: int | str, snapshot: int | str) -> KvVersion:
         """A snapshot as a value: what a process that sees the directory needs to read it."""
         info, copy = self._manifest.snapshots.get(db, snapshot), self._copy(db, snapshot)
         ids = tuple(entry.id for entry in copy.state(self._disk).sstables)
-        return Version(info.db_id, info.snapshot_id, info.anchor_lsn, copy.path, ids)
+        return KvVersion(info.db_id, info.snapshot_id, info.anchor_lsn, copy.path, ids)
 
     def _copy(self, db: int | str, snapshot: int | str) -> FrozenCopy:
         """A snapshot's files, and what its row says of them."""

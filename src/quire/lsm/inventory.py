@@ -34,7 +34,7 @@ from quire.lsm.manifest_data import AddSst, Compaction, ManifestData, RemoveSst
 from quire.lsm.manifest_format import LOG_NEXT, ManifestSnapshot, decode_event, decode_snapshot
 from quire.lsm.projection import is_row_of
 from quire.lsm.recovery import names_in, refuse_behind
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.wal import LOG_KIND, Items, decode_batch
 from quire.lsm.witnesses import StoreFacts
 from quire.manifest.lsm_records import LsmTableRecord
@@ -87,14 +87,14 @@ class _History:
 
 
 @dataclass(slots=True)
-class Survey:
+class KvSurvey:
     """See the terms."""
 
     disk: Disk
     home: LsmHome
     facts: StoreFacts
     reason: str = ""
-    sound: dict[int, Table] = field(default_factory=dict)
+    sound: dict[int, SSTable] = field(default_factory=dict)
     copies: dict[int, tuple[str, Callable[[], bytes]]] = field(default_factory=dict)
     damaged: dict[int, int] = field(default_factory=dict)
     """Tables of which some blocks can be read: how many rows those have."""
@@ -129,10 +129,10 @@ class Survey:
 
 
 # ── the survey ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = None) -> Survey:
+def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = None) -> KvSurvey:
     """Read everything that there is of a database. Changes nothing."""
     history = _history(disk, home, facts)
-    found = Survey(disk, home, facts, history.reason)
+    found = KvSurvey(disk, home, facts, history.reason)
     ids = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
     wals = {number for name in names_in(disk, f"{home.path}/wal") if (number := lsm_number(name, ".log")) is not None}
     live = _live(history, facts, ids)
@@ -244,7 +244,7 @@ def _live(history: _History, facts: StoreFacts, ids: set[int]) -> set[int]:
     return named if not history.is_empty or facts.ends is not None else ids
 
 
-def _take_table(found: Survey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
+def _take_table(found: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
     """Keep a live table, or a copy of it, or what can be read of it; the lsns of what may be lost, if something is."""
     path, row = found.home.sst(sst_id), found.facts.rows.get(sst_id)
     table, trouble = checked(found.disk, path, sst_id, row)
@@ -267,10 +267,10 @@ def _take_table(found: Survey, sst_id: int, fetch: Fetch | None) -> tuple[int, i
     return (row.lsn_min, row.lsn_max) if row is not None else (0, 0)
 
 
-def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> tuple[Table | None, str]:
+def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> tuple[SSTable | None, str]:
     """A table that is sound and is the one that LMDB describes; else why not."""
     try:
-        table = Table.open(disk, path, sst_id)
+        table = SSTable.open(disk, path, sst_id)
     except QuireError as error:
         return None, error.what
     try:
@@ -287,7 +287,7 @@ def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> t
 
 
 def _find_copy(
-    found: Survey, sst_id: int, row: LsmTableRecord | None, fetch: Fetch | None
+    found: KvSurvey, sst_id: int, row: LsmTableRecord | None, fetch: Fetch | None
 ) -> tuple[str, Callable[[], bytes]] | None:
     disk, home = found.disk, found.home
     for folder in _folders(disk, home, own_only=row is None):
@@ -316,7 +316,7 @@ def _readable_rows(disk: Disk, path: str, sst_id: int) -> int:
 def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBatch]:
     """The blocks of a damaged table that can be read; none if its index cannot."""
     try:
-        table = Table.open(disk, path, sst_id)
+        table = SSTable.open(disk, path, sst_id)
     except QuireError:
         return
     try:
@@ -327,7 +327,7 @@ def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBat
         table.close()
 
 
-def _take_newer(found: Survey, unnamed: Sequence[int]) -> None:
+def _take_newer(found: KvSurvey, unnamed: Sequence[int]) -> None:
     """Tables that nothing names, and that have only rows newer than every other's."""
     candidates = []
     for sst_id in unnamed:
@@ -343,7 +343,7 @@ def _take_newer(found: Survey, unnamed: Sequence[int]) -> None:
             table.close()
 
 
-def _take_logs(found: Survey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
+def _take_logs(found: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
     """Batches of the logs that are in no table, also those behind damage."""
     state, home = history.state, found.home
     named = {number for number in (*state.frozen_wals, state.active_wal) if number}
@@ -365,7 +365,7 @@ def _take_logs(found: Survey, history: _History, numbers: Sequence[int], lost: S
         found.lost.append(f"writes from lsn {reached + 1} to {found.facts.ends.last_lsn}: no file has them")
 
 
-def _batches(found: Survey, number: int) -> Iterator[tuple[int, Items]]:
+def _batches(found: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
     path, recorded = found.home.wal(number), found.facts.wal_end(number)
     raw = read_all(found.disk, path)
     try:

@@ -43,6 +43,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from quire.core.cache import ByteCache
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
@@ -59,32 +61,80 @@ from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.lsm_names import LsmHome
-from quire.lsm.maintenance import Upkeep
+from quire.lsm.maintenance import KvMaintenance, Stalls
 from quire.lsm.memtable import Memtable
-from quire.lsm.observers import CompactionLedger, NoLedger
-from quire.lsm.reading import KvIterator, Reader, Snapshot, Snapshots
-from quire.lsm.recovery import Opened, open_files
-from quire.lsm.stalls import Stalls
-from quire.lsm.stats import Stats, stats_of
-from quire.lsm.view import LSN_MAX, Frozen, View
-from quire.lsm.wal import Buffer, Wal, as_bytes, checked_batch, encode_batch
-from quire.lsm.witnesses import StoreFacts, end_row
+from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot
+from quire.lsm.recovery import RecoveredKv, open_files
+from quire.lsm.view import LSN_MAX, Frozen, KvView
+from quire.lsm.wal import Buffer, KvWal, as_bytes, checked_batch, encode_batch
+from quire.lsm.witnesses import CompactionLedger, NoLedger, StoreFacts, end_row
 from quire.manifest.lsm_records import LsmEndsRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quire.lsm.sst_reader import BlockCache, Table
+    from quire.lsm.sst_reader import BlockCache, SSTable
 
 
-class Kv(Reader):
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """A database in numbers."""
+
+    last_lsn: int
+    rows: int
+    """In tables: versions, tombstones included."""
+    tombstones: int
+    tables: int
+    table_bytes: int
+    levels: tuple[int, ...]
+    """Tables in each, from level 0 on."""
+    memtable_keys: int
+    memtable_bytes: int
+    frozen: int
+    manifest_log_bytes: int
+    manifest_version: int
+    """Rises with every change of the manifest."""
+    flushes: int
+    """Since the database was opened."""
+    compactions: int
+    stalled_writers: int
+    """Writers that wait for a flush or a compaction, now."""
+    stalls: int
+    stall_seconds: float
+
+
+def stats_of(kv: Kv) -> Stats:
+    """What a database consists of, now."""
+    view = kv.view
+    memtables = [view.memtable, *(each.memtable for each in view.frozen)]
+    tables = list(view.levels)
+    return Stats(
+        last_lsn=kv.last_lsn,
+        rows=sum(table.meta.rows for table in tables),
+        tombstones=sum(table.meta.tombstones for table in tables),
+        tables=len(tables),
+        table_bytes=sum(table.size_bytes for table in tables),
+        levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
+        memtable_keys=sum(len(each.entries) for each in memtables),
+        memtable_bytes=sum(each.bytes for each in memtables),
+        frozen=len(view.frozen),
+        manifest_log_bytes=kv.manifest.log_bytes,
+        manifest_version=kv.manifest.version,
+        flushes=kv.upkeep.flushes,
+        compactions=kv.upkeep.compactions,
+        stalled_writers=kv.stalls.waiting,
+        stalls=kv.stalls.count,
+        stall_seconds=kv.stalls.seconds,
+    )
+
+
+class Kv(KvRanges):
     """An open key-value database; made by `Kv.open`, or by `store.kv(name)`."""
 
     def __init__(
         self,
         disk: Disk,
         home: LsmHome,
-        opened: Opened,
+        opened: RecoveredKv,
         settings: LsmSettings,
         clock: Clock,
         cache: BlockCache,
@@ -103,7 +153,7 @@ class Kv(Reader):
         self.clock = clock
         self.cache = cache
         self.manifest = opened.manifest
-        self.snapshots = Snapshots()
+        self.snapshots = HeldLsns()
         self.stalls = Stalls(self)
         # guarded by _writing
         self._writing = threading.Lock()
@@ -116,7 +166,7 @@ class Kv(Reader):
         """Lsns of bulk loads that are under way."""
         # replaced under _viewing, read by all
         self._viewing = threading.Condition()
-        self.view: View = opened.view
+        self.view: KvView = opened.view
         # only ever set
         self.failure: QuireError | None = None
         self.check_owner: Callable[[], None] = lambda: None
@@ -125,7 +175,7 @@ class Kv(Reader):
         """Raises if the database takes no writes; set by the engine."""
         self.is_recorded = True
         """Whether LMDB has what the last fold was about; while it has not, no file goes."""
-        self.upkeep = Upkeep(self, ledger or NoLedger(), background=background)
+        self.upkeep = KvMaintenance(self, ledger or NoLedger(), background=background)
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
@@ -242,7 +292,7 @@ class Kv(Reader):
             wal = self._wal
         self._sync(wal, wal.end)
 
-    def _sync(self, wal: Wal, end: int) -> None:
+    def _sync(self, wal: KvWal, end: int) -> None:
         try:
             wal.sync(end)
             self.check_owner()  # nothing is acknowledged that a second owner may already have cut off
@@ -268,7 +318,7 @@ class Kv(Reader):
         """Go on in a new memtable and a new WAL. REQUIRES the write lock."""
         old, number = self._wal, self._wal.number + 1
         path = self.home.wal(number)
-        new = Wal.create(self.disk, path, number, self.owner)
+        new = KvWal.create(self.disk, path, number, self.owner)
         hit("lsm.freeze.created")
         try:
             # Else power loss could keep a batch of the new one and lose one of the old.
@@ -288,7 +338,7 @@ class Kv(Reader):
         with self._viewing:
             view = self.view
             view.memtable.freeze()
-            self.view = View(
+            self.view = KvView(
                 Memtable(), (Frozen(view.memtable, old.number, old.durable_end()), *view.frozen), view.levels
             )
         self._wal = new
@@ -311,14 +361,14 @@ class Kv(Reader):
 
     # ── what upkeep and loads need ────────────────────────────────────────────────────────────────────────────────────
     def install(
-        self, *, flushed: Frozen | None = None, added: Sequence[Table] = (), removed: Sequence[Table] = ()
+        self, *, flushed: Frozen | None = None, added: Sequence[SSTable] = (), removed: Sequence[SSTable] = ()
     ) -> None:
         """Swap the view for one with a memtable less, tables more, tables less; and tell who waits for room."""
         with self._viewing:
             view = self.view
             frozen = tuple(each for each in view.frozen if each is not flushed)
             levels = view.levels.changed(added, removed) if added or removed else view.levels
-            self.view = View(view.memtable, frozen, levels)
+            self.view = KvView(view.memtable, frozen, levels)
             self._viewing.notify_all()
 
     def fold(self) -> None:
@@ -387,13 +437,13 @@ class Kv(Reader):
         """The lsn of the newest batch."""
         return self._lsn
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> KvSnapshot:
         """The database as it is now, until the snapshot is closed."""
         with self._visibility:
             self.require_open()
             lsn, hidden = self._lsn, frozenset(self._loading)
             held = self.snapshots.hold((lsn, *(load - 1 for load in hidden)))
-        return Snapshot(self, lsn, hidden, held)
+        return KvSnapshot(self, lsn, hidden, held)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
         """The range as of this call: the snapshot keeps what the scan reads from being overwritten in the memtable."""

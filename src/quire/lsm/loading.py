@@ -37,7 +37,7 @@ from quire.core.errors import InvalidInput
 from quire.lsm.compaction import clusters
 from quire.lsm.load_notes import LoadNote, read_note
 from quire.lsm.merge import PART_BYTES, merged, parts
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import key_changes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Load:
         chosen = sorted(set(ids))
         if self._over or not self._ids.issuperset(chosen):
             raise InvalidInput("these tables are not of this load", hint="use ids from `allocate`", ids=chosen)
-        tables = [Table.open(kv.disk, self.path(sst_id), sst_id) for sst_id in chosen]
+        tables = [SSTable.open(kv.disk, self.path(sst_id), sst_id) for sst_id in chosen]
         try:
             for table in tables:
                 self._check(table)
@@ -89,7 +89,7 @@ class Load:
         self.close()
         return rows
 
-    def _check(self, table: Table) -> None:
+    def _check(self, table: SSTable) -> None:
         meta = table.meta
         if (meta.lsn_min, meta.lsn_max) != (self.lsn, self.lsn):
             lsns = (meta.lsn_min, meta.lsn_max)
@@ -121,7 +121,7 @@ def published(kv: Kv, number: int) -> int | None:
     return note.rows if note is not None and note.done else None
 
 
-def _refuse_doubles(tables: list[Table]) -> None:
+def _refuse_doubles(tables: list[SSTable]) -> None:
     """Refuse a key that comes twice in a load. Inside a table the writer has seen to it, so only tables that overlap
     are read."""
     for together in clusters(tables):

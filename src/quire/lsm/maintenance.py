@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import InternalError, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.lsm_names import sst_entry_path
@@ -41,12 +41,69 @@ from quire.lsm import compaction
 from quire.lsm.load_notes import LoadNote, remove_note, write_note
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
-from quire.lsm.observers import CompactionLedger, NoLedger
+from quire.lsm.witnesses import CompactionLedger, NoLedger
 
 if TYPE_CHECKING:
+    import threading
+
     from quire.lsm.kv import Kv
-    from quire.lsm.merge import Retention
-    from quire.lsm.sst_reader import Table
+    from quire.lsm.merge import VersionRetention
+    from quire.lsm.sst_reader import SSTable
+
+
+class Stalls:
+    """The writers of one database that wait for room, and how long they ever did."""
+
+    def __init__(self, kv: Kv) -> None:
+        self._kv = kv
+        # guarded by the condition that is given to `wait`
+        self.waiting = 0
+        """Writers that wait, now."""
+        self.count = 0
+        self.seconds = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a writer that needs a new memtable has to wait."""
+        return self._kv.upkeep.is_running and self._is_full()
+
+    def _is_full(self) -> bool:
+        view, settings = self._kv.view, self._kv.settings
+        return len(view.frozen) >= settings.frozen_max or len(view.levels.level0) >= settings.level0_stop
+
+    def wait(self, changed: threading.Condition) -> None:
+        """Return when there is room; `changed` is notified with every change of the view."""
+        kv = self._kv
+        began = kv.clock.monotonic()
+        deadline = began + kv.settings.stall_seconds
+        with changed:
+            if not self.is_due:
+                return
+            self.waiting += 1
+            self.count += 1
+            try:
+                while self._is_full():
+                    left = deadline - kv.clock.monotonic()
+                    self._require_progress(left)
+                    changed.wait(min(left, 1.0))
+            finally:
+                self.waiting -= 1
+                self.seconds += kv.clock.monotonic() - began
+
+    def _require_progress(self, seconds_left: float) -> None:
+        kv = self._kv
+        kv.require()
+        kv.upkeep.raise_trouble()
+        if not kv.upkeep.is_running:
+            raise StoreClosed("the database is being closed", hint="open it again")
+        if seconds_left <= 0:
+            raise Overloaded(
+                "flushes and compactions do not keep up with the writers",
+                hint="write less at a time, or look at the disk",
+                frozen=len(kv.view.frozen),
+                level0=len(kv.view.levels.level0),
+            )
+
 
 RETRY_SECONDS = 1.0
 """Between two tries of something that failed."""
@@ -56,7 +113,7 @@ FORSAKEN_MAX = 10_000
 """Files of loads that are over and are still looked for; what others leave is swept at the next open."""
 
 
-class Upkeep:
+class KvMaintenance:
     """The background of one database."""
 
     def __init__(self, kv: Kv, ledger: CompactionLedger, *, background: bool) -> None:
@@ -168,8 +225,8 @@ class Upkeep:
         self._compact_due.set()
         return True
 
-    def _write_memtable(self, memtable: Memtable) -> Table:
-        from quire.lsm.sst_reader import Table  # Arrow: not before something is flushed
+    def _write_memtable(self, memtable: Memtable) -> SSTable:
+        from quire.lsm.sst_reader import SSTable  # Arrow: not before something is flushed
         from quire.lsm.sst_writer import TableWriter
 
         kv = self._kv
@@ -180,10 +237,10 @@ class Upkeep:
         hit("lsm.flush.begun")
         path = kv.home.sst(sst_id)
         writer.write(kv.disk, path)
-        return Table.open(kv.disk, path, sst_id, kv.cache)
+        return SSTable.open(kv.disk, path, sst_id, kv.cache)
 
     @contextmanager
-    def _recording(self, added: Sequence[Table]) -> Iterator[None]:
+    def _recording(self, added: Sequence[SSTable]) -> Iterator[None]:
         """An event is being logged that names new tables. If it certainly was not, they are garbage (rule 3)."""
         kv = self._kv
         try:
@@ -208,7 +265,7 @@ class Upkeep:
                 manifest.checkpoint()
             self._kv.fold()  # an event that fails next makes another checkpoint
 
-    def add_tables(self, loaded: Sequence[Table], lsn: int, note: LoadNote | None) -> None:
+    def add_tables(self, loaded: Sequence[SSTable], lsn: int, note: LoadNote | None) -> None:
         """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
         kv = self._kv
         while any(each.memtable.lsn_max < lsn for each in kv.view.frozen):
@@ -240,10 +297,10 @@ class Upkeep:
                 hit("lsm.load.remembered")
         self._compact_due.set()
 
-    def _levelled(self, loaded: Sequence[Table]) -> list[Table]:
+    def _levelled(self, loaded: Sequence[SSTable]) -> list[SSTable]:
         """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
         from quire.lsm.sst_format import set_level
-        from quire.lsm.sst_reader import Table
+        from quire.lsm.sst_reader import SSTable
 
         kv = self._kv
         level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
@@ -255,7 +312,7 @@ class Upkeep:
                 set_level(file, table.path, level)
             finally:
                 file.close()
-        return [Table.open(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
+        return [SSTable.open(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
 
     def forsake(self, ids: Iterable[int]) -> None:
         """Nobody will name these tables: their files go now, and those that somebody still writes with the next look."""
@@ -292,9 +349,9 @@ class Upkeep:
             self._compact(job, self._ledger if told else NoLedger())
             return True
 
-    def _compact(self, job: compaction.Job, ledger: CompactionLedger) -> None:
+    def _compact(self, job: compaction.MergeJob, ledger: CompactionLedger) -> None:
         """REQUIRES the compaction lock."""
-        from quire.lsm.sst_reader import Table
+        from quire.lsm.sst_reader import SSTable
 
         kv = self._kv
         ledger.begin(job)
@@ -309,25 +366,25 @@ class Upkeep:
             options=self._options,
             new_table=self._new_table,
         )
-        added = [Table.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
+        added = [SSTable.open(kv.disk, path, meta.sst_id, kv.cache) for path, meta in written]
         hit("lsm.compaction.written")
         self.publish(job, added)
         size = sum(table.size_bytes for table in added)
         ledger.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
 
-    def retention(self, job: compaction.Job) -> Retention:
+    def retention(self, job: compaction.MergeJob) -> VersionRetention:
         """What a compaction that begins now must keep (rule 4).
 
         A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
         """
-        from quire.lsm.merge import Retention
+        from quire.lsm.merge import VersionRetention
 
         kv = self._kv
-        return Retention(
+        return VersionRetention(
             snapshots=kv.snapshots.lsns(), drop_tombstones_below=min(job.drop_below, *kv.loading, job.drop_below)
         )
 
-    def publish(self, job: compaction.Job, added: Sequence[Table]) -> None:
+    def publish(self, job: compaction.MergeJob, added: Sequence[SSTable]) -> None:
         """Have the outputs of a compaction live and its inputs not. REQUIRES the compaction lock."""
         kv = self._kv
         with self._recording(added):

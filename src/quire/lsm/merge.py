@@ -44,7 +44,7 @@ PAIR = pa.schema([SCHEMA.field("key"), pa.field("value", pa.binary(), nullable=F
 """What a scan gives."""
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Sorted rows."""
 
     def marks(self, low: bytes, high: bytes | None) -> list[Mark]:
@@ -55,7 +55,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
+class VersionRetention:
     """What a compaction must keep (rule 3); small and picklable."""
 
     snapshots: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Retention:
 
 
 def parts(
-    sources: Sequence[Source], low: bytes, high: bytes | None, *, first_bytes: int, bytes_max: int = PART_BYTES
+    sources: Sequence[RowSource], low: bytes, high: bytes | None, *, first_bytes: int, bytes_max: int = PART_BYTES
 ) -> list[tuple[bytes, bytes | None]]:
     """Cut [low, high) into parts."""
     marks = sorted(mark for source in sources for mark in source.marks(low, high))
@@ -78,7 +78,7 @@ def parts(
     return list(zip(cuts, [*cuts[1:], high]))
 
 
-def merged(sources: Sequence[Source], low: bytes, high: bytes | None) -> pa.RecordBatch:
+def merged(sources: Sequence[RowSource], low: bytes, high: bytes | None) -> pa.RecordBatch:
     """All rows with keys in [low, high), sorted (rule 1)."""
     found = [rows for source in sources if (rows := source.rows_between(low, high))]
     batches = [batch for rows in found for batch in rows]
@@ -106,7 +106,7 @@ def visible(rows: pa.RecordBatch, lsn: int, hidden: Hidden = frozenset()) -> pa.
     return pair if keep.all() else pair.filter(pa.array(keep))
 
 
-def retained(rows: pa.RecordBatch, retention: Retention) -> pa.RecordBatch:
+def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatch:
     """What a compaction keeps of sorted rows (rule 3)."""
     begins = _begins(rows.column(0))
     keep = begins
@@ -124,7 +124,7 @@ def retained(rows: pa.RecordBatch, retention: Retention) -> pa.RecordBatch:
 
 
 def scan_parts(
-    sources: Sequence[Source],
+    sources: Sequence[RowSource],
     low: bytes,
     high: bytes | None,
     lsn: int,
@@ -141,8 +141,8 @@ def scan_parts(
 
 
 def compacted(
-    sources: Sequence[Source],
-    retention: Retention,
+    sources: Sequence[RowSource],
+    retention: VersionRetention,
     low: bytes = b"",
     high: bytes | None = None,
     *,

@@ -28,13 +28,13 @@ from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
-    from quire.lsm.sst_reader import Table
+    from quire.lsm.sst_reader import SSTable
 
 KEY_BYTES = 256
 """Of the ends of a table's range; keys may have 64 KiB."""
 
 
-class Projection:
+class KvProjection:
     """The rows of one database."""
 
     def __init__(self, manifest: ManifestStore, db_id: int) -> None:
@@ -45,7 +45,7 @@ class Projection:
         """The rows, as far as we know; `None` if they must be read first."""
         self._recorded: LsmEndsRecord | None = None
 
-    def fold(self, tables: Callable[[], Iterable[Table]], ends: Callable[[], LsmEndsRecord]) -> bool:
+    def fold(self, tables: Callable[[], Iterable[SSTable]], ends: Callable[[], LsmEndsRecord]) -> bool:
         """Bring the rows up to what `tables` says by then, and record the ends; whether LMDB has them now (rules 1 to 3)."""
         with self._lock:
             try:
@@ -88,7 +88,7 @@ class Projection:
         with self._manifest.read() as txn:
             return {key[1]: row for key, row in txn.scan(t.LSM_CATALOG, self._db_id)}
 
-    def differences(self, tables: Iterable[Table]) -> Iterator[str]:
+    def differences(self, tables: Iterable[SSTable]) -> Iterator[str]:
         """What LMDB says otherwise than the tables (rule 4)."""
         rows, wanted = self.rows(), {table.meta.sst_id: record_of(table) for table in tables}
         for sst_id in sorted(rows.keys() | wanted.keys()):
@@ -100,7 +100,7 @@ class Projection:
                 yield f"the store's manifest describes table {sst_id} otherwise than its file"
 
 
-def record_of(table: Table) -> LsmTableRecord:
+def record_of(table: SSTable) -> LsmTableRecord:
     """A table's row."""
     meta = table.meta
     return LsmTableRecord(
@@ -116,7 +116,7 @@ def record_of(table: Table) -> LsmTableRecord:
     )
 
 
-def is_row_of(row: LsmTableRecord, table: Table) -> bool:
+def is_row_of(row: LsmTableRecord, table: SSTable) -> bool:
     """Whether a row describes a table; one that is older than checksums, by everything else."""
     return _is_same(row, record_of(table))
 

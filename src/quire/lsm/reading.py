@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Pair = tuple[bytes, bytes]
 
 
-class Snapshots:
+class HeldLsns:
     """The lsns that somebody reads at: versions they need are kept in memtables and by compactions."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Snapshots:
             return tuple(sorted(self._held))
 
 
-class Reader:
+class KvRanges:
     """Ranges, made of `batches`."""
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
@@ -112,7 +112,7 @@ class Reader:
         return (pair for batch in batches for pair in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist()))
 
 
-class Snapshot(Reader):
+class KvSnapshot(KvRanges):
     """A database as it was; made by `Kv.snapshot`."""
 
     def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...]) -> None:
@@ -165,7 +165,7 @@ class Snapshot(Reader):
 class KvIterator:
     """A cursor over a snapshot: `seek`, then iterate; close it, or use it as a context manager."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: KvSnapshot) -> None:
         self.snapshot = snapshot
         self._pairs: Iterator[Pair] = snapshot.scan()
 

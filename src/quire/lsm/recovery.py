@@ -42,37 +42,36 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
-from quire.lsm.levels import Levels
 from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
 from quire.lsm.projection import is_row_of
-from quire.lsm.view import Frozen, View
-from quire.lsm.wal import LOG_KIND, Wal, batches_of, require_owner
+from quire.lsm.view import Frozen, KvView, Levels
+from quire.lsm.wal import LOG_KIND, KvWal, batches_of, require_owner
 from quire.lsm.witnesses import REPAIR, StoreFacts
 
 if TYPE_CHECKING:
-    from quire.lsm.sst_reader import BlockCache, Table
+    from quire.lsm.sst_reader import BlockCache, SSTable
 
 
-class Opened(msgspec.Struct):
+class RecoveredKv(msgspec.Struct):
     """A database as it was found."""
 
     manifest: Manifest
-    wal: Wal
-    view: View
+    wal: KvWal
+    view: KvView
     last_lsn: int
 
 
-def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> Opened:
+def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> RecoveredKv:
     """See the steps above. A directory without a database gets an empty one, unless the facts are that there was one."""
     facts = facts or StoreFacts()
     manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_behind(disk, home, state, facts))
     for part in ("wal", "sst"):
         disk.make_dirs(f"{home.path}/{part}")
-    tables: list[Table] = []
-    wals: list[Wal] = []
+    tables: list[SSTable] = []
+    wals: list[KvWal] = []
     try:
         state = manifest.state()
         if not state.active_wal:
@@ -102,7 +101,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         memtable.freeze()
         wal.close()
         frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
-    return Opened(manifest, active, View(memtables[-1], tuple(reversed(frozen)), levels), last)
+    return RecoveredKv(manifest, active, KvView(memtables[-1], tuple(reversed(frozen)), levels), last)
 
 
 def _numbers(state: ManifestData) -> list[int]:
@@ -112,7 +111,7 @@ def _numbers(state: ManifestData) -> list[int]:
 
 def _begin(disk: Disk, home: LsmHome, manifest: Manifest, facts: StoreFacts) -> ManifestData:
     """The first WAL of a new database."""
-    Wal.create(disk, home.wal(1), 1, facts.owner).close()
+    KvWal.create(disk, home.wal(1), 1, facts.owner).close()
     hit("lsm.recovery.first_wal")
     manifest.set_active_wal(1)
     return manifest.state()
@@ -162,16 +161,16 @@ def _is_empty(disk: Disk, path: str) -> bool:
         return False
 
 
-def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache, facts: StoreFacts) -> list[Table]:
+def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache, facts: StoreFacts) -> list[SSTable]:
     """Step 3."""
     if not state.tables:
         return []
-    from quire.lsm.sst_reader import Table
+    from quire.lsm.sst_reader import SSTable
 
-    opened: list[Table] = []
+    opened: list[SSTable] = []
     try:
         for entry in state.sstables:
-            table = Table.open(disk, f"{home.path}/{entry.path}", entry.id, cache)
+            table = SSTable.open(disk, f"{home.path}/{entry.path}", entry.id, cache)
             opened.append(table)
             row = facts.rows.get(entry.id)
             if row is not None and not is_row_of(row, table):
@@ -184,9 +183,9 @@ def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCac
     return opened
 
 
-def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[Wal], facts: StoreFacts) -> Memtable:
+def _replay(disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[KvWal], facts: StoreFacts) -> Memtable:
     """Step 4 for one WAL, which is left open in `wals`."""
-    wal, contents = Wal.open(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
+    wal, contents = KvWal.open(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
     wals.append(wal)
     memtable = Memtable()
     for lsn, items, size in batches_of(contents):

@@ -31,8 +31,8 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.lsm_names import LsmHome
 from quire.durable.names import TEMPORARY
 from quire.lsm import compaction
-from quire.lsm.merge import Retention, parts
-from quire.lsm.sst_reader import Table
+from quire.lsm.merge import VersionRetention, parts
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableOptions
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Task:
     high: bytes | None
     ids: tuple[int, ...]
     level: int
-    retention: Retention
+    retention: VersionRetention
     table_bytes: int
     options: TableOptions
 
@@ -61,7 +61,7 @@ class Task:
 def run_task(task: Task, disk: Disk | None = None) -> list[int]:
     """Merge a range; the ids of the tables that were written (rule 1)."""
     disk, home, left = disk or OsDisk(), LsmHome(task.directory), iter(task.ids)
-    tables = [Table.open(disk, home.sst(sst_id), sst_id) for sst_id in task.inputs]
+    tables = [SSTable.open(disk, home.sst(sst_id), sst_id) for sst_id in task.inputs]
 
     def new_table() -> tuple[int, str]:
         sst_id = next(left)
@@ -86,10 +86,10 @@ def run_task(task: Task, disk: Disk | None = None) -> list[int]:
     return [meta.sst_id for _, meta in written]
 
 
-class Plan:
+class MajorCompaction:
     """A major compaction that is under way; made by `plan_major`."""
 
-    def __init__(self, kv: Kv, job: compaction.Job | None, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, kv: Kv, job: compaction.MergeJob | None, tasks: tuple[Task, ...]) -> None:
         self.tasks = tasks
         self._kv = kv
         self._job = job
@@ -102,7 +102,7 @@ class Plan:
             raise InvalidInput("these tables are not of this plan", ids=chosen)
         if self._job is not None:
             kv = self._kv
-            added = [Table.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]
+            added = [SSTable.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]
             self._ids.difference_update(chosen)  # from here on an event may name them: they are not to be removed
             try:
                 kv.upkeep.publish(self._job, added)
@@ -118,12 +118,12 @@ class Plan:
 
 
 @contextmanager
-def plan_major(kv: Kv, *, tasks: int) -> Iterator[Plan]:
+def plan_major(kv: Kv, *, tasks: int) -> Iterator[MajorCompaction]:
     """Everything into one level, cut into about so many tasks; without any if there is nothing to do."""
     kv.flush()
     with kv.upkeep.compacting():
         job = compaction.pick_all(kv.view.levels)
-        plan = Plan(kv, job, tuple(_tasks(kv, job, tasks)) if job is not None else ())
+        plan = MajorCompaction(kv, job, tuple(_tasks(kv, job, tasks)) if job is not None else ())
         try:
             yield plan
         finally:
@@ -132,7 +132,7 @@ def plan_major(kv: Kv, *, tasks: int) -> Iterator[Plan]:
         kv.upkeep.collect()
 
 
-def _tasks(kv: Kv, job: compaction.Job, count: int) -> Iterator[Task]:
+def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[Task]:
     total = sum(table.meta.raw_bytes for table in job.inputs)
     share = max(1, total // max(1, count))
     ranges = parts(job.inputs, b"", None, first_bytes=share, bytes_max=share)

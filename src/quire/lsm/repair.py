@@ -25,19 +25,19 @@ from quire.durable.files import write_atomic, write_new
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import sst_entry_path
 from quire.durable.names import TEMPORARY
-from quire.lsm.inventory import Survey, checked, readable_blocks
+from quire.lsm.inventory import KvSurvey, checked, readable_blocks
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.recovery import set_aside
 from quire.lsm.sst_writer import TableOptions, TableWriter
-from quire.lsm.wal import Items, Wal
+from quire.lsm.wal import Items, KvWal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def carry_out(found: Survey, options: TableOptions) -> None:
+def carry_out(found: KvSurvey, options: TableOptions) -> None:
     """Do what the survey says. The database can be opened afterwards."""
     disk, home = found.disk, found.home
     for part in ("sst", "wal", "manifest"):
@@ -50,12 +50,12 @@ def carry_out(found: Survey, options: TableOptions) -> None:
         blocks = readable_blocks(disk, home.sst(sst_id), sst_id)
         _add(live, _write(found, next(fresh), blocks, options))
     _add(live, _write(found, next(fresh), _rows(found.batches), options))
-    Wal.create(disk, home.wal(found.next_wal), found.next_wal, found.facts.owner).close()
+    KvWal.create(disk, home.wal(found.next_wal), found.next_wal, found.facts.owner).close()
     hit("lsm.repair.written")
     _replace_manifest(found, live)
 
 
-def _bring_back(found: Survey, sst_id: int) -> None:
+def _bring_back(found: KvSurvey, sst_id: int) -> None:
     """Have the copy of a table under its name; what was there goes to quarantine when the copy is whole."""
     disk, path = found.disk, found.home.sst(sst_id)
     write_new(disk, path + TEMPORARY, found.copies[sst_id][1](), overwrite=True)
@@ -78,7 +78,7 @@ def _rows(batches: Mapping[int, Items]) -> Iterator[pa.RecordBatch]:
     yield from memtable.rows_between(b"", None)
 
 
-def _write(found: Survey, sst_id: int, blocks: Iterator[pa.RecordBatch], options: TableOptions) -> int:
+def _write(found: KvSurvey, sst_id: int, blocks: Iterator[pa.RecordBatch], options: TableOptions) -> int:
     """A table of these rows, if there are any: its id, else 0."""
     writer = TableWriter(sst_id, 0, options)
     for batch in blocks:
@@ -94,7 +94,7 @@ def _add(live: dict[int, ManifestSstEntry], sst_id: int) -> None:
         live[sst_id] = ManifestSstEntry(sst_id, sst_entry_path(sst_id))
 
 
-def _replace_manifest(found: Survey, live: dict[int, ManifestSstEntry]) -> None:
+def _replace_manifest(found: KvSurvey, live: dict[int, ManifestSstEntry]) -> None:
     disk, home, facts = found.disk, found.home, found.facts
     for path in (home.manifest_log, home.manifest_snapshot):
         if disk.exists(path):

@@ -30,13 +30,12 @@ from quire.durable.files import Disk, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.lsm_names import LsmHome
 from quire.durable.trees import remove_tree
-from quire.lsm.levels import Levels
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot
 from quire.lsm.memtable import Memtable
-from quire.lsm.reading import Reader
-from quire.lsm.view import LSN_MAX, View
+from quire.lsm.reading import KvRanges
+from quire.lsm.view import LSN_MAX, KvView, Levels
 from quire.lsm.wal import Buffer, as_bytes
 from quire.lsm.witnesses import REPAIR, Owner, StoreFacts
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.lsm.kv import Kv
-    from quire.lsm.sst_reader import BlockCache, Table
+    from quire.lsm.sst_reader import BlockCache, SSTable
 
 
 def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
@@ -120,15 +119,15 @@ class FrozenCopy(msgspec.Struct, frozen=True):
         return state
 
 
-class FrozenKv(Reader):
+class FrozenKv(KvRanges):
     """A copy, opened for reading. Use it as a context manager."""
 
     def __init__(self, disk: Disk, copy: FrozenCopy, cache: BlockCache | None = None) -> None:
-        from quire.lsm.sst_reader import Table
+        from quire.lsm.sst_reader import SSTable
 
         self.state = copy.state(disk)
-        tables = [Table.open(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
-        self._view = View(Memtable(), (), Levels(tables))
+        tables = [SSTable.open(disk, f"{copy.path}/{entry.path}", entry.id, cache) for entry in self.state.sstables]
+        self._view = KvView(Memtable(), (), Levels(tables))
         self.failure: StoreClosed | None = None
 
     def _require(self) -> None:
@@ -136,7 +135,7 @@ class FrozenKv(Reader):
             raise StoreClosed(why.what, hint=why.hint)
 
     @property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[SSTable]:
         """What it consists of."""
         return list(self._view.levels)
 

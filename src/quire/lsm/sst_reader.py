@@ -34,7 +34,7 @@ from quire.lsm.bloom import Bloom, hash_keys
 from quire.lsm.sst_format import SCHEMA, TableMeta, decode_blocks, read_section
 from quire.lsm.sst_writer import key_changes
 
-Found = tuple[int, bytes | None]
+VersionedValue = tuple[int, bytes | None]
 
 READ_AHEAD_BYTES = 1 * MIB
 """Neighbouring blocks are read together, up to this much."""
@@ -44,7 +44,7 @@ ROW_OVERHEAD_BYTES = 96
 """What a row costs beyond its bytes, once point reads have made Python objects of its key and place."""
 
 
-class Block:
+class TableBlock:
     """The rows of a block, and what point reads need of them."""
 
     __slots__ = ("_keys", "_lsns", "_values", "batch", "charge")
@@ -56,7 +56,7 @@ class Block:
         self._lsns: memoryview | None = None
         self._values: tuple[memoryview, memoryview, bytes] | None = None
 
-    def find(self, key: bytes, lsn: int) -> Found | None:
+    def find(self, key: bytes, lsn: int) -> VersionedValue | None:
         """The newest version of a key at or below an lsn."""
         keys = self._keys
         if keys is None:
@@ -88,13 +88,13 @@ class Block:
         return made
 
 
-BlockCache = ByteCache[tuple[int, int], Block]
+BlockCache = ByteCache[tuple[int, int], TableBlock]
 """Decoded blocks by (number of an open table, number of the block): the key is never used for other bytes."""
 _NUMBERS = count(1)
 
 
-class Table:
-    """An open table; made by `Table.open`."""
+class SSTable:
+    """An open table; made by `SSTable.open`."""
 
     __slots__ = (
         "__weakref__",
@@ -124,7 +124,7 @@ class Table:
         self._first_keys = [block.first_key for block in meta.blocks]
 
     @classmethod
-    def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache | None = None) -> Table:
+    def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache | None = None) -> SSTable:
         """The table at `path`, which must be number `sst_id` if one is given."""
         try:
             file = open_to_read(disk, path)
@@ -156,21 +156,21 @@ class Table:
         self._file.close()
 
     # ── one key ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def get(self, key: bytes, key_hash: int, lsn: int) -> Found | None:
+    def get(self, key: bytes, key_hash: int, lsn: int) -> VersionedValue | None:
         """The newest version of a key at or below an lsn (rule 1)."""
         meta = self.meta
         if key < meta.key_min or key > meta.key_max or not self.bloom.may_contain(key_hash):
             return None
         return self.block(bisect_right(self._first_keys, key) - 1).find(key, lsn)
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> TableBlock:
         """A block, from the cache if it is there."""
         cache = self._cache
         if cache is None:
-            return Block(self._read(number, number + 1)[0])
+            return TableBlock(self._read(number, number + 1)[0])
         block = cache.get((self._number, number))
         if block is None:
-            block = Block(self._read(number, number + 1)[0])
+            block = TableBlock(self._read(number, number + 1)[0])
             cache.put((self._number, number), block, block.charge)
         return block
 

@@ -30,6 +30,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.lsm.block_bounds import BLOCK_ROWS_MAX
 from quire.lsm.bloom import build_bloom, hash_keys
+from quire.lsm.compaction import TableOptions as TableOptions
 from quire.lsm.sst_format import (
     ARROW_END,
     ARROW_END_BYTES,
@@ -39,7 +40,6 @@ from quire.lsm.sst_format import (
     TableMeta,
     encode_section,
 )
-from quire.lsm.table_options import TableOptions as TableOptions
 
 WRITE_BYTES = 4 << 20
 """Pieces are put together to about this much for one write."""

@@ -2,7 +2,7 @@
 
 Rules that are checked
   V0  the database can be opened
-  V1  every table that the manifest names is there, is the one its name says, and is sound (see `Table.verify`)
+  V1  every table that the manifest names is there, is the one its name says, and is sound (see `SSTable.verify`)
   V2  tables of a level above 0 have disjoint key ranges
   V3  the ids of the tables were handed out, and no lsn is above the last one
   V4  what is open is what the manifest names
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.log_reader import read_log
 from quire.durable.lsm_names import LsmHome, lsm_number
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.wal import LOG_KIND, batches_of
 from quire.lsm.witnesses import log_end
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class KvProblem:
     """One thing that is wrong."""
 
     rule: str
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     """(path, id, bytes) of every table, of snapshots too."""
     logs: list[str]
     """Manifests and write-ahead logs: read here."""
-    problems: list[Problem]
+    problems: list[KvProblem]
 
 
 def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
@@ -68,14 +68,14 @@ def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
         found.logs.extend(kv.home.wal(number) for number in sorted({*state.frozen_wals, state.active_wal}))
     except (Corruption, FormatTooNew) as error:
         found.problems.append(
-            Problem("V0", f"the database cannot be opened: {error.what}", str(error.where.get("path", "")))
+            KvProblem("V0", f"the database cannot be opened: {error.what}", str(error.where.get("path", "")))
         )
     for snapshot_id in snapshots:
         try:
             version = engine.version(db_id, snapshot_id)
         except (Corruption, FormatTooNew) as error:
             what = f"a snapshot cannot be read: {error.what}"
-            found.problems.append(Problem("V8", what, str(error.where.get("path", ""))))
+            found.problems.append(KvProblem("V8", what, str(error.where.get("path", ""))))
             continue
         home = LsmHome(version.directory)
         found.logs.extend((home.manifest_snapshot, home.manifest_log))
@@ -83,7 +83,7 @@ def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
     return found
 
 
-def problems(kv: Kv, *, tables: bool = True) -> Iterator[Problem]:
+def problems(kv: Kv, *, tables: bool = True) -> Iterator[KvProblem]:
     """Everything that is wrong, now; without `tables`, their blocks are left to somebody else."""
     with kv.upkeep.held():  # no flush or compaction between looking at the manifest and at the view
         view, state = kv.view, kv.manifest.state()
@@ -92,54 +92,54 @@ def problems(kv: Kv, *, tables: bool = True) -> Iterator[Problem]:
         yield from _wals(kv)
         if kv.follower is not None:
             for what in kv.follower.differences(view.levels):
-                yield Problem("V7", what)
+                yield KvProblem("V7", what)
     named = {entry.id for entry in state.sstables}
     opened = {table.meta.sst_id for table in view.levels}
     if named != opened:
-        yield Problem("V4", f"the manifest names tables {sorted(named ^ opened)} differently from what is open")
+        yield KvProblem("V4", f"the manifest names tables {sorted(named ^ opened)} differently from what is open")
     for table in view.levels:
         if tables:
             yield from _table(table)
         if table.meta.sst_id >= state.next_sst_id:
-            yield Problem("V3", f"table {table.meta.sst_id} has an id that was never handed out", table.path)
+            yield KvProblem("V3", f"table {table.meta.sst_id} has an id that was never handed out", table.path)
         if table.meta.lsn_max > kv.last_lsn:
-            yield Problem("V3", f"table {table.meta.sst_id} has an lsn above the last one", table.path)
+            yield KvProblem("V3", f"table {table.meta.sst_id} has an lsn above the last one", table.path)
     for level in view.levels.deeper:
         for left, right in pairwise(level):
             if left.meta.key_max >= right.meta.key_min:
-                yield Problem("V2", f"tables {left.meta.sst_id} and {right.meta.sst_id} overlap", right.path)
+                yield KvProblem("V2", f"tables {left.meta.sst_id} and {right.meta.sst_id} overlap", right.path)
     for name in files:
         path = f"{kv.home.path}/sst/{name}"
         if f"sst/{name}" not in {entry.path for entry in state.sstables} and path not in dead:
-            yield Problem("V5", "the manifest does not name this file", path)
+            yield KvProblem("V5", "the manifest does not name this file", path)
 
 
-def _table(table: Table) -> Iterator[Problem]:
+def _table(table: SSTable) -> Iterator[KvProblem]:
     try:
         for what in table.verify():
-            yield Problem("V1", what, table.path)
+            yield KvProblem("V1", what, table.path)
     except QuireError as error:
-        yield Problem("V1", error.what, table.path)
+        yield KvProblem("V1", error.what, table.path)
 
 
-def _wals(kv: Kv) -> Iterator[Problem]:
+def _wals(kv: Kv) -> Iterator[KvProblem]:
     # Taken first: the logs may go on meanwhile, and then have more than this.
     ends, state = kv.ends(), kv.manifest.state()
     known = {end.number: log_end(end) for end in ends.wals}
     try:
         read_log(kv.disk, kv.home.manifest_log, vouched=log_end(ends.manifest))
     except (QuireError, FileNotFoundError) as error:
-        yield Problem(
+        yield KvProblem(
             "V6", error.what if isinstance(error, QuireError) else "the manifest's log is missing", kv.home.manifest_log
         )
     there = {lsm_number(name, ".log") for name in kv.disk.names(f"{kv.home.path}/wal")}
     for number in sorted({*state.frozen_wals, state.active_wal}):
         path = kv.home.wal(number)
         if number not in there:
-            yield Problem("V6", "a write-ahead log is missing", path)
+            yield KvProblem("V6", "a write-ahead log is missing", path)
             continue
         try:
             for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND, vouched=known.get(number))):
                 pass
         except QuireError as error:
-            yield Problem("V6", error.what, path)
+            yield KvProblem("V6", error.what, path)

@@ -10,20 +10,80 @@ Threads: any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.durable.log_reader import LogEnd
-from quire.lsm.levels import Levels
 from quire.lsm.memtable import Memtable
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from quire.lsm.merge import Hidden, Source
-    from quire.lsm.sst_reader import Found
+    from quire.lsm.merge import Hidden, RowSource
+    from quire.lsm.sst_reader import SSTable, VersionedValue
+
+
+class Levels:
+    """See the rules above."""
+
+    __slots__ = ("_starts", "deeper", "level0", "lsn_max")
+
+    def __init__(self, tables: Iterable[SSTable] = ()) -> None:
+        by_level: dict[int, list[SSTable]] = {}
+        for table in tables:
+            by_level.setdefault(table.meta.level, []).append(table)
+        newest_first = sorted(by_level.pop(0, ()), key=lambda each: (each.meta.lsn_max, each.meta.sst_id), reverse=True)
+        self.level0: tuple[SSTable, ...] = tuple(newest_first)
+        self.deeper: tuple[tuple[SSTable, ...], ...] = tuple(
+            tuple(sorted(by_level.get(level, ()), key=lambda each: each.meta.key_min))
+            for level in range(1, max(by_level, default=0) + 1)
+        )
+        self._starts = tuple([table.meta.key_min for table in level] for level in self.deeper)
+        self.lsn_max = max((table.meta.lsn_max for table in self), default=0)
+
+    def __iter__(self) -> Iterator[SSTable]:
+        yield from self.level0
+        for level in self.deeper:
+            yield from level
+
+    def __len__(self) -> int:
+        return len(self.level0) + sum(map(len, self.deeper))
+
+    def get(self, key: bytes, key_hash: int, lsn: int, best: VersionedValue | None) -> VersionedValue | None:
+        """The newest version of a key at or below an lsn, `best` being what was found elsewhere (rule 2)."""
+        for table in self.level0:
+            if best is not None and best[0] >= table.meta.lsn_max:
+                break  # the others are older still
+            found = table.get(key, key_hash, lsn)
+            if found is not None and (best is None or found[0] > best[0]):
+                best = found
+        for starts, level in zip(self._starts, self.deeper):
+            at = bisect_right(starts, key) - 1
+            if at < 0 or (best is not None and best[0] >= level[at].meta.lsn_max):
+                continue
+            found = level[at].get(key, key_hash, lsn)
+            if found is not None and (best is None or found[0] > best[0]):
+                best = found
+        return best
+
+    def overlapping(self, low: bytes, high: bytes | None) -> list[SSTable]:
+        """The tables that may have keys in [low, high)."""
+        return [table for table in self if table.meta.key_max >= low and (high is None or table.meta.key_min < high)]
+
+    def level(self, number: int) -> tuple[SSTable, ...]:
+        """The tables of a level."""
+        if number == 0:
+            return self.level0
+        return self.deeper[number - 1] if number <= len(self.deeper) else ()
+
+    def changed(self, added: Iterable[SSTable], removed: Iterable[SSTable]) -> Levels:
+        """The levels with some tables more and some less."""
+        gone = {id(table) for table in removed}
+        return Levels([*(table for table in self if id(table) not in gone), *added])
+
 
 LSN_MAX = (1 << 64) - 1
 
@@ -37,7 +97,7 @@ class Frozen(msgspec.Struct, frozen=True):
     """Of that WAL, which takes no more."""
 
 
-class View(msgspec.Struct, frozen=True):
+class KvView(msgspec.Struct, frozen=True):
     """See the rules above."""
 
     memtable: Memtable
@@ -51,7 +111,7 @@ class View(msgspec.Struct, frozen=True):
             found = list(self.scan(key, key + b"\0", lsn, hidden=hidden))
             value: bytes | None = found[0].column(1)[0].as_py() if found else None
             return value
-        best: Found | None = self.memtable.get(key, lsn)
+        best: VersionedValue | None = self.memtable.get(key, lsn)
         if best is None:
             for each in self.frozen:
                 best = each.memtable.get(key, lsn)
@@ -70,7 +130,7 @@ class View(msgspec.Struct, frozen=True):
         """The keys and values in [low, high) at an lsn, as batches in order, or in the opposite one."""
         from quire.lsm.merge import scan_parts
 
-        sources: list[Source] = [self.memtable, *(each.memtable for each in self.frozen)]
+        sources: list[RowSource] = [self.memtable, *(each.memtable for each in self.frozen)]
         sources += self.levels.overlapping(low, high)
         return scan_parts(sources, low, high, lsn, hidden=hidden, reverse=reverse)
 

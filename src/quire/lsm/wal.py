@@ -118,7 +118,7 @@ def decode_batch(record: bytes, path: str, offset: int) -> tuple[int, dict[bytes
     return lsn, dict(zip(keys, values))
 
 
-class Wal:
+class KvWal:
     """One write-ahead log, open for appending."""
 
     def __init__(self, number: int, log: LogWriter) -> None:
@@ -126,7 +126,7 @@ class Wal:
         self._log = log
 
     @classmethod
-    def create(cls, disk: Disk, path: str, number: int, owner: Owner) -> Wal:
+    def create(cls, disk: Disk, path: str, number: int, owner: Owner) -> KvWal:
         """A new, empty log."""
         identity = owner.identity(number)
         return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, identity=identity, replace=True))
@@ -134,7 +134,7 @@ class Wal:
     @classmethod
     def open(
         cls, disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None = None
-    ) -> tuple[Wal, LogContents]:
+    ) -> tuple[KvWal, LogContents]:
         """A log that was left, its torn end cut off, and what it holds (rule 5)."""
         try:
             require_owner(

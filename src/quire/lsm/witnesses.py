@@ -16,15 +16,60 @@ Values; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from quire.core.errors import Corruption
 from quire.durable.log_format import LogHeader, LogIdentity
 from quire.durable.log_reader import LogEnd
-from quire.lsm.observers import Follower
 from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
+
+if TYPE_CHECKING:
+    from quire.lsm.compaction import MergeJob
+    from quire.lsm.sst_reader import SSTable
+    from quire.manifest.lsm_records import LsmEndsRecord
+
+
+class CompactionLedger(Protocol):
+    """Who writes down what is compacted."""
+
+    def begin(self, job: MergeJob) -> None:
+        """A compaction begins, or is tried again."""
+
+    def done(self, result: dict[str, Any]) -> None:
+        """It is published."""
+
+    def close(self) -> None:
+        """None will be tried again."""
+
+
+class TableFollower(Protocol):
+    """Who follows a database's tables: the store's manifest (projection.py)."""
+
+    def fold(self, tables: Callable[[], Iterable[SSTable]], ends: Callable[[], LsmEndsRecord]) -> bool:
+        """They may have changed, and the logs have come so far; whether that is recorded now."""
+
+    def record(self, ends: LsmEndsRecord) -> None:
+        """The logs have come so far."""
+
+    def differences(self, tables: Iterable[SSTable]) -> Iterator[str]:
+        """What it knows otherwise."""
+
+
+class NoLedger:
+    """Of a database that belongs to no store."""
+
+    def begin(self, job: MergeJob) -> None:
+        pass
+
+    def done(self, result: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 REPAIR = "`quire kv repair` shows what can be saved"
 """The hint of every error about files that do not fit together."""
@@ -70,7 +115,7 @@ class StoreFacts(msgspec.Struct, frozen=True):
     """Of the tables that LMDB knows, by id."""
     quarantine: Callable[[str, str], None] | None = None
     """Moves a file (path, why); `None`: into a directory beside the database's own."""
-    follower: Follower | None = None
+    follower: TableFollower | None = None
     """Records what the database does from now on."""
 
     def wal_end(self, number: int) -> LogEnd | None:

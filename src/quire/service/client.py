@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from quire.core.errors import InvalidInput, TimedOut
 from quire.durable.files import OsDisk
-from quire.lsm.engine import Version
+from quire.lsm.engine import KvVersion
 from quire.manifest.arrow import schema
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
@@ -368,9 +368,9 @@ class Client:
         """Forget what a load has sent; nothing, if it is gone."""
         self._channel.call("load.drop", m.OfLoad(load))
 
-    def kv_version(self, db: int | str, snapshot: int | str) -> Version:
+    def kv_version(self, db: int | str, snapshot: int | str) -> KvVersion:
         """A snapshot of a key-value database: where its tables are."""
-        found: Version = self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
+        found: KvVersion = self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
         return found
 
     def publish_tables(

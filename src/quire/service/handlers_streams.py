@@ -13,7 +13,7 @@ from quire.service.api import StoreApi
 from quire.service.call import Asked
 from quire.service.tickets import Access
 from quire.stream.remote_layout import share
-from quire.stream.remote_read import Share
+from quire.stream.remote_read import SharedStream
 
 WAIT_PIECE_SECONDS = 0.25
 
@@ -24,7 +24,7 @@ class StreamHandlers:
     def __init__(self, store: StoreApi) -> None:
         self._store = store
 
-    def do_stream_share(self, request: m.OfStream, asked: Asked) -> Share:
+    def do_stream_share(self, request: m.OfStream, asked: Asked) -> SharedStream:
         if request.upload and asked.role != Access.ADMIN.value:
             raise AccessDenied("to upload needs the admin token", hint="ask without upload")
         stream = self._store.stream(request.name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from quire.lsm.engine import Version
+from quire.lsm.engine import KvVersion
 from quire.manifest.change import ChangePage, CursorInfo
 from quire.manifest.guard import Receipt
 from quire.manifest.jobqueue import Job
@@ -136,7 +136,7 @@ class LendKv(Request, frozen=True):
 
 class LentKv(Request, frozen=True):
     lease_id: int
-    version: Version
+    version: KvVersion
 
 
 class Start(Request, frozen=True):
@@ -404,7 +404,7 @@ ACTIONS: dict[str, Action] = {
         LOAD_PUT,
         Action("load.rows", LoadRows, int),
         Action("load.drop", OfLoad, None),
-        _read("kv.version", OfSnapshot, Version),
+        _read("kv.version", OfSnapshot, KvVersion),
         KV_IDS,
         Action("kv.load.publish", PublishTables, int),
         Action("kv.load.drop", OfLoad, None),

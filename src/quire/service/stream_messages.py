@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 from quire.service.tickets import Access, Action, Request
-from quire.stream.remote_read import Share
+from quire.stream.remote_read import SharedStream
 
 
 class OfStream(Request, frozen=True):
@@ -56,7 +56,7 @@ class LogMode(Request, frozen=True):
 
 
 STREAM_LOG_MODE = Action("stream.log_mode", LogMode, str)
-STREAM_SHARE = Action("stream.share", OfStream, Share, Access.READ)
+STREAM_SHARE = Action("stream.share", OfStream, SharedStream, Access.READ)
 STREAM_WAIT = Action("stream.wait", WaitForRecord, int, Access.READ)
 STREAM_POSITION = Action("stream.position", OfConsumer, int, Access.READ)
 STREAM_REGISTER = Action("stream.register", RegisterConsumer, int)

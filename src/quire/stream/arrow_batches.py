@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from quire.core.limits import KIB
-from quire.stream.spans import Plain, Span
+from quire.stream.spans import Plain, RecordSpan
 
 SCHEMA = pa.schema(
     [
@@ -43,9 +43,9 @@ class Batches:
         self._first, self._ids = 0, _over(_ID, 0, [None, pa.py_buffer(b"")])
         self._stamp, self._stamps = -1, _over(_TIMESTAMP, 0, [None, pa.py_buffer(b"")])
 
-    def of(self, spans: Iterable[Span]) -> Iterator[Any]:
+    def of(self, spans: Iterable[RecordSpan]) -> Iterator[Any]:
         """Batches of all of them (rule 1)."""
-        kept: list[Span] = []
+        kept: list[RecordSpan] = []
         rows = size = 0
         for span in spans:
             kept.append(span)
@@ -57,7 +57,7 @@ class Batches:
         if kept:
             yield self.make(kept)
 
-    def make(self, spans: list[Span]) -> Any:
+    def make(self, spans: list[RecordSpan]) -> Any:
         """One record batch."""
         columns = [_column(span) for span in spans]
         payload = columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
@@ -68,7 +68,7 @@ class Batches:
         made = [self._ids.slice(first - self._first, rows), self._stamped(spans, rows), payload]
         return pa.RecordBatch.from_arrays(made, schema=SCHEMA)
 
-    def _stamped(self, spans: list[Span], rows: int) -> Any:
+    def _stamped(self, spans: list[RecordSpan], rows: int) -> Any:
         """The timestamps of a batch."""
         stamp = spans[0].timestamp_ms
         if (
@@ -83,10 +83,10 @@ class Batches:
         return self._stamps.slice(0, rows)
 
 
-def _column(span: Span) -> Any:
+def _column(span: RecordSpan) -> Any:
     return span.column.arrow() if isinstance(span.column, Plain) else span.column
 
 
-def _each(span: Span) -> Any:
+def _each(span: RecordSpan) -> Any:
     stamps = span.timestamp_ms
     return np.full(len(span.column), stamps, np.int64) if isinstance(stamps, int) else stamps

@@ -59,7 +59,7 @@ from quire.stream.maintenance import Moved
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.projection import Projection
+from quire.stream.projection import StreamProjection
 from quire.stream.repair import Repair
 from quire.stream.sources import StreamCache
 from quire.stream.state import begins_of, load_mode, save_mode
@@ -68,7 +68,7 @@ from quire.stream.stream import Stream
 if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.objects.api import ObjectStore
-    from quire.stream.repair import Survey
+    from quire.stream.repair import StreamSurvey
 
 
 class StreamEngine:
@@ -168,7 +168,7 @@ class StreamEngine:
         """Have objects of a stream deleted."""
         self._collect(self.objects_url(stream_id), keys)
 
-    def repair(self, db: int | str, *, apply: bool = False) -> Survey:
+    def repair(self, db: int | str, *, apply: bool = False) -> StreamSurvey:
         """See what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
 
         The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
@@ -181,7 +181,7 @@ class StreamEngine:
             if stream is not None:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
-            projection = Projection(self._manifest, files)
+            projection = StreamProjection(self._manifest, files)
             store = self._open_store(self.objects_url(stream_id))
             objects = LogObjects(store, stream_id, projection.prefixes(), projection.store_id(), begins_of(files))
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)

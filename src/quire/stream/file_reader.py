@@ -31,13 +31,13 @@ from quire.manifest import tables as t
 from quire.manifest.records import DbKind, Residency, WalState
 from quire.manifest.store import ManifestStore
 from quire.stream.files import StreamFiles
-from quire.stream.reader import Record
-from quire.stream.remote_read import Share, SharedReader, SharedSegment
+from quire.stream.reader import StreamRecord
+from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 from quire.stream.segment import (
     BLOCK_HEAD_BYTES,
     HEADER_BYTES,
-    Block,
-    SegmentHeader,
+    RecordBlock,
+    StreamSegmentHeader,
     decode_head,
     is_body_good,
 )
@@ -55,7 +55,7 @@ GAP_SECONDS = 5.0
 class _Place:
     """How far an unlisted file was read."""
 
-    header: SegmentHeader
+    header: StreamSegmentHeader
     offset: int
     record: int
     stamp: int = 0
@@ -96,7 +96,7 @@ class Beside:
         end = max(end, (state.last_applied_lsn if state is not None else 0) + 1)
         return end if first is None else first, end
 
-    def new(self) -> Iterator[Record]:
+    def new(self) -> Iterator[StreamRecord]:
         """Every record from `position` on that is there by now."""
         hot = self._files.segments(Tier.HOT)  # rule 2
         rows = self._listed(self._passed)
@@ -142,17 +142,17 @@ class Beside:
                     )
         return found
 
-    def _of_rows(self, rows: list[SharedSegment]) -> Iterator[Record]:
+    def _of_rows(self, rows: list[SharedSegment]) -> Iterator[StreamRecord]:
         for block, body in self._reader.pieces(tuple(rows), self.position, rows[-1].end_record):
             yield from self._of_block(block, body)
 
-    def _locate(self, start: int, stop: int, upload: bool) -> Share:  # noqa: ARG002
+    def _locate(self, start: int, stop: int, upload: bool) -> SharedStream:  # noqa: ARG002
         """What LMDB says by now: how the reader looks again when a copy has moved."""
         rows = tuple(each for each in self._listed(0) if each.end_record > start and each.base_record < stop)
-        return Share("", self._stream_id, self._files.root, "", start, stop, rows)
+        return SharedStream("", self._stream_id, self._files.root, "", start, stop, rows)
 
     # ── unlisted ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _of_file(self, segment_id: int) -> Generator[Record, None, bool]:
+    def _of_file(self, segment_id: int) -> Generator[StreamRecord, None, bool]:
         """The records of an unlisted file that are new; True if it has some, and others come before them."""
         for place, pieces in self._committed(segment_id, self._places.get(segment_id)):
             if pieces and pieces[0][0].first_record > self.position:
@@ -163,11 +163,11 @@ class Beside:
             self._places[segment_id] = place
         return False
 
-    def _of_block(self, block: Block, body: Bytes) -> Iterator[Record]:
+    def _of_block(self, block: RecordBlock, body: Bytes) -> Iterator[StreamRecord]:
         skipped = max(self.position - block.first_record, 0)
         payloads = Plain(block, body).slice(skipped, block.records - skipped).to_pylist()
         for number, payload in enumerate(payloads, block.first_record + skipped):
-            yield Record(number, block.timestamp_ms, payload)
+            yield StreamRecord(number, block.timestamp_ms, payload)
             self.position = number + 1
 
     def _committed(self, segment_id: int, known: _Place | None) -> Iterator[tuple[_Place, list[Piece]]]:
@@ -190,7 +190,7 @@ class Beside:
 
     def _begin(self, file: File, segment_id: int) -> _Place | None:
         try:
-            header = SegmentHeader.decode(file.read_at(HEADER_BYTES, 0), path=file.path)
+            header = StreamSegmentHeader.decode(file.read_at(HEADER_BYTES, 0), path=file.path)
         except Corruption:
             return None  # its name comes before its header
         if (header.stream_id, header.segment_id) != (self._stream_id, segment_id):

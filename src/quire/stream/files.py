@@ -20,8 +20,18 @@ import msgspec
 
 from quire.core.clock import Clock
 from quire.durable.files import Disk
-from quire.durable.names import TEMPORARY, StreamSegmentFile, Tier, stream_dir
+from quire.durable.names import (
+    TEMPORARY,
+    ManifestLogFile,
+    ManifestLogLock,
+    ManifestLogSnapshotFile,
+    StreamSegmentFile,
+    Tier,
+    parse_path,
+    stream_dir,
+)
 from quire.durable.stream_names import parse_segment_name, spare_path, state_path, stream_home
+from quire.stream.mlog_format import Identity, identity_of
 
 
 class StreamFiles(msgspec.Struct, frozen=True):
@@ -106,3 +116,65 @@ class StreamClock:
         """No timestamp from here on is below this one."""
         with self._lock:
             self._last_ms = max(self._last_ms, timestamp_ms)
+
+
+class LogFiles(msgspec.Struct, frozen=True):
+    """The files of one stream's manifest log."""
+
+    disk: Disk
+    root: str
+    stream_id: int
+    store_locked: bool = False
+    """Whether the caller owns the store: its lock covers that of the log."""
+    store_id: str = ""
+    """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+
+    @property
+    def identity(self) -> Identity:
+        return identity_of(self.store_id, self.stream_id)
+
+    @property
+    def directory(self) -> str:
+        return os.path.join(self.root, stream_dir(self.stream_id, "manifest"))
+
+    @property
+    def lock(self) -> str:
+        return os.path.join(self.root, ManifestLogLock(stream_id=self.stream_id).path)
+
+    def chunk(self, index: int, *, temporary: bool = False) -> str:
+        """The path of a chunk."""
+        name = ManifestLogFile(stream_id=self.stream_id, chunk_index=index, temporary=temporary)
+        return os.path.join(self.root, name.path)
+
+    def snapshot(self, snapshot_id: int) -> str:
+        """The path of a snapshot."""
+        return os.path.join(self.root, ManifestLogSnapshotFile(stream_id=self.stream_id, snapshot_id=snapshot_id).path)
+
+    def chunks(self) -> list[int]:
+        """The indexes of the chunks that are here, in order."""
+        found = [parse_path(self._relative(name)) for name in self._names()]
+        return sorted(each.chunk_index for each in found if isinstance(each, ManifestLogFile) and not each.temporary)
+
+    def snapshots(self) -> list[int]:
+        """The ids of the snapshots that are here, newest first."""
+        found = [parse_path(self._relative(name)) for name in self._names()]
+        return sorted((each.snapshot_id for each in found if isinstance(each, ManifestLogSnapshotFile)), reverse=True)
+
+    def sweep(self) -> int:
+        """Remove what a dead writer left half made (rule 1); how many files."""
+        left = [name for name in self._names() if name.endswith(TEMPORARY)]
+        for name in left:
+            with suppress(FileNotFoundError):
+                self.disk.remove(os.path.join(self.directory, name))
+        if left:
+            self.disk.sync_dir(self.directory)
+        return len(left)
+
+    def _names(self) -> list[str]:
+        try:
+            return self.disk.names(self.directory)
+        except FileNotFoundError:
+            return []
+
+    def _relative(self, name: str) -> str:
+        return f"{stream_dir(self.stream_id, 'manifest')}/{name}"

@@ -53,7 +53,7 @@ class _Sleeper:
         self.is_gone = False
 
 
-class Turn:
+class AppendRound:
     """What was appended between two refusals; whoever appended has it, and learns from it whether it was refused."""
 
     __slots__ = ("refused_from", "why")
@@ -72,7 +72,7 @@ class Turn:
 
 _NEVER = 1 << 65
 """No id is as high."""
-_KEPT = Turn()
+_KEPT = AppendRound()
 """Of who appends where nothing is refused."""
 
 
@@ -83,7 +83,7 @@ class Durable(Protocol):
     """The id behind the last durable record."""
 
 
-class Handover:
+class GroupCommit:
     """Waits for ids to become durable; `sync` writes and syncs what is pending when it is called, and may raise."""
 
     __slots__ = ("_leader", "_log", "_served", "_sync", "_waiting")
@@ -97,7 +97,7 @@ class Handover:
         self._waiting: deque[_Sleeper] = deque()
         self._served: deque[_Sleeper] = deque()
 
-    def until(self, upto: int, turn: Turn = _KEPT) -> None:
+    def until(self, upto: int, turn: AppendRound = _KEPT) -> None:
         """Return when everything below an id is durable, or raise why it was refused (rule 6)."""
         while turn.refused_from >= upto:
             if self._log.durable >= upto:

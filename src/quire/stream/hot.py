@@ -17,9 +17,9 @@ Rules
   4. Never append after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
   5. After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the stream is opened again (M12).
   5a. `DiskFull` means "not done, and never will be". A segment that cannot be made breaks nothing, and what is pending stays so
-     until somebody is to be told: then all of it is refused, whoever appended it, and its ids are given out again (`Turn`).
-     Who does not ask for the result of an append is told by the next `sync`, `seal` or `close`. The background tells nobody,
-     so it refuses nothing.
+     until somebody is to be told: then all of it is refused, whoever appended it, and its ids are given out again
+     (`AppendRound`). Who does not ask for the result of an append is told by the next `sync`, `seal` or `close`. The background
+     tells nobody, so it refuses nothing.
   6. `durable_upto` of a block is what was durable when it was written (S4).
 
 Locks, in the order they are taken: `_writing` (file, segment, durable mark), that of `Pending` (ids and what is pending).
@@ -31,29 +31,87 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from quire.core.errors import DiskFull, QuireError, StorageFault, StoreClosed, StoreFenced, poisoned_by
 from quire.core.events import emit
 from quire.core.limits import KIB
 from quire.core.settings import StreamSettings
+from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import write_synced
+from quire.durable.files import File, write_synced
 from quire.durable.names import Tier
 from quire.manifest.wakeups import Waiters
 from quire.stream.append_buffer import Pending, Run
 from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.group_commit import Handover, Turn
-from quire.stream.open_segment import Newest, Opened, OpenSegment, Sealed
+from quire.stream.group_commit import AppendRound, GroupCommit
 from quire.stream.preallocated import Spares, next_bytes, trim
-from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, Place, SegmentHeader, aligned, encode_into
+from quire.stream.segment import ALIGN, BLOCK_BYTES, HEADER_BYTES, BlockPlace, StreamSegmentHeader, aligned, encode_into
+
+
+class SegmentEnd(NamedTuple):
+    """A segment that takes no more records."""
+
+    segment_id: int
+    base_record: int
+    end_record: int
+    durable_bytes: int
+    crc64: int
+    blocks: int
+
+
+class SegmentStart(NamedTuple):
+    """A segment that begins."""
+
+    segment_id: int
+    base_record: int
+
+
+class Newest(NamedTuple):
+    """Records that have just become durable: whoever waits for them need not read the file."""
+
+    first: int
+    timestamp_ms: int
+    payloads: list[bytes]
+    """Nobody adds to it any more."""
+
+
+class ActiveSegment:
+    """The segment that is being written, and where its blocks are."""
+
+    __slots__ = ("capacity", "crc", "file", "firsts", "header", "offset", "offsets", "opened_at", "stamps", "written")
+
+    def __init__(self, file: File, header: StreamSegmentHeader, capacity: int, opened_at: float) -> None:
+        self.file = file
+        self.header = header
+        self.capacity = capacity
+        self.opened_at = opened_at
+        self.offset = HEADER_BYTES
+        """Where the next block goes."""
+        self.written = header.base_record
+        """The id behind the last record in it."""
+        self.crc = crc64(header.encode())
+        self.firsts, self.offsets, self.stamps = array("Q"), array("Q"), array("Q")
+        """Of its blocks. Appended to by the writer alone; readers look at those below the durable mark."""
+
+    @property
+    def segment_id(self) -> int:
+        return self.header.segment_id
+
+    def sealed(self) -> SegmentEnd:
+        """What it is when it ends now."""
+        header = self.header
+        return SegmentEnd(header.segment_id, header.base_record, self.written, self.offset, self.crc, len(self.offsets))
+
 
 BUFFER_BYTES_MAX = 1 << 20
 """What a stream keeps at most to encode in; a larger run has memory of its own."""
 BUFFER_STEP = 4 * KIB
 
-Roll = Callable[[Sealed | None, Opened | None], None]
+Roll = Callable[[SegmentEnd | None, SegmentStart | None], None]
 """Says durably that a segment ended, and that the next one begins."""
 
 
@@ -81,13 +139,13 @@ class HotLog:
         self._check_owner = check_owner
         self._reserve = reserve
         """Has room made for what `roll` will say, so that a full disk is known before anything has happened."""
-        self._group = Handover(self, self._sync)
+        self._group = GroupCommit(self, self._sync)
         self.spares = Spares(files)
         self.waiters = Waiters()
         """Threads that wait for records to become durable."""
         # guarded by _writing
         self._writing = threading.RLock()
-        self.segment: OpenSegment | None = None
+        self.segment: ActiveSegment | None = None
         self._kept = memoryview(b"")
         self._next_segment = next_segment
         self._used_bytes = 0
@@ -105,7 +163,7 @@ class HotLog:
         self._pending.require_writable = require_writable
 
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _relieve(self, turn: Turn, first: int, count: int) -> None:
+    def _relieve(self, turn: AppendRound, first: int, count: int) -> None:
         """Too much is pending: the appending thread writes it, and what is wrong with the disk is told here."""
         try:
             with self._writing:
@@ -149,7 +207,7 @@ class HotLog:
             raise
         self._synced(segment)
 
-    def _refuse(self, turn: Turn, upto: int, full: DiskFull) -> None:
+    def _refuse(self, turn: AppendRound, upto: int, full: DiskFull) -> None:
         """Give up everything that is pending, if something below `upto` of this turn is (rule 5a)."""
         with self._writing:  # nobody is writing what is refused
             count = self._pending.refuse(turn, upto, full)
@@ -157,7 +215,7 @@ class HotLog:
             emit("warning", "stream.refused", stream=self._files.stream_id, records=count, first=turn.refused_from)
             self._group.wake()
 
-    def until(self, upto: int, turn: Turn) -> None:
+    def until(self, upto: int, turn: AppendRound) -> None:
         """Return when everything below an id is durable; `DiskFull`: it is not, and never will be."""
         while True:
             try:
@@ -181,7 +239,7 @@ class HotLog:
         out, seed, last, crc = self._buffer(need), segment.header.crc64, len(bodies), segment.crc
         marks = []
         for number, body in enumerate(bodies, 1):
-            place = Place(offset, first, stamp, durable)
+            place = BlockPlace(offset, first, stamp, durable)
             here = out[offset - segment.offset :]
             crc = encode_into(here, seed, place, body, is_commit=number == last, running=crc)
             marks.append((first, offset))
@@ -206,7 +264,7 @@ class HotLog:
             if type(run.payloads) is list and run.size <= BLOCK_BYTES:
                 self.newest = Newest(run.first, stamp, run.payloads)
 
-    def _synced(self, segment: OpenSegment) -> None:
+    def _synced(self, segment: ActiveSegment) -> None:
         hit("stream.hot.synced")
         try:
             self._check_owner()  # nothing is acknowledged that a second owner may already have cut off
@@ -241,7 +299,7 @@ class HotLog:
         self._group.until(*self._pending.end())
 
     def _sync(self) -> None:
-        """Write and sync everything that is pending, for all who wait (rule 2). One at a time: `Handover` calls it."""
+        """Write and sync everything that is pending, for all who wait (rule 2). One at a time: `GroupCommit` calls it."""
         with self._writing:
             self._write_out(sync=True)
         if self.waiters:
@@ -270,7 +328,7 @@ class HotLog:
         segment = self.segment
         return segment is not None and self._clock.monotonic() - segment.opened_at >= self._settings.seal_seconds
 
-    def _next_open(self, first: int, need: int) -> OpenSegment:
+    def _next_open(self, first: int, need: int) -> ActiveSegment:
         """End the open segment and begin the next, with room for so many bytes. REQUIRES `_writing`."""
         before = self.segment
         if before is not None:
@@ -280,8 +338,8 @@ class HotLog:
         file, size = self.spares.take(size)  # this or that may raise `DiskFull`: nothing has happened yet
         segment_id = self._next_segment
         salt = int.from_bytes(os.urandom(8), "little") or 1  # `secrets` would do the same, and load OpenSSL
-        header = SegmentHeader(self._files.stream_id, segment_id, first, self._clock.now_ms(), salt)
-        header = SegmentHeader.decode(header.encode())
+        header = StreamSegmentHeader(self._files.stream_id, segment_id, first, self._clock.now_ms(), salt)
+        header = StreamSegmentHeader.decode(header.encode())
         try:
             file.write_at(header.encode(), 0)
             file.sync()
@@ -295,11 +353,11 @@ class HotLog:
             self._poison(error)
             raise
         self._next_segment = segment_id + 1
-        opened = OpenSegment(file, header, size, self._clock.monotonic())
+        opened = ActiveSegment(file, header, size, self._clock.monotonic())
         self._end(opened)
         return opened
 
-    def _end(self, opened: OpenSegment | None) -> None:
+    def _end(self, opened: ActiveSegment | None) -> None:
         """The open segment takes no more blocks; `opened` does. REQUIRES `_writing`."""
         before = self.segment
         try:
@@ -307,7 +365,7 @@ class HotLog:
                 before.file.sync()  # rule 3
                 self.durable = before.written
             sealed = None if before is None else before.sealed()
-            self._roll(sealed, None if opened is None else Opened(opened.segment_id, opened.header.base_record))
+            self._roll(sealed, None if opened is None else SegmentStart(opened.segment_id, opened.header.base_record))
             hit("stream.hot.rolled")
         except BaseException as error:
             if opened is not None:

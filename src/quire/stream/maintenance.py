@@ -51,7 +51,7 @@ class Moved(msgspec.Struct):
         return self.compressed + self.uploaded + self.evicted + self.hydrated + self.retired
 
 
-class Upkeep:
+class StreamMaintenance:
     """Keeps one stream."""
 
     def __init__(

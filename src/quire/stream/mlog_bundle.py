@@ -41,7 +41,7 @@ from quire.stream.mlog_format import (
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_reader import Chunk, check_sequence
 from quire.stream.mlog_records import SnapshotMarker
-from quire.stream.mlog_tier2 import Listing, LogObjects
+from quire.stream.mlog_tier2 import LogListing, LogObjects
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -154,7 +154,7 @@ def bundle_bytes(chunks: list[Chunk], *, snapshot_id: int) -> bytes:
     return header.encode() + body + ChunkFacts(header, count, last.snapshot_id, identity).encode()
 
 
-def _needed_from(objects: LogObjects, listing: Listing) -> int:
+def _needed_from(objects: LogObjects, listing: LogListing) -> int:
     """The first chunk that somebody who starts from the newest snapshot in tier 2 reads; 0 if there is none."""
     newest = max(listing.snapshots, default=None)
     return 0 if newest is None else objects.get_snapshot(newest).position.chunk_index

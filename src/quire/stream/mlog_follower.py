@@ -28,16 +28,15 @@ from quire.core.errors import Corruption, ManifestIntegrityError, ObjectNotFound
 from quire.core.events import emit
 from quire.durable.files import write_atomic
 from quire.durable.names import Tier
-from quire.stream.files import StreamFiles
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_format import CHUNK_BYTES, log_fields
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_reader import Chunk, Position
+from quire.stream.mlog_reader import Chunk, LogPosition
 from quire.stream.mlog_records import RecordType
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import Snapshot, write_snapshot
+from quire.stream.mlog_snapshot import LogSnapshot, write_snapshot
 from quire.stream.mlog_states import STATES, Remote
-from quire.stream.mlog_tier2 import Listing, LogObjects, object_bytes
+from quire.stream.mlog_tier2 import LogListing, LogObjects, object_bytes
 from quire.stream.warm import bounded, reader_of
 
 MIRROR_CHUNKS = 64
@@ -63,7 +62,7 @@ class Polled(msgspec.Struct):
     hydrations: list[ToHydrate] = msgspec.field(default_factory=list)
 
 
-class Follower:
+class LogFollower:
     """Follows one stream."""
 
     def __init__(
@@ -97,7 +96,7 @@ class Follower:
             found.chunks += 1
         found.records = self.index.records - before
         if len(self._mirror.chunks()) > MIRROR_CHUNKS:
-            self._condense(Position(self.next_chunk, CHUNK_BYTES))
+            self._condense(LogPosition(self.next_chunk, CHUNK_BYTES))
         found.hydrations = self._schedule()
         return found
 
@@ -130,7 +129,7 @@ class Follower:
         self._scheduled.difference_update(gone)
         return gone
 
-    def _next(self, listing: Listing, found: Polled) -> Chunk | None:
+    def _next(self, listing: LogListing, found: Polled) -> Chunk | None:
         """The next chunk or bundle; crosses a gap if it can (rule 1)."""
         while True:
             if self.next_chunk in listing.chunks:
@@ -143,7 +142,7 @@ class Follower:
                 found.waiting_for = self.next_chunk
                 return None
 
-    def _cross(self, listing: Listing, found: Polled) -> bool:
+    def _cross(self, listing: LogListing, found: Polled) -> bool:
         snapshot = self._snapshot_behind(listing)
         if snapshot is None:
             return False
@@ -160,7 +159,7 @@ class Follower:
         found.jumped_to = snapshot.snapshot_id
         return True
 
-    def _snapshot_behind(self, listing: Listing) -> Snapshot | None:
+    def _snapshot_behind(self, listing: LogListing) -> LogSnapshot | None:
         for snapshot_id in sorted(listing.snapshots, reverse=True):
             try:
                 snapshot = self._objects.get_snapshot(snapshot_id)
@@ -171,7 +170,7 @@ class Follower:
                 return snapshot
         return None
 
-    def _condense(self, position: Position) -> None:
+    def _condense(self, position: LogPosition) -> None:
         """Keep the state as a snapshot, and nothing that was before it (rule 4)."""
         older = self._mirror.snapshots()
         write_snapshot(self._mirror, max(older, default=0) + 1, position, self.index)
@@ -185,7 +184,7 @@ class Follower:
             return
         # A bundle has no place among the chunks: what it amounts to has, a snapshot of the state behind it.
         self.index.fold_chunk(chunk)
-        self._condense(Position(chunk.last_index + 1, CHUNK_BYTES))
+        self._condense(LogPosition(chunk.last_index + 1, CHUNK_BYTES))
 
     def _schedule(self) -> list[ToHydrate]:
         """Segments that are in tier 2 and were not scheduled yet (rule 3)."""

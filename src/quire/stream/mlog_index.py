@@ -99,7 +99,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
         return key
 
 
-class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
+class UnfinishedWork(msgspec.Struct, frozen=True, kw_only=True):
     """Work that was begun and not ended: what a coordinator goes on with after a restart, without issuing it again."""
 
     compressions: dict[int, int]
@@ -303,9 +303,9 @@ class ManifestIndex(msgspec.Struct, eq=False):
         """Segments that records speak of and that are not opened yet, with how many records wait for each."""
         return {segment: len(self.waiting[segment]) for segment in sorted(self.waiting)}
 
-    def outstanding(self) -> Outstanding:
+    def outstanding(self) -> UnfinishedWork:
         """What was begun and not ended."""
-        found = Outstanding(
+        found = UnfinishedWork(
             compressions={}, uploads={}, deletes=dict.fromkeys(sorted(self.own_deletes), 0), hydrations={}
         )
         for segment in sorted(self.entries):

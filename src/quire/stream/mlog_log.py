@@ -27,20 +27,21 @@ from typing import Self
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.errors import ManifestIntegrityError, StorageFault, Unavailable
+from quire.core.errors import ManifestIntegrityError, StorageFault, StoreClosed, Unavailable
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
-from quire.stream.mlog_files import LogFiles
+from quire.durable.locks import CoveredLock, FileLock
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import NO_SEGMENT, log_fields
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_metrics import LogFigures, count_crc_error, crc_errors
-from quire.stream.mlog_reader import ManifestLogReader, Position
+from quire.stream.mlog_reader import START, LogPosition, ManifestLogReader
 from quire.stream.mlog_records import Payload, SnapshotMarker, Tier2Deleted, Tier2DeleteQueued
 from quire.stream.mlog_recovery import (
     Reconciled,
-    Recovered,
+    RecoveredLog,
     local_facts,
     mark_uploaded,
     reconcile,
@@ -79,7 +80,7 @@ class ManifestLog:
         self,
         files: LogFiles,
         writer: ManifestLogWriter,
-        recovered: Recovered,
+        recovered: RecoveredLog,
         clock: Clock,
         settings: ManifestLogSettings,
         objects: LogObjects | None,
@@ -133,7 +134,7 @@ class ManifestLog:
         return cls(files, writer, recovered, clock, settings, objects, collect)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position:
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition:
         """Add a record to log and state; durable after `commit`."""
         with self._lock:
             self.index.check(value, segment_id)
@@ -141,9 +142,9 @@ class ManifestLog:
                 self._writer.rotate()
             offset = self._writer.append(value, segment_id, logical_offset=logical_offset)
             self.index.fold_raw(self._writer.records_from(offset))
-            return Position(self._writer.position.chunk_index, offset)
+            return LogPosition(self._writer.position.chunk_index, offset)
 
-    def append_all(self, records: Iterable[tuple[Payload, int]]) -> Position:
+    def append_all(self, records: Iterable[tuple[Payload, int]]) -> LogPosition:
         """Add several records and commit them together."""
         with self._lock:
             for value, segment_id in records:
@@ -157,7 +158,7 @@ class ManifestLog:
                 self._writer.rotate()
             self._writer.reserve(RESERVED_BYTES)
 
-    def commit(self) -> Position:
+    def commit(self) -> LogPosition:
         """Make what was appended durable."""
         with self._lock:
             return self._writer.commit()
@@ -176,7 +177,7 @@ class ManifestLog:
             return due or None
 
     @property
-    def committed(self) -> Position:
+    def committed(self) -> LogPosition:
         return self._writer.committed
 
     def snapshot(self) -> int:
@@ -385,3 +386,70 @@ class ManifestLog:
             self.close()
         else:
             self.abandon()
+
+
+class AbsentLog(ManifestLog):
+    """Stands in for a log that is not open, because it is off or because a shadow's failed: nothing of it is read or written.
+
+    It holds the log's lock, so the stream still has one writer.
+    """
+
+    def __init__(
+        self, files: LogFiles, objects: LogObjects | None, clock: Clock, reopen: Callable[[], ManifestLog]
+    ) -> None:
+        self.files = files
+        self.objects = objects
+        self.index = ManifestIndex()
+        self._reopen = reopen
+        self._file_lock: FileLock | CoveredLock = lock_log(files, clock)
+
+    def open_again(self) -> ManifestLog:
+        """The log itself, in place of this one."""
+        self._file_lock.close()
+        return self._reopen()
+
+    @property
+    def committed(self) -> LogPosition:
+        return START
+
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition:
+        raise StoreClosed(
+            "the manifest log is not open",
+            hint="switch it on first",
+            record=value,
+            segment=segment_id,
+            offset=logical_offset,
+        )
+
+    def commit(self) -> LogPosition:
+        return START
+
+    def reserve(self) -> None:
+        """Nothing is written."""
+
+    def snapshot(self) -> int:
+        return self.index.snapshot_id
+
+    def rotate(self) -> int | None:
+        return None
+
+    def rotate_when_due(self) -> float | None:
+        return None
+
+    def upload(self) -> list[int]:
+        return []
+
+    def tick(self) -> Ticked:
+        return Ticked()
+
+    def count_retry(self) -> None:
+        """Nobody is told of it."""
+
+    def figures(self) -> LogFigures:
+        return LogFigures(stream_id=self.files.stream_id, manifest_crc_error_count=crc_errors(self.files.stream_id))
+
+    def close(self) -> None:
+        self._file_lock.close()
+
+    def abandon(self) -> None:
+        self._file_lock.close()

@@ -36,7 +36,7 @@ from quire.stream.mlog_format import NO_SEGMENT
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_metrics import LogFigures
-from quire.stream.mlog_reader import Position
+from quire.stream.mlog_reader import LogPosition
 from quire.stream.mlog_records import (
     CompressionDone,
     CompressionFailed,
@@ -174,14 +174,14 @@ class GatedLog:
     def mode(self) -> Mode:
         return self._mode
 
-    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> Position | None:
+    def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition | None:
         """Append to the log, or nowhere if it is off."""
         with self._lock:
             if self._mode is Mode.OFF:
                 return None
             return self.log.append(value, segment_id, logical_offset=logical_offset)
 
-    def commit(self) -> Position | None:
+    def commit(self) -> LogPosition | None:
         """Make what was appended durable."""
         return None if self._mode is Mode.OFF else self.log.commit()
 

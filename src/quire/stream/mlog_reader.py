@@ -30,7 +30,7 @@ import msgspec
 
 from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.files import read_all
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     NO_IDENTITY,
@@ -59,14 +59,14 @@ Fetch = Callable[[int], "Chunk | None"]
 """Gives a chunk that is not on the disk, or a bundle with its records, from tier 2; `None` if it is not there either."""
 
 
-class Position(NamedTuple):
+class LogPosition(NamedTuple):
     """Where a record starts; orders as the log does."""
 
     chunk_index: int
     offset: int
 
 
-START = Position(0, CHUNK_BYTES)
+START = LogPosition(0, CHUNK_BYTES)
 
 
 class RecordView:
@@ -87,8 +87,8 @@ class RecordView:
         )
 
     @property
-    def position(self) -> Position:
-        return Position(self.chunk.index, self.offset)
+    def position(self) -> LogPosition:
+        return LogPosition(self.chunk.index, self.offset)
 
     @property
     def end(self) -> int:
@@ -135,9 +135,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         return ChunkFacts(self.header, len(self.offsets), self.snapshot_id, self.identity)
 
     @property
-    def end(self) -> Position:
+    def end(self) -> LogPosition:
         """Behind the last committed record."""
-        return Position(self.index, self.header.committed_len)
+        return LogPosition(self.index, self.header.committed_len)
 
     def records(self, skip: int = 0) -> Iterator[RecordView]:
         """The records behind the first `skip` ones."""
@@ -249,9 +249,9 @@ class ManifestLogReader:
             expected = chunk.facts.next_record
             index = chunk.last_index + 1
 
-    def cursor(self, start: Position = START) -> Cursor:
+    def cursor(self, start: LogPosition = START) -> LogCursor:
         """Reads from a position in bounded steps."""
-        return Cursor(self, self._files, start)
+        return LogCursor(self, self._files, start)
 
 
 def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) -> None:
@@ -268,10 +268,10 @@ def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) 
         raise damaged("a chunk was not sealed, and yet there is a later one", chunk=header.chunk_index, offset=0)
 
 
-class Cursor:
+class LogCursor:
     """A place in the log that moves forward as records are read."""
 
-    def __init__(self, reader: ManifestLogReader, files: LogFiles, start: Position) -> None:
+    def __init__(self, reader: ManifestLogReader, files: LogFiles, start: LogPosition) -> None:
         self.position = start
         self._reader = reader
         self._files = files
@@ -286,10 +286,10 @@ class Cursor:
             taken = chunk.offsets[place : place + records_max - len(found)]
             found.extend(RecordView(chunk, offset) for offset in taken)
             if taken:
-                self.position = Position(chunk.index, found[-1].end)
+                self.position = LogPosition(chunk.index, found[-1].end)
             if place + len(taken) < len(chunk.offsets) or not chunk.header.sealed:
                 break
-            self.position = Position(chunk.index + 1, CHUNK_BYTES)
+            self.position = LogPosition(chunk.index + 1, CHUNK_BYTES)
         return found
 
 

@@ -27,7 +27,7 @@ from quire.core.events import emit
 from quire.durable.files import Disk, write_atomic
 from quire.durable.names import ManifestLogFile
 from quire.durable.quarantine import move
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     COPY_BYTES,
@@ -40,21 +40,21 @@ from quire.stream.mlog_format import (
 )
 from quire.stream.mlog_index import ManifestIndex, SegmentInfo, replay
 from quire.stream.mlog_metrics import count_crc_error
-from quire.stream.mlog_reader import START, Chunk, Fetch, ManifestLogReader, Position, load_chunk
-from quire.stream.mlog_snapshot import Snapshot, newest_snapshots
+from quire.stream.mlog_reader import START, Chunk, Fetch, LogPosition, ManifestLogReader, load_chunk
+from quire.stream.mlog_snapshot import LogSnapshot, newest_snapshots
 from quire.stream.mlog_states import Remote
 from quire.stream.mlog_tier2 import LogObjects, is_same, object_bytes
 from quire.stream.mlog_writer import SHRINK_BYTES_MIN, shrink, write_header
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What a log holds."""
 
     index: ManifestIndex
     snapshot_id: int
     """The snapshot it was rebuilt from, 0 for none."""
-    snapshot_position: Position
-    end: Position
+    snapshot_position: LogPosition
+    end: LogPosition
     """Behind the last committed record, or where the first one will be."""
     replayed: int
     """Records folded after the snapshot."""
@@ -63,11 +63,11 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     uploaded_upto: int
 
 
-def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recovered:
+def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> RecoveredLog:
     """The state of a log (rule 1). Reads only."""
     began = clock.monotonic()
     bad = 0
-    base: Snapshot | None = None
+    base: LogSnapshot | None = None
     for found in newest_snapshots(files):
         if not isinstance(found, ManifestIntegrityError):
             base = found
@@ -79,7 +79,7 @@ def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recove
     before = index.records
     position = base.position if base is not None else START
     end = _replay_from(files, fetch, index, base)
-    return Recovered(
+    return RecoveredLog(
         index=index,
         snapshot_id=base.snapshot_id if base is not None else 0,
         snapshot_position=position,
@@ -91,7 +91,7 @@ def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recove
     )
 
 
-def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, base: Snapshot | None) -> Position:
+def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, base: LogSnapshot | None) -> LogPosition:
     start = base.position if base is not None else START
     last: Chunk | None = None
     for chunk in ManifestLogReader(files, fetch).chunks(start.chunk_index):
@@ -107,7 +107,7 @@ def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, bas
         replay(index, [chunk])
         last = chunk
     if last is not None:
-        return Position(last.index + 1, CHUNK_BYTES) if last.header.sealed else last.end
+        return LogPosition(last.index + 1, CHUNK_BYTES) if last.header.sealed else last.end
     if start.offset != CHUNK_BYTES:
         raise damaged("the log ends before its newest snapshot", chunk=start.chunk_index, offset=start.offset)
     return start

@@ -26,10 +26,10 @@ from quire.core.errors import ManifestIntegrityError
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all, write_atomic
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import RECORD, RECORD_BYTES
 from quire.stream.mlog_index import SLOTS, Entry, ManifestIndex
-from quire.stream.mlog_reader import Position
+from quire.stream.mlog_reader import LogPosition
 from quire.stream.mlog_records import RecordType, key_of
 from quire.stream.mlog_states import STATES, code_of, state_of
 
@@ -52,17 +52,17 @@ if HEADER.size != HEADER_BYTES or ENTRY.size != ENTRY_BYTES:
     raise AssertionError("the snapshot's structs disagree with their literal sizes")
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class LogSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A decoded snapshot."""
 
     snapshot_id: int
-    position: Position
+    position: LogPosition
     index: ManifestIndex
     uploaded_upto: int
     """Chunks with a lower index were uploaded when it was taken."""
 
 
-def encode_snapshot(snapshot_id: int, position: Position, index: ManifestIndex, uploaded_upto: int = 0) -> bytes:
+def encode_snapshot(snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0) -> bytes:
     """The bytes of a snapshot file."""
     parts = [*_entries(index)]
     waiting = [raw for segment in sorted(index.waiting) for raw in index.waiting[segment]]
@@ -94,7 +94,7 @@ def encode_snapshot(snapshot_id: int, position: Position, index: ManifestIndex, 
     return head + body + crc64(body, crc64(head)).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> Snapshot:
+def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnapshot:
     """The snapshot in `data`, checked."""
     what = _unsound(data, snapshot_id)
     if what is not None:
@@ -124,19 +124,22 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> Snapsho
         raise _bad(f"the snapshot's body makes no sense: {error}", snapshot_id, path) from None
     if at != len(data) - CHECKSUM_BYTES:
         raise _bad("the snapshot has another length than its parts", snapshot_id, path)
-    return Snapshot(
-        snapshot_id=snapshot_id, position=Position(chunk_index, chunk_offset), index=index, uploaded_upto=uploaded_upto
+    return LogSnapshot(
+        snapshot_id=snapshot_id,
+        position=LogPosition(chunk_index, chunk_offset),
+        index=index,
+        uploaded_upto=uploaded_upto,
     )
 
 
 def same_state(one: ManifestIndex, other: ManifestIndex) -> bool:
     """Whether two indexes are equal, byte for byte."""
-    nowhere = Position(0, 0)
+    nowhere = LogPosition(0, 0)
     return encode_snapshot(0, nowhere, one) == encode_snapshot(0, nowhere, other)
 
 
 def write_snapshot(
-    files: LogFiles, snapshot_id: int, position: Position, index: ManifestIndex, uploaded_upto: int = 0
+    files: LogFiles, snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0
 ) -> None:
     """Put a snapshot beside the chunks, atomically (rule 2). The caller appends the marker."""
     data = encode_snapshot(snapshot_id, position, index, uploaded_upto)
@@ -145,13 +148,13 @@ def write_snapshot(
     hit("stream.mlog.snapshot.written")
 
 
-def read_snapshot(files: LogFiles, snapshot_id: int) -> Snapshot:
+def read_snapshot(files: LogFiles, snapshot_id: int) -> LogSnapshot:
     """One snapshot file."""
     path = files.snapshot(snapshot_id)
     return decode_snapshot(read_all(files.disk, path), snapshot_id=snapshot_id, path=path)
 
 
-def newest_snapshots(files: LogFiles) -> Iterable[Snapshot | ManifestIntegrityError]:
+def newest_snapshots(files: LogFiles) -> Iterable[LogSnapshot | ManifestIntegrityError]:
     """The snapshots that are here, newest first; for a damaged one its error (rule 3)."""
     for snapshot_id in files.snapshots():
         try:

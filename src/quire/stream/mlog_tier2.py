@@ -43,7 +43,7 @@ from quire.stream.mlog_format import (
     identity_of,
 )
 from quire.stream.mlog_reader import Chunk, load_chunk
-from quire.stream.mlog_snapshot import Snapshot, decode_snapshot
+from quire.stream.mlog_snapshot import LogSnapshot, decode_snapshot
 
 if TYPE_CHECKING:
     from quire.objects.api import ExistingObject, ObjectInfo, ObjectStore, PutResult
@@ -63,7 +63,7 @@ class EpochBegin(msgspec.Struct, frozen=True):
     """The newest snapshot before it; 0 for none."""
 
 
-class Listing(msgspec.Struct, frozen=True):
+class LogListing(msgspec.Struct, frozen=True):
     """The objects of a log by kind."""
 
     chunks: dict[int, ObjectInfo] = msgspec.field(default_factory=dict)
@@ -109,7 +109,7 @@ class LogObjects(msgspec.Struct, frozen=True):
     def snapshot_key(self, snapshot_id: int) -> str:
         return self._key(mlog_names.snapshot_key(self.stream_id, snapshot_id))
 
-    def listing(self) -> Listing:
+    def listing(self) -> LogListing:
         """What is there (rule 4)."""
         found = self.own_listing()
         begins = {begin.owner_epoch: begin for begin in self.begins}
@@ -130,12 +130,12 @@ class LogObjects(msgspec.Struct, frozen=True):
                     found.snapshots.setdefault(snapshot_id, info)
         return found
 
-    def own_listing(self) -> Listing:
+    def own_listing(self) -> LogListing:
         """What the current epoch has written."""
         return self._listed(self.prefixes[0])
 
-    def _listed(self, prefix: str) -> Listing:
-        found = Listing()
+    def _listed(self, prefix: str) -> LogListing:
+        found = LogListing()
         cut = len(prefix) + 1 if prefix else 0
         for info in list_objects(self.store, _under(prefix, mlog_names.log_prefix(self.stream_id))):
             key = info.key[cut:]
@@ -147,14 +147,14 @@ class LogObjects(msgspec.Struct, frozen=True):
                 found.snapshots[snapshot[1]] = info
         return found
 
-    def _locate(self, own: str, listed: Callable[[Listing], ObjectInfo | None]) -> str:
+    def _locate(self, own: str, listed: Callable[[LogListing], ObjectInfo | None]) -> str:
         """The key of an object: below the current prefix, unless it is only below an earlier one."""
         if len(self.prefixes) == 1:
             return own
         info = listed(self.listing())
         return own if info is None else info.key
 
-    def _get(self, own: str, listed: Callable[[Listing], ObjectInfo | None], limit: int) -> tuple[str, bytes]:
+    def _get(self, own: str, listed: Callable[[LogListing], ObjectInfo | None], limit: int) -> tuple[str, bytes]:
         """An object and its key, if it is no larger than it can be: what is in a bucket is believed by nobody."""
         key = own
         try:
@@ -262,15 +262,15 @@ class LogObjects(msgspec.Struct, frozen=True):
         key = self.snapshot_key(snapshot_id)
         return self.store.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
 
-    def get_snapshot(self, snapshot_id: int) -> Snapshot:
+    def get_snapshot(self, snapshot_id: int) -> LogSnapshot:
         """A snapshot, checked."""
         return self.fetch_snapshot(snapshot_id)[0]
 
-    def fetch_snapshot(self, snapshot_id: int) -> tuple[Snapshot, bytes]:
+    def fetch_snapshot(self, snapshot_id: int) -> tuple[LogSnapshot, bytes]:
         """A snapshot, checked, and its bytes."""
         own = self.snapshot_key(snapshot_id)
 
-        def read() -> tuple[Snapshot, bytes]:
+        def read() -> tuple[LogSnapshot, bytes]:
             key, data = self._get(own, lambda there: there.snapshots.get(snapshot_id), SNAPSHOT_BYTES_MAX)
             return decode_snapshot(data, snapshot_id=snapshot_id, path=key), data
 

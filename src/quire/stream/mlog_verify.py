@@ -33,8 +33,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import ManifestIntegrityError, ObjectNotFound, QuireError
 from quire.core.settings import ManifestLogSettings
 from quire.durable.files import read_all
-from quire.stream.files import StreamFiles
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     RECORD,
@@ -47,14 +46,14 @@ from quire.stream.mlog_format import (
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_reader import Chunk, ManifestLogReader, RecordView, check_sequence
 from quire.stream.mlog_records import Payload, RecordType, UnknownRecord, decode
-from quire.stream.mlog_recovery import Recovered, local_facts, reconcile, recover
+from quire.stream.mlog_recovery import RecoveredLog, local_facts, reconcile, recover
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.state import believed_end
 from quire.stream.witnesses import Witness, behind, held_above
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class LogProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A broken rule."""
 
     rule: str
@@ -156,7 +155,7 @@ def verify(
     object_exists: Callable[[str], bool] | None = None,
     deep: bool = True,
     witness: Witness | None = None,
-) -> Iterator[Problem]:
+) -> Iterator[LogProblem]:
     """Every rule that is broken. `witness` is what LMDB said before."""
     stream = StreamFiles(files.disk, files.root, files.stream_id)
     held = held_above(stream, witness.last_segment) if witness is not None else []  # before the log is read
@@ -166,23 +165,25 @@ def verify(
     yield from broken
     yield from _headers(files)
     yield from _snapshots(files)
-    recovered: Recovered | None = None
+    recovered: RecoveredLog | None = None
     if not broken:
         try:
             recovered = recover(files, SystemClock(), objects.fetch if objects is not None else None)
         except ManifestIntegrityError as error:
-            yield Problem(rule="L3", what=error.what, where=error.where)
+            yield LogProblem(rule="L3", what=error.what, where=error.where)
     if recovered is not None:
         if uploaded >= recovered.end.chunk_index:
-            yield Problem(rule="L2", what="the newest chunk is not on disk: tier 2 has it", where={"chunk": uploaded})
+            yield LogProblem(
+                rule="L2", what="the newest chunk is not on disk: tier 2 has it", where={"chunk": uploaded}
+            )
         yield from _state(recovered, object_exists)
         if witness is not None and closed is not None:
             for what in behind(recovered.index, witness, held=held, closed_records=closed):
-                yield Problem(rule="L8", what=f"the log is behind: {what}")
+                yield LogProblem(rule="L8", what=f"the log is behind: {what}")
         yield from _retention(files, recovered, settings or ManifestLogSettings())
     if objects is not None and not broken:
         for chunk, what in objects_apart(files, objects).items():
-            yield Problem(rule="L5", what=what, where={"chunk": chunk})
+            yield LogProblem(rule="L5", what=what, where={"chunk": chunk})
         if deep:
             yield from _bodies(objects)
 
@@ -213,7 +214,7 @@ def _row(view: RecordView, ordinal: int, tier2: str) -> LogRow:
     )
 
 
-def _chunks(files: LogFiles) -> Iterator[Problem]:
+def _chunks(files: LogFiles) -> Iterator[LogProblem]:
     """L1 and L2: each chunk by itself, so that one that is damaged does not hide the next."""
     reader = ManifestLogReader(files)
     here = files.chunks()
@@ -222,23 +223,23 @@ def _chunks(files: LogFiles) -> Iterator[Problem]:
         try:
             chunk = reader.chunk(index)
         except QuireError as error:
-            yield Problem(rule="L1", what=error.what, where=error.where)
+            yield LogProblem(rule="L1", what=error.what, where=error.where)
             before = None
             continue
         expected = before.facts.next_record if before is not None else (0 if index == 0 else None)
         if before is not None and index != before.index + 1:
-            yield Problem(
+            yield LogProblem(
                 rule="L2", what="chunks are missing between two", where={"chunk": index, "before": before.index}
             )
             expected = None
         try:
             check_sequence(chunk.header, expected, is_last=index == here[-1])
         except ManifestIntegrityError as error:
-            yield Problem(rule="L2", what=error.what, where=error.where)
+            yield LogProblem(rule="L2", what=error.what, where=error.where)
         before = chunk
 
 
-def _headers(files: LogFiles) -> Iterator[Problem]:
+def _headers(files: LogFiles) -> Iterator[LogProblem]:
     """L1: of the two that say what is committed, readers need one. That the other is damaged is told all the same."""
     here = files.chunks()
     for index in here:
@@ -247,7 +248,7 @@ def _headers(files: LogFiles) -> Iterator[Problem]:
         except FileNotFoundError:
             continue  # it is in tier 2 by now
         if what is not None:
-            yield Problem(rule="L1", what=what, where={"chunk": index, "path": files.chunk(index)})
+            yield LogProblem(rule="L1", what=what, where={"chunk": index, "path": files.chunk(index)})
 
 
 def _header(data: bytes, index: int, *, is_last: bool) -> str | None:
@@ -272,59 +273,59 @@ def _header(data: bytes, index: int, *, is_last: bool) -> str | None:
     return "the chunk's header is damaged, its commit copy is not"
 
 
-def _snapshots(files: LogFiles) -> Iterator[Problem]:
+def _snapshots(files: LogFiles) -> Iterator[LogProblem]:
     for found in newest_snapshots(files):
         if isinstance(found, ManifestIntegrityError):
-            yield Problem(rule="L3", what=found.what, where=found.where)
+            yield LogProblem(rule="L3", what=found.what, where=found.where)
 
 
-def _state(recovered: Recovered, object_exists: Callable[[str], bool] | None) -> Iterator[Problem]:
+def _state(recovered: RecoveredLog, object_exists: Callable[[str], bool] | None) -> Iterator[LogProblem]:
     index = recovered.index
     for each in index.rejections:
-        yield Problem(
+        yield LogProblem(
             rule="L4",
             what="a record was not allowed in the state it met",
             where={"ordinal": each.ordinal, "segment": each.segment_id, "record_type": each.record_type},
         )
     if index.rejected > len(index.rejections):
         count = index.rejected - len(index.rejections)
-        yield Problem(rule="L4", what="records were not allowed in the states they met", where={"count": count})
+        yield LogProblem(rule="L4", what="records were not allowed in the states they met", where={"count": count})
     for segment, count in index.reconciliation().items():
-        yield Problem(
+        yield LogProblem(
             rule="L4", what="records are about a segment that is not opened", where={"segment": segment, "count": count}
         )
     for info in index.segments():
         key = info.key if 2 in info.tiers else None
         if key is not None and object_exists is not None and not object_exists(key):
-            yield Problem(
+            yield LogProblem(
                 rule="L7", what="a segment's object is missing", where={"segment": info.segment_id, "key": key}
             )
         elif info.segment_id in index.needs_repair and object_exists is None:
-            yield Problem(
+            yield LogProblem(
                 rule="L7", what="a segment needs repair: its object is gone", where={"segment": info.segment_id}
             )
         if not info.tiers and RecordType.TIER2_DELETE_QUEUED not in info.records:
-            yield Problem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})
+            yield LogProblem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})
 
 
-def _retention(files: LogFiles, recovered: Recovered, settings: ManifestLogSettings) -> Iterator[Problem]:
+def _retention(files: LogFiles, recovered: RecoveredLog, settings: ManifestLogSettings) -> Iterator[LogProblem]:
     """L6. What is missing here was in tier 2, or there would be no state to look at (L3)."""
     here = files.chunks()
     if not here:
         return
     first = recovered.snapshot_position.chunk_index
     if here[0] > first:
-        yield Problem(rule="L6", what="chunks since the newest snapshot are not on disk", where={"chunk": first})
+        yield LogProblem(rule="L6", what="chunks since the newest snapshot are not on disk", where={"chunk": first})
     spare = [index for index in here[: -settings.sealed_kept - 1] if index < first]
     done = [index for index in spare if local_facts(files.disk, files, index).header.uploaded]
     if len(done) > settings.snapshot_chunks:
-        yield Problem(
+        yield LogProblem(
             rule="L6", what="uploaded chunks from before the newest snapshot are still here", where={"count": len(done)},
             leak=True,
         )  # fmt: skip
 
 
-def _bodies(objects: LogObjects) -> Iterator[Problem]:
+def _bodies(objects: LogObjects) -> Iterator[LogProblem]:
     listing = objects.listing()
     for index in sorted(listing.chunks):
         yield from _body(partial(objects.check, index), index)
@@ -334,11 +335,11 @@ def _bodies(objects: LogObjects) -> Iterator[Problem]:
         try:
             objects.get_snapshot(snapshot_id)
         except ManifestIntegrityError as error:
-            yield Problem(rule="L5", what=error.what, where=error.where)
+            yield LogProblem(rule="L5", what=error.what, where=error.where)
 
 
-def _body(read: Callable[[], None], index: int) -> Iterator[Problem]:
+def _body(read: Callable[[], None], index: int) -> Iterator[LogProblem]:
     try:
         read()
     except QuireError as error:
-        yield Problem(rule="L5", what=f"its object is damaged: {error.what}", where={"chunk": index, **error.where})
+        yield LogProblem(rule="L5", what=f"its object is damaged: {error.what}", where={"chunk": index, **error.where})

@@ -40,7 +40,7 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import File, preallocate
 from quire.durable.locks import CoveredLock, FileLock
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
     CHUNK_FILE_BYTES_MIN,
@@ -53,7 +53,7 @@ from quire.stream.mlog_format import (
     ChunkFacts,
     new_header,
 )
-from quire.stream.mlog_reader import Chunk, Position, RecordView, load_chunk
+from quire.stream.mlog_reader import Chunk, LogPosition, RecordView, load_chunk
 from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, SnapshotMarker, check_payload
 
 _pack = RECORD.pack
@@ -124,14 +124,14 @@ class ManifestLogWriter:
 
     # ── what is where ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
-    def position(self) -> Position:
+    def position(self) -> LogPosition:
         """Where the next record goes."""
-        return Position(self._index, self._tail)
+        return LogPosition(self._index, self._tail)
 
     @property
-    def committed(self) -> Position:
+    def committed(self) -> LogPosition:
         """Everything before this is durable."""
-        return Position(self._index, self._committed)
+        return LogPosition(self._index, self._committed)
 
     @property
     def next_record(self) -> int:
@@ -197,7 +197,7 @@ class ManifestLogWriter:
         if self._tail + size > self._room:
             self._make_room(size)
 
-    def commit(self) -> Position:
+    def commit(self) -> LogPosition:
         """Make everything appended durable (rule 3); up to where."""
         self._check()
         if self._tail > self._committed:

@@ -35,14 +35,14 @@ from quire.manifest.store import ManifestStore
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_modes import SegmentFacts
 from quire.stream.mlog_states import Remote
-from quire.stream.segments import Segment, View
+from quire.stream.segments import SegmentList, StreamSegment
 from quire.stream.warm import WARM_HEADER_BYTES, dictionary_of
 from quire.stream.witnesses import Witness, witness_of
 
 _ORDER = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED, WalState.TRUNCATED)
 
 
-class Projection:
+class StreamProjection:
     """The rows of one stream."""
 
     def __init__(self, manifest: ManifestStore, files: StreamFiles) -> None:
@@ -63,7 +63,7 @@ class Projection:
         with self._manifest.read() as txn:
             return txn.store_id()
 
-    def fold(self, view: View, segment_ids: Iterable[int] | None = None) -> int:
+    def fold(self, view: SegmentList, segment_ids: Iterable[int] | None = None) -> int:
         """Bring rows up to the view, of these segments or of all; how many operations that took."""
         with self._manifest.read() as txn:
             if segment_ids is None:
@@ -86,7 +86,7 @@ class Projection:
             self._manifest.submit(found).result()
         return len(found)
 
-    def _ops(self, segment_id: int, segment: Segment | None, row: WalRecord | None) -> list[Op]:
+    def _ops(self, segment_id: int, segment: StreamSegment | None, row: WalRecord | None) -> list[Op]:
         """The operations between a row and what it should be (rule 1)."""
         if segment is None:
             return [] if row is None else self._truncate(segment_id, row)
@@ -229,12 +229,12 @@ def _rows(txn: ReadTxn, stream_id: int) -> dict[int, WalRecord]:
     return {each: row for each, row in rows.items() if row.state in _ORDER[:-1]}
 
 
-def _residency(segment: Segment) -> Residency:
+def _residency(segment: StreamSegment) -> Residency:
     if not segment.is_remote:
         return Residency.LOCAL
     return Residency.LOCAL_AND_REMOTE if segment.is_hot or segment.is_warm else Residency.EVICTED
 
 
-def _suffix(segment: Segment) -> str:
+def _suffix(segment: StreamSegment) -> str:
     """Rule 3: from the moment before the first byte, until the object is gone again."""
     return segment.key if segment.state.remote not in (Remote.NONE, Remote.DELETED) else ""

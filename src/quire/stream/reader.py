@@ -32,9 +32,9 @@ from quire.stream.files import StreamFiles
 from quire.stream.hot import HotLog
 from quire.stream.mlog_states import Remote
 from quire.stream.segment import HEADER_BYTES
-from quire.stream.segments import Segment, View
+from quire.stream.segments import SegmentList, StreamSegment
 from quire.stream.sources import VERIFY, Lost, Marks, StreamCache, WarmSource, hot_source, remote_source, warm_source
-from quire.stream.spans import Span
+from quire.stream.spans import RecordSpan
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -45,7 +45,7 @@ RACES_MAX = 64
 _HOT, _WARM, _REMOTE = 0, 1, 2
 
 
-class Record(NamedTuple):
+class StreamRecord(NamedTuple):
     """One record of a stream."""
 
     id: int
@@ -60,7 +60,7 @@ class StreamReader:
         self,
         files: StreamFiles,
         hot: HotLog,
-        view: Callable[[], View],
+        view: Callable[[], SegmentList],
         store: Callable[[], ObjectStore],
         cache: StreamCache,
         settings: StreamSettings,
@@ -98,13 +98,13 @@ class StreamReader:
         return self._hot.durable
 
     # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[Record]:
+    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now)."""
         first, last = self._range(start, stop)
         for span in self._spans(first, last):
             stamps = span.timestamp_ms
             each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
-            yield from map(Record, count(span.first_record), each, span.column.to_pylist())
+            yield from map(StreamRecord, count(span.first_record), each, span.column.to_pylist())
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches (`reading.SCHEMA`)."""
@@ -113,7 +113,7 @@ class StreamReader:
         first, last = self._range(start, stop)
         yield from Batches().of(self._spans(first, last))
 
-    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
+    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
         self._require()
         position = self._hot.durable if start is None else start
@@ -125,12 +125,14 @@ class StreamReader:
             elif not self.wait(position, timeout):
                 return
 
-    def _newest(self, position: int) -> list[Record]:
+    def _newest(self, position: int) -> list[StreamRecord]:
         """Records from a position on, if they are those that have become durable just now: they are still in memory."""
         first, stamp, payloads = self._hot.newest
         if not first <= position < first + len(payloads):
             return []
-        return [Record(position + number, stamp, each) for number, each in enumerate(payloads[position - first :])]
+        return [
+            StreamRecord(position + number, stamp, each) for number, each in enumerate(payloads[position - first :])
+        ]
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
         """Sleep until a record is durable; False if the time was up first."""
@@ -173,7 +175,7 @@ class StreamReader:
             raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
         return begin, min(end, end if stop is None else stop)
 
-    def _spans(self, position: int, stop: int) -> Iterator[Span]:
+    def _spans(self, position: int, stop: int) -> Iterator[RecordSpan]:
         """The records of [position, stop), checked."""
         search = _Search()
         while position < stop:
@@ -188,7 +190,7 @@ class StreamReader:
             except Lost as lost:
                 self._lost(position, segment, tier, lost, search)
 
-    def _choose(self, position: int, stop: int, search: _Search) -> tuple[Segment, int]:
+    def _choose(self, position: int, stop: int, search: _Search) -> tuple[StreamSegment, int]:
         """The copy to read a position from (rule 2)."""
         while True:
             segment = self._view().holding(position)
@@ -203,7 +205,7 @@ class StreamReader:
             search.asked.add(segment.segment_id)
             self._hydrate(segment.segment_id)
 
-    def _lost(self, position: int, segment: Segment, tier: int, lost: Lost, search: _Search) -> None:
+    def _lost(self, position: int, segment: StreamSegment, tier: int, lost: Lost, search: _Search) -> None:
         """A copy could not be read (rule 3)."""
         search.races += 1
         if self._view().holding(position) != segment and search.races < RACES_MAX:
@@ -220,7 +222,7 @@ class StreamReader:
             error=str(lost.error),
         )
 
-    def _of_copy(self, segment: Segment, tier: int, position: int, stop: int) -> Iterator[Span]:
+    def _of_copy(self, segment: StreamSegment, tier: int, position: int, stop: int) -> Iterator[RecordSpan]:
         """Blocks of one copy of a segment that have records of [position, stop)."""
         self._touch(segment.segment_id)
         stop = min(stop, segment.end_record or stop)
@@ -238,7 +240,7 @@ class StreamReader:
         else:
             yield from self._remote(segment).spans(position, stop)
 
-    def _first_at(self, segment: Segment, tier: int, timestamp_ms: int) -> int | None:
+    def _first_at(self, segment: StreamSegment, tier: int, timestamp_ms: int) -> int | None:
         """The first record of a segment that is not before a moment."""
         if tier == _HOT:
             marks, end = self._where(segment)
@@ -251,7 +253,7 @@ class StreamReader:
                 return warm.first_at(timestamp_ms)
         return self._remote(segment).first_at(timestamp_ms)
 
-    def _where(self, segment: Segment) -> tuple[Marks | None, int]:
+    def _where(self, segment: StreamSegment) -> tuple[Marks | None, int]:
         """The marks of a segment that is being written, and where the blocks end that may be read."""
         if segment.is_sealed:
             return None, segment.durable_bytes
@@ -262,7 +264,7 @@ class StreamReader:
         end = live.offsets[place] if place < len(live.offsets) else live.offset
         return Marks(live.firsts, live.offsets, live.stamps), end
 
-    def _marks(self, segment: Segment, make: Callable[[], Marks]) -> Marks:
+    def _marks(self, segment: StreamSegment, make: Callable[[], Marks]) -> Marks:
         key = (self._files.stream_id, segment.segment_id, "marks")
         found: Marks | None = self._cache.get(key)
         if found is None:
@@ -270,7 +272,7 @@ class StreamReader:
             self._cache.put(key, found, 24 * len(found.firsts) + 256)
         return found
 
-    def _remote(self, segment: Segment) -> WarmSource:
+    def _remote(self, segment: StreamSegment) -> WarmSource:
         return remote_source(self._files.stream_id, segment, self._store(), self._cache, self.retry)
 
     def retry(self, work: Callable[[], bytes]) -> bytes:
@@ -292,25 +294,25 @@ class _Search:
     __slots__ = ("asked", "bad", "races")
 
     def __init__(self) -> None:
-        self.bad: set[tuple[Segment, int]] = set()
+        self.bad: set[tuple[StreamSegment, int]] = set()
         """Copies that were damaged or missing although nothing had moved."""
         self.asked: set[int] = set()
         """Segments whose hydration was asked for."""
         self.races = 0
 
 
-def _lacking(segment: Segment, record: int) -> Corruption:
+def _lacking(segment: StreamSegment, record: int) -> Corruption:
     return Corruption(
         "a segment's copy has not all of its records", hint=VERIFY, segment=segment.segment_id, record=record
     )
 
 
-def is_going(segment: Segment) -> bool:
+def is_going(segment: StreamSegment) -> bool:
     """Whether retention has begun to take a segment."""
     return segment.state.remote in (Remote.DELETING, Remote.DELETED)
 
 
-def _tiers(segment: Segment) -> list[int]:
+def _tiers(segment: StreamSegment) -> list[int]:
     """Where whole copies are, the nearest first; the hot one in any case: who finds nothing there says so."""
     found = [tier for tier, there in enumerate((segment.is_hot, segment.is_warm, segment.is_remote)) if there]
     return found or [_HOT]

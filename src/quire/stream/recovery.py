@@ -32,11 +32,9 @@ from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.durable.quarantine import move
 from quire.stream.dictionary import Dictionaries
-from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.mlog_absent import AbsentLog
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles, StreamClock, StreamFiles
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import Collect, ManifestLog
+from quire.stream.mlog_log import AbsentLog, Collect, ManifestLog
 from quire.stream.mlog_modes import Mode
 from quire.stream.mlog_records import (
     CompressionFailed,
@@ -52,12 +50,12 @@ from quire.stream.mlog_recovery import restore_log
 from quire.stream.mlog_states import Warm
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.preallocated import TRIM_BYTES_MIN, trim
-from quire.stream.projection import Projection
+from quire.stream.projection import StreamProjection
 from quire.stream.reader import is_going
-from quire.stream.segment import HEADER_BYTES, SegmentHeader
+from quire.stream.segment import HEADER_BYTES, StreamSegmentHeader
 from quire.stream.segment_events import Ledger, bring_up, facts_of_index, fold, rebuilt
 from quire.stream.segment_scan import scan
-from quire.stream.segments import Segment
+from quire.stream.segments import StreamSegment
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
 from quire.stream.witnesses import behind, held_above, holding, refused
@@ -65,7 +63,7 @@ from quire.stream.witnesses import behind, held_above, holding, refused
 REPAIR = "put it back from a copy, or see what `quire stream repair` can save"
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveredStream(msgspec.Struct, frozen=True, kw_only=True):
     """A stream's state, ready to go on."""
 
     ledger: Ledger
@@ -79,12 +77,12 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 def recover_stream(
     files: StreamFiles,
     log: ManifestLog,
-    projection: Projection,
+    projection: StreamProjection,
     state: StreamState,
     clock: StreamClock,
     mode: Mode,
     reopen: Callable[[], ManifestLog],
-) -> Recovered:
+) -> RecoveredStream:
     """Open what is there, or nothing yet."""
     clock.raise_to(log.index.last_ms)
     ledger = _believe(files, log, projection, state, clock, mode, reopen)
@@ -92,7 +90,7 @@ def recover_stream(
     _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
-    return Recovered(
+    return RecoveredStream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
         next_segment=max(ledger.index.opened_max, state.log_segment, projection.last_segment()) + 1,
@@ -132,7 +130,7 @@ def open_checked(
     files: StreamFiles,
     at: LogFiles,
     objects: LogObjects,
-    projection: Projection,
+    projection: StreamProjection,
     state: StreamState,
     clock: StreamClock,
     settings: ManifestLogSettings,
@@ -161,7 +159,7 @@ def open_checked(
     return log
 
 
-def log_behind(files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState) -> list[str]:
+def log_behind(files: StreamFiles, log: ManifestLog, projection: StreamProjection, state: StreamState) -> list[str]:
     """What the manifest log does not know and should; nothing if it is not what is believed (rule 1)."""
     if Mode(state.mode) is not Mode.ON:
         return []
@@ -174,7 +172,7 @@ def log_behind(files: StreamFiles, log: ManifestLog, projection: Projection, sta
 def _believe(
     files: StreamFiles,
     log: ManifestLog,
-    projection: Projection,
+    projection: StreamProjection,
     state: StreamState,
     clock: StreamClock,
     mode: Mode,
@@ -209,7 +207,7 @@ def _believe(
 
 
 def _from_projection(
-    files: StreamFiles, log: ManifestLog, projection: Projection, state: StreamState, clock: StreamClock
+    files: StreamFiles, log: ManifestLog, projection: StreamProjection, state: StreamState, clock: StreamClock
 ) -> ManifestIndex:
     """The state that LMDB and the directories tell, files that were open included.
 
@@ -243,10 +241,10 @@ def _from_projection(
     return index
 
 
-def _header(files: StreamFiles, segment_id: int) -> SegmentHeader | None:
+def _header(files: StreamFiles, segment_id: int) -> StreamSegmentHeader | None:
     file = files.disk.open(files.segment(Tier.HOT, segment_id), write=False)
     try:
-        return SegmentHeader.decode(file.read_at(HEADER_BYTES, 0), path=file.path)
+        return StreamSegmentHeader.decode(file.read_at(HEADER_BYTES, 0), path=file.path)
     except Corruption:
         return None
     finally:
@@ -254,7 +252,7 @@ def _header(files: StreamFiles, segment_id: int) -> SegmentHeader | None:
 
 
 # ── the open segment ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Segment) -> int:
+def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: StreamSegment) -> int:
     """Seal a segment that was open (rule 2); how many bytes behind the cut were given up."""
     path, segment_id = files.segment(Tier.HOT, segment.segment_id), segment.segment_id
     try:
@@ -312,7 +310,7 @@ def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
             _missing(files, ledger, segment, Tier.WARM)
 
 
-def _trim(files: StreamFiles, segments: list[Segment]) -> None:
+def _trim(files: StreamFiles, segments: list[StreamSegment]) -> None:
     """Give back what sealed files do not use: whoever sealed them was killed before it could, or did not know how to."""
     for segment in segments:
         path = files.segment(Tier.HOT, segment.segment_id)
@@ -342,7 +340,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
     return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not know"
 
 
-def _missing(files: StreamFiles, ledger: Ledger, segment: Segment, tier: Tier) -> None:
+def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: Tier) -> None:
     """Tell a missing copy as evicted if there is another one; else report damage and go on (rule 4)."""
     segment_id = segment.segment_id
     others = (segment.is_warm if tier is Tier.HOT else segment.is_hot) or segment.is_remote
@@ -358,7 +356,7 @@ def _missing(files: StreamFiles, ledger: Ledger, segment: Segment, tier: Tier) -
     ledger.tell((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
 
 
-def _dictionaries(files: StreamFiles, segments: tuple[Segment, ...]) -> Dictionaries:
+def _dictionaries(files: StreamFiles, segments: tuple[StreamSegment, ...]) -> Dictionaries:
     """Go on with the newest dictionary that is on this disk."""
     next_id = max((each.dictionary_id for each in segments), default=0) + 1
     with_one = [each for each in segments if each.dictionary_id and each.is_warm]

@@ -14,8 +14,8 @@ from bisect import bisect_left
 
 from quire.core.errors import CursorLost, OutOfRange
 from quire.stream.reader import is_going
-from quire.stream.remote_read import Share, SharedSegment
-from quire.stream.segments import Segment
+from quire.stream.remote_read import SharedSegment, SharedStream
+from quire.stream.segments import StreamSegment
 from quire.stream.stream import Stream
 
 SEGMENTS_MAX = 8_192
@@ -31,7 +31,7 @@ def share(
     segments_max: int = SEGMENTS_MAX,
     store_id: str = "",
     objects_url: str = "",
-) -> Share:
+) -> SharedStream:
     """The segments with records of [start, stop); of everything that is retained and durable, if nothing is said."""
     first, end = stream.first_record, stream.end_record
     begin, last = first if start is None else start, end if stop is None else min(stop, end)
@@ -50,7 +50,7 @@ def share(
         if told is not None and told.base_record < last and told.end_record > begin and begin < last:
             found.append(told)
     files = stream.files
-    return Share(store_id, stream.stream_id, files.root, objects_url, first, end, tuple(found))
+    return SharedStream(store_id, stream.stream_id, files.root, objects_url, first, end, tuple(found))
 
 
 def _upload(stream: Stream, begin: int, last: int) -> None:
@@ -63,7 +63,7 @@ def _upload(stream: Stream, begin: int, last: int) -> None:
             stream.tiers.upload(segment.segment_id)
 
 
-def _told(stream: Stream, segment: Segment, durable: int) -> SharedSegment | None:
+def _told(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegment | None:
     """A segment as others see it; `None` if it has nothing for them."""
     if is_going(segment):
         return None

@@ -33,8 +33,8 @@ from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_states import Hot, Hydration, Life, Remote, State, Warm
-from quire.stream.segment import HEADER_BYTES, Block, records_of
-from quire.stream.segments import Segment
+from quire.stream.segment import HEADER_BYTES, RecordBlock, records_of
+from quire.stream.segments import StreamSegment
 from quire.stream.sources import VERIFY, Lost, Piece, StreamCache, hot_source, remote_source, warm_source
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class SharedSegment(msgspec.Struct, frozen=True, array_like=True):
     """Of its object; empty if there is none."""
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class SharedStream(msgspec.Struct, frozen=True, array_like=True):
     """Segments of a stream, and where the rest is."""
 
     store_id: str
@@ -86,7 +86,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """Those with records of what was asked for, in order; no more than one answer has room for."""
 
 
-Locate = Callable[[int, int, bool], Share]
+Locate = Callable[[int, int, bool], SharedStream]
 
 
 class SharedReader:
@@ -205,8 +205,8 @@ def _holding(segments: tuple[SharedSegment, ...], record: int) -> SharedSegment 
     return segments[place] if place >= 0 and record < segments[place].end_record else None
 
 
-def _segment(shared: SharedSegment) -> Segment:
-    return Segment(
+def _segment(shared: SharedSegment) -> StreamSegment:
+    return StreamSegment(
         segment_id=shared.segment_id,
         base_record=shared.base_record,
         end_record=shared.end_record,
@@ -227,7 +227,7 @@ def _short(segment: SharedSegment) -> Corruption:
     return Corruption("a segment's copy ends before its records do", hint=VERIFY, segment=segment.segment_id)
 
 
-def _column(block: Block, body: Any, start: int, stop: int) -> tuple[Any, int]:
+def _column(block: RecordBlock, body: Any, start: int, stop: int) -> tuple[Any, int]:
     """The records of a block within [start, stop), and the id of the first."""
     begin, end = max(start, block.first_record), min(stop, block.end_record)
     return records_of(block, body).slice(begin - block.first_record, end - begin), begin

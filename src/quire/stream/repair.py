@@ -9,7 +9,7 @@ Rules
   1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
   2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
      LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
-     Objects that neither log nor LMDB has ever known are looked for in the bucket (`unknown_objects.py`), and taken up if
+     Objects that neither log nor LMDB has ever known are looked for in the bucket (`repair.py`), and taken up if
      they are sound and hold records that no other segment has. What was let go stays out: retention has decided.
   3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
      but a lost segment had are told as lost.
@@ -24,21 +24,22 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
 from quire.core.errors import Corruption, FormatTooNew, ManifestIntegrityError, ObjectNotFound
+from quire.core.ids import ArtifactKind
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.files import read_all, write_atomic
-from quire.durable.names import Tier
+from quire.durable.names import Tier, parse_object_key
 from quire.durable.quarantine import entries, move
 from quire.manifest.records import WalRecord
-from quire.objects.api import ObjectStore
-from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.mlog_files import LogFiles
+from quire.objects.api import ObjectInfo, ObjectStore, list_objects
+from quire.stream.files import LogFiles, StreamClock, StreamFiles
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import ManifestLog
@@ -46,19 +47,65 @@ from quire.stream.mlog_modes import SegmentFacts, catch_up, facts_of
 from quire.stream.mlog_reader import START, Chunk, check_sequence, load_chunk
 from quire.stream.mlog_records import SealSegment
 from quire.stream.mlog_recovery import restore_chunk
-from quire.stream.mlog_snapshot import Snapshot, read_snapshot
+from quire.stream.mlog_snapshot import LogSnapshot, read_snapshot
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.projection import Projection
+from quire.stream.projection import StreamProjection
 from quire.stream.reader import is_going
 from quire.stream.segment_events import bring_up, fold
 from quire.stream.segment_scan import Scan, scan
-from quire.stream.segments import Segment, view_of
+from quire.stream.segments import StreamSegment, view_of
 from quire.stream.state import StreamState, believed_end
-from quire.stream.unknown_objects import list_strays, read_stray
-from quire.stream.warm import WarmReader, dictionary_of
+from quire.stream.warm import WARM_HEADER_BYTES, WarmReader, check_header, dictionary_of
 
 
-class Survey(msgspec.Struct, kw_only=True):
+class Strays(NamedTuple):
+    """What a listing has found."""
+
+    objects: dict[int, ObjectInfo]
+    """By segment."""
+    doubtful: list[str]
+    """Keys of earlier epochs, and of the space that belongs to no store (rule 1)."""
+
+
+def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
+    """The objects of segments that are not known."""
+    found = Strays({}, [])
+    for prefix in objects.prefixes:
+        below = f"{prefix}/" if prefix else ""
+        for info in list_objects(objects.store, f"{below}{objects.stream_id:08x}/"):
+            key = parse_object_key(info.key.removeprefix(below))
+            if key is None or key.kind is not ArtifactKind.WAL or key.id in known:
+                continue
+            if prefix and prefix == objects.prefixes[0]:
+                found.objects[key.id] = info
+            else:
+                found.doubtful.append(info.key)
+    return found
+
+
+def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[SegmentFacts, int]:
+    """(what the segment is, the id behind it) by its object, read whole (rule 2)."""
+    store, key = objects.store, info.key
+    head = store.get_range(key, 0, min(WARM_HEADER_BYTES, info.size_bytes))
+    reader = WarmReader(lambda offset, size: store.get_range(key, offset, size), info.size_bytes, path=key)
+    header, checksum = reader.header(), reader.verify()
+    whose = (objects.stream_id, segment_id)
+    if check_header(head, path=key) != whose or (header.stream_id, header.segment_id) != whose:
+        raise Corruption("it is another segment's", key=key)
+    facts = SegmentFacts(
+        base_offset=header.base_record,
+        sealed=True,
+        durable_bytes=reader.raw_bytes,
+        segment_crc64=checksum,
+        hot=False,
+        key=key,
+        etag=info.etag or "",
+        packed=(info.size_bytes, dictionary_of(head, path=key)),
+    )
+    return facts, reader.end_record
+
+
+class StreamSurvey(msgspec.Struct, kw_only=True):
     """What is there, what is to be done, and what cannot be saved."""
 
     steps: list[str] = msgspec.field(default_factory=list)
@@ -89,7 +136,7 @@ class Repair:
     def __init__(
         self,
         files: StreamFiles,
-        projection: Projection,
+        projection: StreamProjection,
         objects: LogObjects,
         clock: StreamClock,
         settings: ManifestLogSettings,
@@ -105,9 +152,9 @@ class Repair:
         self._settings = settings
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def survey(self) -> Survey:
+    def survey(self) -> StreamSurvey:
         """What can be rebuilt (rule 1)."""
-        found = Survey()
+        found = StreamSurvey()
         found.known = self._survey_log(found)
         self._survey_segments(found)
         closed = believed_end(self._files) or 0
@@ -124,7 +171,7 @@ class Repair:
             )
         return found
 
-    def _survey_log(self, found: Survey) -> ManifestIndex:
+    def _survey_log(self, found: StreamSurvey) -> ManifestIndex:
         """The chain that the log goes on behind; the newest state that anything of the log has."""
         snapshots = self._snapshots(found)
         best, chain, base = ManifestIndex(), list[Chunk](), None
@@ -152,9 +199,9 @@ class Repair:
             found.steps.append(f"bring back chunks {_numbers(found.to_fetch)} of the log from tier 2")
         return max([best, *(each.index for each in snapshots)], key=lambda index: index.records)
 
-    def _snapshots(self, found: Survey) -> list[Snapshot]:
+    def _snapshots(self, found: StreamSurvey) -> list[LogSnapshot]:
         """Every sound snapshot, the newest first; one that is here before the same in tier 2."""
-        sound: dict[int, Snapshot] = {}
+        sound: dict[int, LogSnapshot] = {}
         for snapshot_id in self._log.snapshots():
             try:
                 sound[snapshot_id] = read_snapshot(self._log, snapshot_id)
@@ -168,7 +215,7 @@ class Repair:
                     found.notes.append(f"snapshot {snapshot_id} of the log in tier 2 is damaged: {error.what}")
         return [sound[each] for each in sorted(sound, reverse=True)]
 
-    def _chain(self, base: Snapshot | None, index: ManifestIndex, found: Survey) -> list[Chunk] | None:
+    def _chain(self, base: LogSnapshot | None, index: ManifestIndex, found: StreamSurvey) -> list[Chunk] | None:
         """The chunks from a snapshot on, folded; `None` if the log does not reach the snapshot."""
         start = base.position if base is not None else START
         chain: list[Chunk] = []
@@ -188,7 +235,7 @@ class Repair:
         reaches = bool(chain) or start.offset == CHUNK_BYTES
         return chain if reaches else None
 
-    def _chunk(self, number: int, found: Survey) -> Chunk | None:
+    def _chunk(self, number: int, found: StreamSurvey) -> Chunk | None:
         """A chunk from here, if it is sound and no older than what tier 2 has; else from there."""
         path, local = self._log.chunk(number), None
         if path not in found.to_quarantine:
@@ -211,18 +258,18 @@ class Repair:
             self._put_aside(found, path, "a chunk that is not sealed, and was uploaded sealed")
         return there if there is not None else local
 
-    def _is_to_fetch(self, chunk: Chunk, found: Survey) -> bool:
+    def _is_to_fetch(self, chunk: Chunk, found: StreamSurvey) -> bool:
         path = self._log.chunk(chunk.index)
         gone = path in found.to_quarantine or not self._files.disk.exists(path)
         return gone and chunk.last_index == chunk.index
 
-    def _put_aside(self, found: Survey, path: str, why: str) -> None:
+    def _put_aside(self, found: StreamSurvey, path: str, why: str) -> None:
         if path not in found.to_quarantine and self._files.disk.exists(path):
             found.to_quarantine[path] = why
             found.steps.append(f"move {os.path.relpath(path, self._files.root)} to quarantine: {why}")
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _survey_segments(self, found: Survey) -> None:
+    def _survey_segments(self, found: StreamSurvey) -> None:
         known, rows = found.known, self._projection.rows()
         listed = self._projection.facts({info.segment_id: facts_of(info).etag for info in known.segments()})
         here = {each for tier in Tier for each in self._files.segments(tier)}
@@ -263,7 +310,7 @@ class Repair:
         if told := {segment_id for _, segment_id in catch_up(known, found.facts)}:
             found.steps.append(f"tell the log what it does not know of segments {_numbers(sorted(told))}")
 
-    def _strays(self, found: Survey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
+    def _strays(self, found: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
         """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records by LMDB."""
         known = found.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
@@ -313,7 +360,11 @@ class Repair:
         return SegmentFacts(base_offset=base, sealed=True, durable_bytes=hot.cut, segment_crc64=checksum)
 
     def _end_of(
-        self, row: WalRecord | None, segment: Segment | None, hot: Scan | None, warm: tuple[SegmentFacts, int] | None
+        self,
+        row: WalRecord | None,
+        segment: StreamSegment | None,
+        hot: Scan | None,
+        warm: tuple[SegmentFacts, int] | None,
     ) -> int:
         if row is not None:
             return row.last_lsn + 1
@@ -323,7 +374,7 @@ class Repair:
             return hot.end_record
         return warm[1] if warm is not None else 0
 
-    def _hot(self, segment_id: int, facts: SegmentFacts | None, found: Survey) -> Scan | None:
+    def _hot(self, segment_id: int, facts: SegmentFacts | None, found: StreamSurvey) -> Scan | None:
         """The hot copy of a segment, if it is sound."""
         path = self._files.segment(Tier.HOT, segment_id)
         try:
@@ -342,7 +393,9 @@ class Repair:
             return None
         return scanned
 
-    def _warm(self, segment_id: int, facts: SegmentFacts | None, found: Survey) -> tuple[SegmentFacts, int] | None:
+    def _warm(
+        self, segment_id: int, facts: SegmentFacts | None, found: StreamSurvey
+    ) -> tuple[SegmentFacts, int] | None:
         """(what it is, the id behind it) by the compressed copy of a segment, if that is sound."""
         path = self._files.segment(Tier.WARM, segment_id)
         try:
@@ -372,7 +425,7 @@ class Repair:
         return True
 
     # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def apply(self, found: Survey) -> None:
+    def apply(self, found: StreamSurvey) -> None:
         """Do what a survey says; the stream can be opened then."""
         files, now = self._files, self._clock.now_ms()
         for path, why in found.to_quarantine.items():
@@ -393,7 +446,7 @@ class Repair:
         state.remember_mode("on")
         state.remember_end(records)
 
-    def _truth(self, found: Survey) -> ManifestIndex:
+    def _truth(self, found: StreamSurvey) -> ManifestIndex:
         """The state that the log is brought up to: what it knew, and what the survey has seen."""
         index, now = copy.deepcopy(found.known), self._clock.now_ms()
         for value, segment_id in catch_up(found.known, found.facts):

@@ -86,7 +86,7 @@ assert CHECKED.size == CHECKED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentHeader:
+class StreamSegmentHeader:
     """The first 64 bytes of a segment."""
 
     stream_id: int
@@ -106,7 +106,7 @@ class SegmentHeader:
         return checked + crc64(checked).to_bytes(8, "little")
 
     @classmethod
-    def decode(cls, raw: Bytes, *, path: str = "") -> SegmentHeader:
+    def decode(cls, raw: Bytes, *, path: str = "") -> StreamSegmentHeader:
         """The header that `raw` begins with."""
         if len(raw) < HEADER_BYTES:
             raise Corruption("a stream's segment is shorter than its header", path=path, bytes=len(raw))
@@ -118,7 +118,7 @@ class SegmentHeader:
         return cls(stream, segment, base, created, salt, crc)
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     """The head of a block, and where it is."""
 
     offset: int
@@ -146,7 +146,7 @@ class Block(NamedTuple):
         return bool(self.flags & COMMIT)
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block goes, and what it says of the file around it."""
 
     offset: int
@@ -204,7 +204,7 @@ def body_of_arrow(column: pa.Array) -> Body:
     return Body((table, padding, payload), size, count, BLOCK_HEAD_BYTES + size + -size % ALIGN)
 
 
-def encode_into(out: memoryview, seed: int, place: Place, body: Body, *, is_commit: bool, running: int = 0) -> int:
+def encode_into(out: memoryview, seed: int, place: BlockPlace, body: Body, *, is_commit: bool, running: int = 0) -> int:
     """Put a block into `out`, as it stands in the file and padded to the next one; the crc64 `running` carried on over it.
 
     `seed` is the header's crc64. The body is copied once, and checked as it was copied: what somebody does to a column
@@ -229,7 +229,7 @@ def encode_into(out: memoryview, seed: int, place: Place, body: Body, *, is_comm
     return crc64(out[:whole], running) if joined is None else crc64(padding, joined)
 
 
-def encode_block(seed: int, place: Place, body: Body, *, is_commit: bool) -> bytes:
+def encode_block(seed: int, place: BlockPlace, body: Body, *, is_commit: bool) -> bytes:
     """The same as bytes."""
     out = bytearray(body.block_bytes)
     encode_into(memoryview(out), seed, place, body, is_commit=is_commit)
@@ -265,7 +265,7 @@ def check_sizes(sizes: Sequence[int], first_record: int, bytes_max: int = RECORD
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) -> Block | None:
+def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) -> RecordBlock | None:
     """The head at `offset` of a file, of which `raw` holds it at `at` (default: the same place); `None` if there is none."""
     start = offset if at is None else at
     if start + BLOCK_HEAD_BYTES > len(raw):
@@ -273,10 +273,10 @@ def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) ->
     mark, flags, body_bytes, count, first, stamp, durable, body_crc, zero, crc = BLOCK.unpack_from(raw, start)
     if mark != MARK or zero or crc64(memoryview(raw)[start : start + CHECKED_BYTES], seed ^ offset) != crc:
         return None
-    return Block(offset, flags, body_bytes, count, first, stamp, durable, body_crc)
+    return RecordBlock(offset, flags, body_bytes, count, first, stamp, durable, body_crc)
 
 
-def is_body_good(block: Block, body: Bytes) -> bool:
+def is_body_good(block: RecordBlock, body: Bytes) -> bool:
     """Whether these are the bytes that were written, and their offsets make sense."""
     if len(body) != block.body_bytes or crc64(body) != block.body_crc64:
         return False
@@ -302,7 +302,7 @@ def table_bytes(count: int) -> int:
     return aligned(4 * (count + 1), BODY_ALIGN)
 
 
-def records_of(block: Block, body: Bytes) -> pa.Array:
+def records_of(block: RecordBlock, body: Bytes) -> pa.Array:
     """The records of a checked block as a binary column over the same bytes."""
     import pyarrow as pa  # rule 5
 

@@ -30,12 +30,11 @@ from typing import TypeVar
 from quire.core.errors import IllegalTransition, QuireError, StoreFenced
 from quire.core.events import emit, listening
 from quire.stream.files import StreamClock
-from quire.stream.mlog_absent import AbsentLog
 from quire.stream.mlog_format import encode_record
 from quire.stream.mlog_index import ManifestIndex
-from quire.stream.mlog_log import ManifestLog
+from quire.stream.mlog_log import AbsentLog, ManifestLog
 from quire.stream.mlog_modes import Divergence, GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
-from quire.stream.mlog_reader import Position
+from quire.stream.mlog_reader import LogPosition
 from quire.stream.mlog_records import (
     CustomEvent,
     LocalEvicted,
@@ -50,8 +49,8 @@ from quire.stream.mlog_records import (
     encode,
 )
 from quire.stream.mlog_states import STATES, Remote
-from quire.stream.projection import Projection
-from quire.stream.segments import Segment, View, view_of
+from quire.stream.projection import StreamProjection
+from quire.stream.segments import SegmentList, StreamSegment, view_of
 
 WATCH_SECONDS = 60.0
 """Somebody else may have written into the log, or into LMDB."""
@@ -67,7 +66,7 @@ class Ledger:
     def __init__(
         self,
         log: ManifestLog,
-        projection: Projection,
+        projection: StreamProjection,
         clock: StreamClock,
         *,
         mode: Mode,
@@ -94,7 +93,7 @@ class Ledger:
         """Records of the log, and steps that it refused, at the last comparison of a shadow."""
         self._watched_at = self._lost_at = clock.monotonic()
         # replaced under _lock, read by all
-        self.view: View = view_of(self.index)
+        self.view: SegmentList = view_of(self.index)
 
     @property
     def log(self) -> ManifestLog:
@@ -113,7 +112,7 @@ class Ledger:
     def tell(self, *steps: Step) -> None:
         """Make steps, together and durably (rule 1)."""
         with self._lock:
-            places: list[Position | None] = []
+            places: list[LogPosition | None] = []
             for step in steps:
                 value, segment_id, offset = step if len(step) == 3 else (*step, 0)
                 places.append(self._tell(value, segment_id, offset))
@@ -178,7 +177,7 @@ class Ledger:
                 log.abandon()
             self.gated.log = AbsentLog(log.files, log.objects, self._clock, self._reopen)
 
-    def _tell(self, value: Payload, segment_id: int, offset: int) -> Position | None:
+    def _tell(self, value: Payload, segment_id: int, offset: int) -> LogPosition | None:
         """Where in the log the step stands, if it does."""
         if self._own is None:
             return self.log.append(value, segment_id, logical_offset=offset)
@@ -197,7 +196,7 @@ class Ledger:
             self._lose(error)
         return None
 
-    def _announce(self, steps: tuple[Step, ...], places: list[Position | None]) -> None:
+    def _announce(self, steps: tuple[Step, ...], places: list[LogPosition | None]) -> None:
         """One event for each step, with the place of its record: from there `quire manifest inspect` goes on."""
         for step, place in zip(steps, places, strict=True):
             at = {"chunk_index": place.chunk_index, "chunk_offset": place.offset} if place is not None else {}
@@ -335,7 +334,7 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
     return len(records)
 
 
-def _logical_offset(value: Payload, segment: Segment | None) -> int:
+def _logical_offset(value: Payload, segment: StreamSegment | None) -> int:
     """What a record's `logical_offset` says: the end of a sealed segment, its base with uploads, its bytes with an eviction."""
     if segment is None:
         return 0

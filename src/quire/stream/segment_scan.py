@@ -28,8 +28,8 @@ from quire.stream.segment import (
     BLOCK_HEAD_BYTES,
     HEADER_BYTES,
     MARK,
-    Block,
-    SegmentHeader,
+    RecordBlock,
+    StreamSegmentHeader,
     decode_head,
     is_body_good,
 )
@@ -46,8 +46,8 @@ assert WINDOW_BYTES % ALIGN == 0
 class Scan(msgspec.Struct, frozen=True):
     """The verdict on one segment."""
 
-    header: SegmentHeader
-    blocks: tuple[Block, ...]
+    header: StreamSegmentHeader
+    blocks: tuple[RecordBlock, ...]
     """Every block up to the cut."""
     cut: int
     """Where the segment ends, in bytes."""
@@ -64,8 +64,8 @@ class Scan(msgspec.Struct, frozen=True):
 
 def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
     """Read a segment from its first byte. `durable_upto`: the id behind the last record known to have been synced."""
-    header = SegmentHeader.decode(raw, path=path)
-    blocks: list[Block] = []
+    header = StreamSegmentHeader.decode(raw, path=path)
+    blocks: list[RecordBlock] = []
     committed = 0
     expected, stamp = header.base_record, 0
     offset = HEADER_BYTES
@@ -107,7 +107,7 @@ def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
     return found
 
 
-def _next(raw: Bytes, header: SegmentHeader, offset: int, expected: int, stamp: int) -> Block | None:
+def _next(raw: Bytes, header: StreamSegmentHeader, offset: int, expected: int, stamp: int) -> RecordBlock | None:
     """The block at `offset`, if it is good (rule 3)."""
     block = decode_head(raw, offset, header.crc64)
     if block is None or block.first_record != expected or not block.records or block.timestamp_ms < stamp:
@@ -116,7 +116,7 @@ def _next(raw: Bytes, header: SegmentHeader, offset: int, expected: int, stamp: 
     return block if is_body_good(block, memoryview(raw)[start : start + block.body_bytes]) else None
 
 
-def _behind(raw: Bytes, header: SegmentHeader, offset: int) -> Iterator[Block]:
+def _behind(raw: Bytes, header: StreamSegmentHeader, offset: int) -> Iterator[RecordBlock]:
     """Valid heads behind a bad block: they know what had been synced."""
     view = memoryview(raw)
     for start in range(offset, len(raw), WINDOW_BYTES):

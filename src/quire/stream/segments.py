@@ -1,7 +1,7 @@
 """The segments of a stream as readers and movers see them: immutable values, looked up by record.
 
 Terms
-  segment   one `Segment`: which records it has, where its copies are
+  segment   one `StreamSegment`: which records it has, where its copies are
   view      all of them at one moment, in the order of their records
 
 Rules
@@ -30,7 +30,7 @@ _LOGICAL_OFFSET, _TIMESTAMP = 4, 5
 """Fields of a record's header."""
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class StreamSegment(msgspec.Struct, frozen=True, kw_only=True):
     """One segment."""
 
     segment_id: int
@@ -73,41 +73,41 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.end_record - self.base_record, 0)
 
 
-class View(msgspec.Struct, frozen=True):
+class SegmentList(msgspec.Struct, frozen=True):
     """All segments at one moment."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[StreamSegment, ...]
     bases: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[Segment]:
+    def __iter__(self) -> Iterator[StreamSegment]:
         return iter(self.segments)
 
-    def get(self, segment_id: int) -> Segment | None:
+    def get(self, segment_id: int) -> StreamSegment | None:
         """A segment by id."""
         place = bisect_left(self.segments, segment_id, key=lambda each: each.segment_id)
         found = self.segments[place] if place < len(self.segments) else None
         return found if found is not None and found.segment_id == segment_id else None
 
-    def holding(self, record: int) -> Segment | None:
+    def holding(self, record: int) -> StreamSegment | None:
         """The segment that has a record, or will have it."""
         place = bisect_right(self.bases, record) - 1
         return self.segments[place] if place >= 0 else None
 
-    def before(self, timestamp_ms: int) -> Segment | None:
+    def before(self, timestamp_ms: int) -> StreamSegment | None:
         """The last segment that was opened before a moment: records of that moment and later are in it, or behind it."""
         place = bisect_left(self.segments, timestamp_ms, key=lambda each: each.opened_ms) - 1
         return self.segments[max(place, 0)] if self.segments else None
 
     @property
-    def sealed(self) -> list[Segment]:
+    def sealed(self) -> list[StreamSegment]:
         """Those that are sealed, oldest first."""
         return [each for each in self.segments if each.is_sealed]
 
 
-EMPTY = View((), ())
+EMPTY = SegmentList((), ())
 
 
-def view_of(index: ManifestIndex, before: View = EMPTY, changed: frozenset[int] | None = None) -> View:
+def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozenset[int] | None = None) -> SegmentList:
     """The view of an index; with `changed`, only those segments differ from `before`."""
     known = {each.segment_id: each for each in before} if changed is not None else {}
     found = [
@@ -121,14 +121,14 @@ def view_of(index: ManifestIndex, before: View = EMPTY, changed: frozenset[int] 
             found[place] = msgspec.structs.replace(
                 each, end_record=following.base_record
             )  # rule 3: a record of `catch_up` cannot say it
-    return View(tuple(found), tuple(each.base_record for each in found))
+    return SegmentList(tuple(found), tuple(each.base_record for each in found))
 
 
-def _segment(segment_id: int, entry: Entry, index: ManifestIndex) -> Segment:
+def _segment(segment_id: int, entry: Entry, index: ManifestIndex) -> StreamSegment:
     info = index.get(segment_id)
     assert info is not None
     opened, sealed = entry[RecordType.SEGMENT_OPENED + 1], entry[RecordType.SEAL_SEGMENT + 1]
-    return Segment(
+    return StreamSegment(
         segment_id=segment_id,
         base_record=_number(info, RecordType.SEGMENT_OPENED, "base_offset"),
         end_record=RECORD.unpack_from(sealed)[_LOGICAL_OFFSET] if sealed is not None else 0,

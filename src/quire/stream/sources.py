@@ -31,9 +31,16 @@ from quire.durable.checksums import Bytes
 from quire.durable.files import File
 from quire.durable.names import Tier
 from quire.stream.files import StreamFiles
-from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, Block, SegmentHeader, decode_head, is_body_good
-from quire.stream.segments import Segment
-from quire.stream.spans import Span, spans_of
+from quire.stream.segment import (
+    BLOCK_HEAD_BYTES,
+    HEADER_BYTES,
+    RecordBlock,
+    StreamSegmentHeader,
+    decode_head,
+    is_body_good,
+)
+from quire.stream.segments import StreamSegment
+from quire.stream.spans import RecordSpan, spans_of
 from quire.stream.warm import WarmReader
 
 if TYPE_CHECKING:
@@ -45,7 +52,7 @@ FIRST_WINDOW_BYTES = 128 * KIB
 """The same of the first one: a read of one record does not wait for more."""
 
 T = TypeVar("T")
-Piece = tuple[Block, Bytes]
+Piece = tuple[RecordBlock, Bytes]
 Retry = Callable[[Callable[[], T]], T]
 """Calls again what fails for a while."""
 
@@ -84,7 +91,7 @@ class Marks(NamedTuple):
 class HotSource:
     """The file of a segment as it was written. `end`: where its blocks end, `durable_bytes` if it is sealed."""
 
-    def __init__(self, files: StreamFiles, segment: Segment, file: File, end: int) -> None:
+    def __init__(self, files: StreamFiles, segment: StreamSegment, file: File, end: int) -> None:
         self._segment = segment
         self._file = file
         self._end = end
@@ -92,9 +99,9 @@ class HotSource:
         self._seed = header.crc64
         self.created_at_ms = header.created_at_ms
 
-    def _header(self, files: StreamFiles) -> SegmentHeader:
+    def _header(self, files: StreamFiles) -> StreamSegmentHeader:
         try:
-            header = SegmentHeader.decode(self._file.read_at(HEADER_BYTES, 0), path=self._file.path)
+            header = StreamSegmentHeader.decode(self._file.read_at(HEADER_BYTES, 0), path=self._file.path)
         except QuireError as error:
             raise Lost(error) from error
         expected = (files.stream_id, self._segment.segment_id, self._segment.base_record)
@@ -149,7 +156,7 @@ class HotSource:
                 raise Lost(self._damaged("it ends within a block", offset))
             offset += at
 
-    def spans(self, offset: int, stop: int) -> Iterator[Span]:
+    def spans(self, offset: int, stop: int) -> Iterator[RecordSpan]:
         """Records from an offset on, up to the one before `stop`, of many small blocks together."""
         want = FIRST_WINDOW_BYTES
         while offset < self._end:
@@ -170,7 +177,7 @@ class HotSource:
 
 
 @contextmanager
-def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
+def hot_source(files: StreamFiles, segment: StreamSegment, end: int) -> Iterator[HotSource]:
     """The file of a segment, opened."""
     path = files.segment(Tier.HOT, segment.segment_id)
     try:
@@ -191,7 +198,7 @@ class WarmSource:
     def __init__(
         self,
         stream_id: int,
-        segment: Segment,
+        segment: StreamSegment,
         reader: WarmReader,
         cache: StreamCache,
         *,
@@ -250,9 +257,9 @@ class WarmSource:
                 if block.end_record >= stop:
                     return
 
-    def _frame_spans(self, number: int) -> list[Span]:
+    def _frame_spans(self, number: int) -> list[RecordSpan]:
         key = (self._stream_id, self._segment.segment_id, number, "spans")
-        found: list[Span] | None = self._cache.get(key)
+        found: list[RecordSpan] | None = self._cache.get(key)
         if found is None:
             try:
                 found, size = checked_read(lambda: self._read_spans(number))
@@ -261,7 +268,7 @@ class WarmSource:
             self._cache.put(key, found, size)
         return found
 
-    def _read_spans(self, number: int) -> tuple[list[Span], int]:
+    def _read_spans(self, number: int) -> tuple[list[RecordSpan], int]:
         """The spans of a frame, checked, and their bytes."""
         with self._lock:
             raw, row, seed = self.reader.raw(number), self.reader.frame(number), self.reader.header().crc64
@@ -270,7 +277,7 @@ class WarmSource:
             raise self._damaged(number)
         return got.spans, len(raw)
 
-    def spans(self, record: int, stop: int) -> Iterator[Span]:
+    def spans(self, record: int, stop: int) -> Iterator[RecordSpan]:
         """Records from a record's block on, up to the one before `stop`, of many small blocks together."""
         for number in range(self.reader.frame_with(record), self.reader.frames):
             for span in self._frame_spans(number):
@@ -289,7 +296,7 @@ class WarmSource:
 
 
 @contextmanager
-def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Iterator[WarmSource]:
+def warm_source(files: StreamFiles, segment: StreamSegment, cache: StreamCache) -> Iterator[WarmSource]:
     """The compressed file of a segment, opened."""
     path = files.segment(Tier.WARM, segment.segment_id)
     try:
@@ -310,7 +317,7 @@ def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Ite
 
 
 def remote_source(
-    stream_id: int, segment: Segment, store: ObjectStore, cache: StreamCache, retry: Retry[bytes]
+    stream_id: int, segment: StreamSegment, store: ObjectStore, cache: StreamCache, retry: Retry[bytes]
 ) -> WarmSource:
     """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
     kept = (stream_id, segment.segment_id, segment.key)
@@ -336,7 +343,7 @@ def _size_of(store: ObjectStore, key: str) -> bytes:
     return store.head(key).size_bytes.to_bytes(8, "little")
 
 
-def _remote_error(error: QuireError, segment: Segment) -> QuireError:
+def _remote_error(error: QuireError, segment: StreamSegment) -> QuireError:
     if isinstance(error, OutOfRange):
         return Corruption("a segment's object is too short", hint=VERIFY, segment=segment.segment_id, key=segment.key)
     if isinstance(error, ObjectNotFound):

@@ -32,7 +32,7 @@ from quire.stream.segment import (
     BODY_ALIGN,
     CHECKED_BYTES,
     MARK,
-    Block,
+    RecordBlock,
     decode_head,
     is_body_good,
     records_of,
@@ -61,7 +61,7 @@ class Plain:
 
     __slots__ = ("_at", "_block", "_body", "_count")
 
-    def __init__(self, block: Block, body: Bytes, at: int = 0, count: int | None = None) -> None:
+    def __init__(self, block: RecordBlock, body: Bytes, at: int = 0, count: int | None = None) -> None:
         self._block = block
         self._body = memoryview(body)
         self._at = at
@@ -92,7 +92,7 @@ class Plain:
         return records_of(self._block, self._body).slice(self._at, self._count)
 
 
-class Span(NamedTuple):
+class RecordSpan(NamedTuple):
     """Consecutive records."""
 
     first_record: int
@@ -113,14 +113,14 @@ class Span(NamedTuple):
         """The newest timestamp."""
         return self.timestamp_ms if isinstance(self.timestamp_ms, int) else int(self.timestamp_ms[-1])
 
-    def within(self, start: int, stop: int) -> Span:
+    def within(self, start: int, stop: int) -> RecordSpan:
         """The part that is in [start, stop)."""
         begin, end = max(start, self.first_record), min(stop, self.end_record)
         if end - begin == len(self.column):
             return self
         at, count = begin - self.first_record, end - begin
         stamps = self.timestamp_ms
-        return Span(
+        return RecordSpan(
             begin,
             stamps if isinstance(stamps, int) else stamps[at : at + count],
             self.column.slice(at, count),
@@ -135,10 +135,10 @@ class Span(NamedTuple):
         return self.first_record + (0 if isinstance(stamps, int) else int(stamps.searchsorted(timestamp_ms)))
 
 
-class Found(NamedTuple):
+class SpanScan(NamedTuple):
     """What a stretch of a segment's bytes holds."""
 
-    spans: list[Span]
+    spans: list[RecordSpan]
     used_bytes: int
     """Up to the end of the last whole block."""
     need_bytes: int
@@ -147,22 +147,22 @@ class Found(NamedTuple):
     """Where a block is not what was written, counted from the beginning of the bytes."""
 
 
-def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int | None = None) -> Found:
+def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int | None = None) -> SpanScan:
     """The records of the whole blocks in `raw`, which is a segment's from `offset` on; from `at`, up to the record `stop`.
 
     `seed` is the crc64 of the segment's header.
     """
     starts, bodies, used, need, bad = _walk(raw, at, stop)
     if not starts:
-        return Found([], used, need, bad)
+        return SpanScan([], used, need, bad)
     few = FEW_BLOCKS if _early_records > EARLY_RECORDS else EARLY_RECORDS
     if len(starts) < few or used - at >= SMALL_BYTES * len(starts):
         spans, wrong = _large(raw, offset, seed, starts)
     else:
         spans, wrong = _small(raw, offset, seed, starts, bodies)
     if wrong is not None:
-        return Found(spans, wrong, 0, wrong)
-    return Found(spans, used, need, bad)
+        return SpanScan(spans, wrong, 0, wrong)
+    return SpanScan(spans, used, need, bad)
 
 
 def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[int], int, int, int | None]:
@@ -191,10 +191,10 @@ def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[i
     return starts, bodies, at, 0, None
 
 
-def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[list[Span], int | None]:
+def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[list[RecordSpan], int | None]:
     """Each block as it is (rule 2); and where the first bad one is."""
     column = records_of if _early_records > EARLY_RECORDS else Plain
-    spans: list[Span] = []
+    spans: list[RecordSpan] = []
     expected: int | None = None
     for at in starts:
         block = decode_head(raw, offset + at, seed, at=at)
@@ -205,13 +205,13 @@ def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[
         if not is_body_good(block, body):
             return spans, at
         expected = block.end_record
-        spans.append(Span(block.first_record, block.timestamp_ms, column(block, body), block.body_bytes))
+        spans.append(RecordSpan(block.first_record, block.timestamp_ms, column(block, body), block.body_bytes))
     return spans, None
 
 
 def _small(
     raw: memoryview, offset: int, seed: int, starts: list[int], bodies: list[int]
-) -> tuple[list[Span], int | None]:
+) -> tuple[list[RecordSpan], int | None]:
     """All blocks as one span; and where the first bad one is."""
     import numpy as np  # rule 4
 
@@ -247,7 +247,7 @@ def _small(
     alike = int(stamps[0]) == int(stamps[-1])  # they never fall: then all are the same
     told = int(stamps[0]) if alike else np.repeat(stamps, counts)
     used = int(at[upto - 1]) + BLOCK_HEAD_BYTES + bodies[upto - 1] - starts[0]
-    return [Span(int(firsts[0]), told, column, used)], wrong
+    return [RecordSpan(int(firsts[0]), told, column, used)], wrong
 
 
 def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -32,7 +32,7 @@ from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import STREAMS, check_name
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
-from quire.stream.segments import Segment
+from quire.stream.segments import StreamSegment
 
 MODE_FILE = f"{STREAMS}/manifest_log.json"
 """Store-wide: {"mode": "off" | "shadow" | "on"}."""
@@ -261,14 +261,14 @@ class StreamState:
 
 
 def due(
-    segments: Sequence[Segment], retention: Retention, consumers: Sequence[Consumer], *, now_ms: int
-) -> list[Segment]:
+    segments: Sequence[StreamSegment], retention: Retention, consumers: Sequence[Consumer], *, now_ms: int
+) -> list[StreamSegment]:
     """The sealed segments that may go, oldest first (rules 3 and 4)."""
     silent = now_ms - retention.hold_seconds * 1000 if retention.hold_seconds else None
     holders = [each.position for each in consumers if silent is None or each.acked_ms >= silent]
     held_from = min(holders, default=None)
     total = sum(each.durable_bytes for each in segments if each.is_sealed)
-    gone: list[Segment] = []
+    gone: list[StreamSegment] = []
     for segment in segments:
         if not segment.is_sealed or (held_from is not None and segment.end_record > held_from):
             break

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.core.cache import ByteCache
@@ -36,23 +37,18 @@ from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings, StreamSettings
 from quire.durable.files import Disk
 from quire.manifest.store import ManifestStore
-from quire.stream.append_buffer import Records
-from quire.stream.append_result import Appended
-from quire.stream.files import StreamClock, StreamFiles
-from quire.stream.hot import HotLog
-from quire.stream.info import StreamInfo, info_of
-from quire.stream.maintenance import Moved, Upkeep
-from quire.stream.mlog_absent import AbsentLog
-from quire.stream.mlog_files import LogFiles
-from quire.stream.mlog_log import Collect
+from quire.stream.append_buffer import Appended, Records
+from quire.stream.files import LogFiles, StreamClock, StreamFiles
+from quire.stream.hot import HotLog, SegmentEnd, SegmentStart
+from quire.stream.maintenance import Moved, StreamMaintenance
+from quire.stream.mlog_log import AbsentLog, Collect
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Divergence, Mode
 from quire.stream.mlog_records import SealSegment, SegmentOpened
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.open_segment import Opened, Sealed
-from quire.stream.projection import Projection
-from quire.stream.reader import Record, StreamReader, is_going
-from quire.stream.recovery import Recovered, open_checked, open_log, recover_stream
+from quire.stream.projection import StreamProjection
+from quire.stream.reader import StreamReader, StreamRecord, is_going
+from quire.stream.recovery import RecoveredStream, open_checked, open_log, recover_stream
 from quire.stream.segment_events import Ledger
 from quire.stream.sources import StreamCache
 from quire.stream.state import Consumer, Retention, StreamState
@@ -60,6 +56,58 @@ from quire.stream.tiers import Tiers
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
+
+
+class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream in numbers."""
+
+    stream_id: int
+    first_record: int
+    end_record: int
+    segments: int
+    hot_segments: int
+    hot_bytes: int
+    warm_segments: int
+    warm_bytes: int
+    remote_segments: int
+    remote_bytes: int
+    mode: str
+    consumers: dict[str, Consumer]
+    retention: Retention
+    torn_bytes: int
+    """Bytes behind the cut of the last recovery."""
+    needs_repair: list[int] = []
+    """Segments whose only copy was an object that is gone."""
+
+    @property
+    def records(self) -> int:
+        return self.end_record - self.first_record
+
+
+def info_of(stream: Stream) -> StreamInfo:
+    """The numbers of a stream that is open, as they are now."""
+    segments = stream.ledger.view.segments
+    hot, warm = [each for each in segments if each.is_hot], [each for each in segments if each.is_warm]
+    remote = [each for each in segments if each.is_remote]
+    live = stream.hot.segment
+    return StreamInfo(
+        stream_id=stream.stream_id,
+        first_record=stream.first_record,
+        end_record=stream.end_record,
+        segments=len(segments),
+        hot_segments=len(hot),
+        hot_bytes=sum(each.durable_bytes for each in hot) + (live.offset if live is not None else 0),
+        warm_segments=len(warm),
+        warm_bytes=sum(each.warm_bytes for each in warm),
+        remote_segments=len(remote),
+        remote_bytes=sum(each.warm_bytes or stream.upkeep.object_bytes.get(each.segment_id, 0) for each in remote),
+        mode=stream.mode.value,
+        consumers=stream.consumers,
+        retention=stream.retention,
+        torn_bytes=stream.torn_bytes,
+        needs_repair=sorted(stream.ledger.index.needs_repair),
+    )
+
 
 IDLE_SECONDS = 0.5
 """How long the keeper sleeps if nobody calls it."""
@@ -71,7 +119,7 @@ class Stream:
     def __init__(
         self,
         files: StreamFiles,
-        recovered: Recovered,
+        recovered: RecoveredStream,
         state: StreamState,
         store: Callable[[], ObjectStore],
         collect: Collect,
@@ -105,7 +153,7 @@ class Stream:
             reserve=self.ledger.reserve,
         )
         self.tiers = Tiers(files, self.ledger, self.hot, store, collect, settings, clock, recovered.dictionaries)
-        self.upkeep = Upkeep(self.tiers, self.ledger, state, settings, clock)
+        self.upkeep = StreamMaintenance(self.tiers, self.ledger, state, settings, clock)
         self._reader = StreamReader(
             files,
             self.hot,
@@ -146,7 +194,7 @@ class Stream:
         `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
         """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
-        projection, state = Projection(manifest, files), StreamState(files, ticking)
+        projection, state = StreamProjection(manifest, files), StreamState(files, ticking)
         at = LogFiles(disk, root, stream_id, store_locked, projection.store_id())
         objects = LogObjects(_Later(store), stream_id, projection.prefixes(), at.store_id, state.begins)
         mode = Mode(log_settings.mode)
@@ -180,7 +228,7 @@ class Stream:
         """End the open segment, so that it can move on; False if there is none."""
         return self.hot.seal()
 
-    def _roll(self, sealed: Sealed | None, opened: Opened | None) -> None:
+    def _roll(self, sealed: SegmentEnd | None, opened: SegmentStart | None) -> None:
         """The hot log ends a segment and begins another: one commit of the manifest log."""
         steps: list[Any] = []
         if sealed is not None:
@@ -200,7 +248,7 @@ class Stream:
         """The id behind the last durable record."""
         return self._reader.end_record
 
-    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[Record]:
+    def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: the first) to before `stop` (default: the end as it is now), from any tier."""
         return self._reader.read(start, stop)
 
@@ -208,7 +256,7 @@ class Stream:
         """The same as Arrow record batches with the columns id, timestamp and payload."""
         return self._reader.read_batches(start, stop)
 
-    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[Record]:
+    def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
         """Records from `start` (default: what comes from now on), for ever; ends if none comes for `timeout` seconds.
 
         In an event loop: `async for record in quire.core.async_bridge.iterate(stream.tail())`.

@@ -74,7 +74,7 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_states import Hydration, Remote, Warm
 from quire.stream.segment_events import Ledger, Step
 from quire.stream.segment_scan import sealed_blocks
-from quire.stream.segments import Segment
+from quire.stream.segments import StreamSegment
 from quire.stream.sources import VERIFY
 from quire.stream.warm import FOOTER_BYTES, WarmReader, bounded, compress, reader_of
 
@@ -122,7 +122,7 @@ class Tiers:
         self._used: dict[int, float] = {}
         self._pins: Counter[int] = Counter()
 
-    def _need(self, segment_id: int) -> Segment:
+    def _need(self, segment_id: int) -> StreamSegment:
         segment = self._ledger.view.get(segment_id)
         if segment is None:
             hint = "`quire stream info` lists them"
@@ -148,13 +148,13 @@ class Tiers:
             with self._moving:
                 self._pins.subtract(pinned)
 
-    def coldest(self, segments: Iterable[Segment]) -> list[Segment]:
+    def coldest(self, segments: Iterable[StreamSegment]) -> list[StreamSegment]:
         """Those that are not pinned, longest unused first; never used ones by age."""
         free = [each for each in segments if self._pins[each.segment_id] <= 0]
         return sorted(free, key=lambda each: (self._used.get(each.segment_id, 0.0), each.segment_id))
 
     # ── tier 0 → tier 1 ───────────────────────────────────────────────────────────────────────────────────────────────
-    def compress(self, segment_id: int) -> Segment:
+    def compress(self, segment_id: int) -> StreamSegment:
         """Make a segment's compressed copy; one that has it is fine."""
         with self._moving:
             segment = self._need(segment_id)
@@ -172,7 +172,7 @@ class Tiers:
             hit("stream.compress.done")
             return self._need(segment_id)
 
-    def _compress(self, segment: Segment) -> tuple[int, int]:
+    def _compress(self, segment: StreamSegment) -> tuple[int, int]:
         source = self._files.segment(Tier.HOT, segment.segment_id)
         target = self._files.segment(Tier.WARM, segment.segment_id)
         try:
@@ -213,7 +213,7 @@ class Tiers:
         disk.sync_dir(self._files.folder(tier))
 
     # ── tier 1 → tier 2 ───────────────────────────────────────────────────────────────────────────────────────────────
-    def upload(self, segment_id: int) -> Segment:
+    def upload(self, segment_id: int) -> StreamSegment:
         """Have a segment in the object store, compressed first if need be; one that is there is fine."""
         with self._moving:
             segment = self._need(segment_id)
@@ -263,7 +263,7 @@ class Tiers:
             emit("warning", "stream.object_sent_again", stream=self._files.stream_id, segment_id=segment_id)
             return True
 
-    def _put(self, segment: Segment, key: str) -> str:
+    def _put(self, segment: StreamSegment, key: str) -> str:
         path = self._files.segment(Tier.WARM, segment.segment_id)
         file = self._files.disk.open(path, write=False)
         try:
@@ -316,7 +316,7 @@ class Tiers:
             self._files.remove(tier, [segment_id])
 
     # ── back ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def hydrate(self, segment_id: int) -> Segment:
+    def hydrate(self, segment_id: int) -> StreamSegment:
         """Have a segment as a file again, from its compressed copy or its object; one that is there is fine."""
         with self._moving:
             segment = self._need(segment_id)
@@ -336,13 +336,13 @@ class Tiers:
             self.touch(segment_id)
             return self._need(segment_id)
 
-    def _hydrate(self, segment: Segment) -> None:
+    def _hydrate(self, segment: StreamSegment) -> None:
         reader = checked_read(lambda: self._compressed(segment))
         target = self._files.segment(Tier.HOT, segment.segment_id)
         self._replace(target, Tier.HOT, (reader.raw(number) for number in range(reader.frames)))
         hit("stream.hydrate.written")
 
-    def _compressed(self, segment: Segment) -> WarmReader:
+    def _compressed(self, segment: StreamSegment) -> WarmReader:
         """The compressed copy of a segment in memory, every byte of it checked."""
         path = self._files.segment(Tier.WARM, segment.segment_id)
         if segment.is_warm:
@@ -403,7 +403,7 @@ class Tiers:
             self._used.pop(segment_id, None)
             return True
 
-    def _end_moves(self, segment: Segment) -> None:
+    def _end_moves(self, segment: StreamSegment) -> None:
         """What was begun with a segment that goes is given up."""
         if segment.state.warm is Warm.COMPRESSING:
             self._ledger.tell((CompressionFailed(Reason.GIVEN_UP), segment.segment_id))

@@ -25,10 +25,10 @@ from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
 from quire.stream.mlog_modes import Mode
-from quire.stream.mlog_verify import Problem
+from quire.stream.mlog_verify import LogProblem
 from quire.stream.reader import is_going
 from quire.stream.segment_scan import sealed_blocks
-from quire.stream.segments import Segment
+from quire.stream.segments import StreamSegment
 from quire.stream.stream import Stream
 from quire.stream.warm import WarmReader, bounded, reader_of
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
 
 
-def problems(stream: Stream, *, deep: bool = True) -> Iterator[Problem]:
+def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
     """Every rule that is broken. `deep` reads objects whole."""
     view = stream.ledger.view
     for one, other in pairwise(view):
         if not one.is_sealed or one.end_record != other.base_record:
             where = {"segment": one.segment_id, "next": other.segment_id, "end": one.end_record}
-            yield Problem(rule="T4", what="segments do not follow each other", where=where)
+            yield LogProblem(rule="T4", what="segments do not follow each other", where=where)
     for segment in view:
         found = list(_of_segment(stream, segment, deep))
         if found and stream.ledger.view.get(segment.segment_id) != segment:
@@ -53,7 +53,7 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[Problem]:
     yield from _apart(stream)
 
 
-def _apart(stream: Stream) -> Iterator[Problem]:
+def _apart(stream: Stream) -> Iterator[LogProblem]:
     """T7, both ways. Which local copies there are LMDB does not know: T1, T2 and T6 tell of those."""
     for apart in stream.compare() if stream.mode is Mode.ON else ():
         log, rows = apart.log, apart.projection
@@ -63,14 +63,14 @@ def _apart(stream: Stream) -> Iterator[Problem]:
             continue
         else:
             what = "the manifest log and LMDB differ about a segment"
-        yield Problem(rule="T7", what=what, where={"segment": apart.segment_id})
+        yield LogProblem(rule="T7", what=what, where={"segment": apart.segment_id})
 
 
-def _of_segment(stream: Stream, segment: Segment, deep: bool) -> Iterator[Problem]:
+def _of_segment(stream: Stream, segment: StreamSegment, deep: bool) -> Iterator[LogProblem]:
     if not segment.is_sealed or is_going(segment):
         return
     if not (segment.is_hot or segment.is_warm or segment.is_remote):
-        yield Problem(rule="T5", what="a segment has no copy", where={"segment": segment.segment_id})
+        yield LogProblem(rule="T5", what="a segment has no copy", where={"segment": segment.segment_id})
     if segment.is_hot:
         yield from _checked("T1", segment, lambda: _hot_crc(stream, segment))
     if segment.is_warm:
@@ -79,24 +79,24 @@ def _of_segment(stream: Stream, segment: Segment, deep: bool) -> Iterator[Proble
         yield from _checked("T3", segment, lambda: _remote_crc(stream.store, segment, deep))
 
 
-def _checked(rule: str, segment: Segment, crc: Callable[[], int]) -> Iterator[Problem]:
+def _checked(rule: str, segment: StreamSegment, crc: Callable[[], int]) -> Iterator[LogProblem]:
     try:
         if crc() != segment.crc64:
-            yield Problem(
+            yield LogProblem(
                 rule=rule, what="a copy is not the segment that was sealed", where={"segment": segment.segment_id}
             )
     except (Corruption, ObjectNotFound, OutOfRange) as error:
-        yield Problem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_told(error)})
+        yield LogProblem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_told(error)})
     except FileNotFoundError as error:
         where = {"segment": segment.segment_id, "path": str(error.filename)}
-        yield Problem(rule=rule, what="a copy's file is missing", where=where)
+        yield LogProblem(rule=rule, what="a copy's file is missing", where=where)
 
 
 def _told(error: QuireError) -> dict[str, object]:
     return {name: value for name, value in error.where.items() if name != "segment"}
 
 
-def _hot_crc(stream: Stream, segment: Segment) -> int:
+def _hot_crc(stream: Stream, segment: StreamSegment) -> int:
     path = stream.files.segment(Tier.HOT, segment.segment_id)
     raw = memoryview(read_all(stream.files.disk, path))[: segment.durable_bytes]
     found = sealed_blocks(raw, segment.durable_bytes, path=path)
@@ -105,13 +105,13 @@ def _hot_crc(stream: Stream, segment: Segment) -> int:
     return crc64(raw)
 
 
-def _warm_crc(stream: Stream, segment: Segment) -> int:
+def _warm_crc(stream: Stream, segment: StreamSegment) -> int:
     path = stream.files.segment(Tier.WARM, segment.segment_id)
     data = read_all(stream.files.disk, path)
     return reader_of(data, path, segment.durable_bytes).verify()
 
 
-def _remote_crc(store: ObjectStore, segment: Segment, deep: bool) -> int:
+def _remote_crc(store: ObjectStore, segment: StreamSegment, deep: bool) -> int:
     if deep:
         return reader_of(
             bounded(store, segment.key, segment.durable_bytes), segment.key, segment.durable_bytes
@@ -123,11 +123,11 @@ def _remote_crc(store: ObjectStore, segment: Segment, deep: bool) -> int:
     return reader.raw_crc64
 
 
-def _leaks(stream: Stream) -> Iterator[Problem]:
+def _leaks(stream: Stream) -> Iterator[LogProblem]:
     for tier in Tier:
         here = set(stream.files.segments(tier))
         view = stream.ledger.view  # after the listing: what was made since is known
         known = {each.segment_id for each in view if (each.is_hot if tier is Tier.HOT else each.is_warm)}
         for segment_id in sorted(here - known):
             where = {"segment": segment_id, "path": stream.files.segment(tier, segment_id)}
-            yield Problem(rule="T6", what="a file belongs to no copy", where=where, leak=True)
+            yield LogProblem(rule="T6", what="a file belongs to no copy", where=where, leak=True)

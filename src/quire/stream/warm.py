@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.core.errors import Corruption, FormatTooNew
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64
-from quire.stream.segment import ALIGN, HEADER_BYTES, Block, SegmentHeader, aligned, decode_head
+from quire.stream.segment import ALIGN, HEADER_BYTES, RecordBlock, StreamSegmentHeader, aligned, decode_head
 from quire.stream.segment_scan import Scan
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ Read = Callable[[int, int], bytes]
 """`read(offset, size)` of a file or object."""
 
 
-class Frame(NamedTuple):
+class WarmFrame(NamedTuple):
     """A row of the table."""
 
     raw_offset: int
@@ -86,11 +86,11 @@ class Frame(NamedTuple):
 
 @cache
 def row_fields() -> np.dtype[np.void]:
-    """The same as `ROW` and `Frame`, for numpy."""
+    """The same as `ROW` and `WarmFrame`, for numpy."""
     import numpy as np
 
     kinds = ("<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u8")
-    return np.dtype(list(zip(Frame._fields, kinds, strict=True)))
+    return np.dtype(list(zip(WarmFrame._fields, kinds, strict=True)))
 
 
 class Dictionary(NamedTuple):
@@ -202,7 +202,7 @@ class WarmReader:
         self._firsts: list[int] = self._rows["first_record"].tolist()
         self._stamps: list[int] = self._rows["timestamp_ms"].tolist()
         self._decompressor: zstandard.ZstdDecompressor | None = None
-        self._header: SegmentHeader | None = None
+        self._header: StreamSegmentHeader | None = None
 
     def _check_table(self, raw_bytes: int | None) -> None:
         """Frames follow each other without gaps, here and in the raw segment, and none is larger than one can be.
@@ -257,9 +257,9 @@ class WarmReader:
         last = self.frame(self.frames - 1)
         return last.raw_offset + last.raw_bytes
 
-    def frame(self, number: int) -> Frame:
+    def frame(self, number: int) -> WarmFrame:
         """A row of the table."""
-        return Frame(*self._rows[number].tolist())
+        return WarmFrame(*self._rows[number].tolist())
 
     def frame_with(self, record: int) -> int:
         """The frame that holds a record."""
@@ -269,10 +269,10 @@ class WarmReader:
         """The last frame that begins before a moment: what is at or after it is here or behind."""
         return max(bisect_right(self._stamps, timestamp_ms - 1) - 1, 0)
 
-    def header(self) -> SegmentHeader:
+    def header(self) -> StreamSegmentHeader:
         """The segment's own header, from its first frame."""
         if self._header is None:
-            self._header = SegmentHeader.decode(self.raw(0), path=self.path)
+            self._header = StreamSegmentHeader.decode(self.raw(0), path=self.path)
         return self._header
 
     def raw(self, number: int) -> bytes:
@@ -294,10 +294,10 @@ class WarmReader:
             raise self._damaged("a frame has another length", frame=number, offset=row.offset)
         return raw
 
-    def blocks(self, number: int) -> tuple[bytes, Sequence[Block]]:
+    def blocks(self, number: int) -> tuple[bytes, Sequence[RecordBlock]]:
         """One frame's raw bytes, and its blocks; a block's offset is that in the raw segment, less the frame's own."""
         raw, row, seed = self.raw(number), self.frame(number), self.header().crc64
-        blocks: list[Block] = []
+        blocks: list[RecordBlock] = []
         at = HEADER_BYTES if row.raw_offset == 0 else 0
         while at < len(raw):
             block = decode_head(raw, row.raw_offset + at, seed, at=at)

@@ -63,7 +63,7 @@ class Witness(msgspec.Struct, frozen=True):
     """The highest segment that ever had a row."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class UnknownFile(msgspec.Struct, frozen=True):
     """What a file holds that may belong to no segment."""
 
     tier: Tier
@@ -82,13 +82,13 @@ def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
     return Witness(tuple(known), last_segment)
 
 
-def held_above(files: StreamFiles, last_segment: int) -> list[Held]:
+def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
     """What is in the files of segments that have no row yet (rule 2); a file that cannot be read holds nothing here."""
     found = (holding(files, tier, each) for tier in Tier for each in files.segments(tier) if each > last_segment)
     return [held for held in found if held is not None]
 
 
-def holding(files: StreamFiles, tier: Tier, segment_id: int) -> Held | None:
+def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | None:
     """What the file of a segment holds; `None` if it is not this segment's, or not sound."""
     path = files.segment(tier, segment_id)
     try:
@@ -104,11 +104,11 @@ def holding(files: StreamFiles, tier: Tier, segment_id: int) -> Held | None:
             base, end = found.header.base_record, found.end_record
     except (FileNotFoundError, Corruption, FormatTooNew):
         return None
-    return Held(tier, segment_id, base, end) if whose == (files.stream_id, segment_id) else None
+    return UnknownFile(tier, segment_id, base, end) if whose == (files.stream_id, segment_id) else None
 
 
 def behind(
-    index: ManifestIndex, witness: Witness, *, held: Iterable[Held] = (), closed_records: int = 0
+    index: ManifestIndex, witness: Witness, *, held: Iterable[UnknownFile] = (), closed_records: int = 0
 ) -> Iterator[str]:
     """What a log does not know and should; nothing if it agrees with its witnesses (rule 1)."""
     if index.records < closed_records:

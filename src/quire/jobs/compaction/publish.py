@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from quire.durable.failpoints import hit
 from quire.jobs.runner import Answer
-from quire.lsm.remote_compaction import Plan
+from quire.lsm.remote_compaction import MajorCompaction
 
 
-def publish(plan: Plan, answers: Iterable[Answer[int, tuple[int, ...]]]) -> int:
+def publish(plan: MajorCompaction, answers: Iterable[Answer[int, tuple[int, ...]]]) -> int:
     """Wait for every answer, then have the new tables live and the old ones not; how many new ones.
 
     The first task that failed fails all of it, and nothing has changed.

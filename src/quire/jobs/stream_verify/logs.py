@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from quire.core.errors import Corruption, QuireError
 from quire.jobs.runner import Runner, Tick, no_tick
 from quire.jobs.stream_verify.run import BodiesTask, LogFound, LogTask, check_bodies, check_log
-from quire.stream.mlog_verify import Problem
+from quire.stream.mlog_verify import LogProblem
 
 GROUP_OBJECTS = 64
 """Bodies that one task reads: 16 MiB of full chunks."""
@@ -24,7 +24,7 @@ GROUP_OBJECTS = 64
 
 def verify_logs(
     tasks: Sequence[LogTask], runner: Runner, here: Runner, *, deep: bool = True, tick: Tick = no_tick
-) -> Iterator[tuple[int, Problem]]:
+) -> Iterator[tuple[int, LogProblem]]:
     """(stream, broken rule) of these logs. `here` is a runner that sees the files; `deep` reads objects whole."""
     first: QuireError | None = None
     found: list[LogFound] = []
@@ -60,10 +60,10 @@ def verify_logs(
         raise first
 
 
-def _unreadable(error: Corruption) -> Problem:
+def _unreadable(error: Corruption) -> LogProblem:
     """Damage that kept the rest of a log from being looked at."""
     path = error.where.get("path", "")
-    return Problem(rule="L0", what=f"{error.what} ({path})" if path else error.what, where=error.where)
+    return LogProblem(rule="L0", what=f"{error.what} ({path})" if path else error.what, where=error.where)
 
 
 def _bodies(found: Sequence[LogFound]) -> Iterator[tuple[int, str, int, int]]:

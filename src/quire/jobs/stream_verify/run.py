@@ -30,10 +30,9 @@ from quire.durable.names import StreamSegmentFile, Tier
 from quire.jobs.locations import OpenStore, Place
 from quire.jobs.runner import Tools
 from quire.objects.api import ObjectStore
-from quire.stream.files import StreamFiles
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.mlog_verify import Problem, verify
+from quire.stream.mlog_verify import LogProblem, verify
 from quire.stream.segment_scan import sealed_blocks
 from quire.stream.state import begins_of
 from quire.stream.warm import bounded, reader_of
@@ -129,7 +128,7 @@ class LogFound:
     """What is wrong with a log, and which objects it has."""
 
     stream_id: int
-    problems: tuple[Problem, ...]
+    problems: tuple[LogProblem, ...]
     chunks: tuple[int, ...]
     bundles: tuple[tuple[int, int], ...]
     snapshots: tuple[int, ...]
@@ -159,7 +158,7 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     return LogFound(task.stream_id, found, tuple(listing.chunks), tuple(listing.bundles), tuple(listing.snapshots))
 
 
-def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
+def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]:
     """(stream, what is wrong) of these objects."""
     store, found = tools.open_store(task.url), []
     for stream_id, what, first, last in task.bodies:
@@ -175,7 +174,7 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, Problem]]:
             continue  # it was superseded since it was listed
         except Corruption as error:
             told = f"the object of a {what} is damaged: {error.what}"
-            found.append((stream_id, Problem(rule="L5", what=told, where={what: first, **_plain(error)})))
+            found.append((stream_id, LogProblem(rule="L5", what=told, where={what: first, **_plain(error)})))
     hit("jobs.stream_verify.bodies")
     return found
 

@@ -223,9 +223,9 @@ def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
             is_same = len(data) == file.size_bytes and sha256(data).hex() == file.sha256
             return [] if is_same else ["the object is not what was backed up"]
         if file.kind is FileKind.KV_TABLE:
-            from quire.lsm.sst_reader import Table  # Arrow with it
+            from quire.lsm.sst_reader import SSTable  # Arrow with it
 
-            table = Table.open(tools.disk, file.path, file.number)
+            table = SSTable.open(tools.disk, file.path, file.number)
             try:
                 return list(table.verify())
             finally:

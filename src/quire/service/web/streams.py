@@ -19,7 +19,7 @@ from quire.durable.files import OsDisk
 from quire.manifest.records import DbKind
 from quire.service.web.changes import cut
 from quire.service.web.dashboard_state import Sight
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_verify import inspect
 

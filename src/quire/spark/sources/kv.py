@@ -33,7 +33,7 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.durable.lsm_names import LsmHome
 from quire.lsm.merge import parts, scan_parts
-from quire.lsm.sst_reader import Table
+from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end
 from quire.spark.sources.leases import KEEP_SECONDS, kept
 from quire.spark.sources.options import Options
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceWriter
 
-    from quire.lsm.engine import Version
+    from quire.lsm.engine import KvVersion
 
 READING = ("database", "snapshot", "keep_seconds", "prefix", "low", "high", "keys", "values", "columns", "partitions")
 WRITING = ("database", "create")
@@ -127,7 +127,7 @@ class KvReader(DataSourceReader):
         pieces = cut(version.directory, version.sst_ids, self.range, self._wanted)
         return [KvPartition(replace(piece, lease_id=lease_id)) for piece in pieces] or [InputPartition(None)]
 
-    def _version(self) -> tuple[int, Version]:
+    def _version(self) -> tuple[int, KvVersion]:
         """(what keeps it, if no snapshot does; the version)."""
         with self.access.connect() as client:
             if not self.snapshot:
@@ -164,7 +164,7 @@ def cut(directory: str, sst_ids: Sequence[int], asked: Range, wanted: int) -> It
 
 
 @contextmanager
-def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[Table]]:
+def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[SSTable]]:
     """Tables of a snapshot, for as long as the block lasts."""
     if not os.path.isdir(directory):
         raise InvalidInput(
@@ -172,10 +172,10 @@ def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[Table]]:
             hint="executors share a disk with the owner; `keep_seconds` says how long a version stays that nobody reads",
             path=directory,
         )
-    home, tables = LsmHome(directory), list[Table]()
+    home, tables = LsmHome(directory), list[SSTable]()
     try:
         for sst_id in sst_ids:
-            tables.append(Table.open(OsDisk(), home.sst(sst_id), sst_id))
+            tables.append(SSTable.open(OsDisk(), home.sst(sst_id), sst_id))
         yield tables
     finally:
         for table in tables:

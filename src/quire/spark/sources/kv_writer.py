@@ -32,7 +32,7 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 
 from quire.core.errors import InvalidInput
 from quire.durable.files import OsDisk
-from quire.lsm.bulk import BulkWriter, Place
+from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.sst_writer import TableOptions
 from quire.service.tickets import KV_IDS, Shelf, TakeIds
 from quire.spark.sources.options import Options
@@ -105,7 +105,7 @@ class _Shelves:
         self._shelf: Shelf | None = None
         self._left: list[int] = []
 
-    def place(self) -> Place:
+    def place(self) -> LoadTarget:
         """Where and how to write."""
         shelf = self._ask(IDS_AT_ONCE)
         if not os.path.isdir(os.path.join(shelf.directory, "sst")):
@@ -119,7 +119,7 @@ class _Shelves:
             compression=shelf.compression,
             bloom_bits_per_key=shelf.bloom_bits_per_key,
         )
-        return Place(directory=shelf.directory, lsn=shelf.lsn, table_bytes=shelf.table_bytes, options=options)
+        return LoadTarget(directory=shelf.directory, lsn=shelf.lsn, table_bytes=shelf.table_bytes, options=options)
 
     def take(self, count: int) -> Sequence[int]:
         """So many ids."""

@@ -36,7 +36,7 @@ from quire.spark.access import Access
 from quire.spark.sources.manifest_log_rows import log_batches
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions
-from quire.stream.mlog_files import LogFiles
+from quire.stream.files import LogFiles
 from quire.stream.mlog_reader import Chunk, ManifestLogReader
 from quire.stream.mlog_tier2 import LogObjects
 

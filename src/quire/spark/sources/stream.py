@@ -44,7 +44,7 @@ from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted, spark_schema
 from quire.stream.arrow_batches import SCHEMA
 from quire.stream.files import StreamFiles
-from quire.stream.remote_read import Share, SharedReader, SharedSegment
+from quire.stream.remote_read import SharedReader, SharedSegment, SharedStream
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,7 +65,7 @@ class Part:
 
     start: int
     stop: int
-    share: Share
+    share: SharedStream
     """The segments they are in."""
 
 
@@ -109,13 +109,13 @@ class Records:
         self.since_ms = 0
         """The option `since` (rule 4); streaming queries have none, they begin where their consumer stands."""
 
-    def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> Share:
+    def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
         """Where records are; no more segments than one answer has room for."""
         from quire.service.stream_messages import STREAM_SHARE, OfStream
 
         request = OfStream(self.stream, start, stop, upload)
         how = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
-        found: Share = channel.ask(STREAM_SHARE, request, **how)
+        found: SharedStream = channel.ask(STREAM_SHARE, request, **how)
         return found
 
     def parts(self, channel: Channel, start: int | None, stop: int | None) -> list[Part]:
@@ -155,7 +155,7 @@ class Records:
             for store in stores:
                 store.close()
 
-    def _locate(self, channel: Channel, stream_id: int, start: int, stop: int, upload: bool) -> Share:
+    def _locate(self, channel: Channel, stream_id: int, start: int, stop: int, upload: bool) -> SharedStream:
         found = self.share(channel, start, stop, upload=upload)
         if found.stream_id != stream_id:
             raise CursorLost("the stream was dropped, and made anew", hint="begin again", stream=self.stream)
@@ -194,7 +194,7 @@ class StreamReader(DataSourceReader):
         return self.records.read(partition.value)
 
 
-def split(whole: Share, segments: Sequence[SharedSegment], start: int, stop: int, parts: int) -> list[Part]:
+def split(whole: SharedStream, segments: Sequence[SharedSegment], start: int, stop: int, parts: int) -> list[Part]:
     """A range in at most so many parts of about the same size (rule 2); none if it is empty."""
     if start >= stop:
         return []

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.service.channel import Channel
-    from quire.stream.remote_read import Share
+    from quire.stream.remote_read import SharedStream
 
 
 class StreamQueryReader(FollowingReader):
@@ -59,7 +59,7 @@ class StreamQueryReader(FollowingReader):
         if self._start not in ("oldest", "latest"):
             self._start = options.number("start", 0, least=1)
         self._channel: Channel | None = None
-        self._share: Share | None = None
+        self._share: SharedStream | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Executors get the reader without its connection."""
@@ -70,12 +70,12 @@ class StreamQueryReader(FollowingReader):
             self._channel = self.records.access.channel()
         return self._channel
 
-    def _now(self) -> Share:
+    def _now(self) -> SharedStream:
         """The stream as it is now, without its segments."""
         self._share = self.records.share(self._owner(), None, 1)
         return self._share
 
-    def _ours(self) -> Share:
+    def _ours(self) -> SharedStream:
         """Whose offsets these are."""
         return self._share if self._share is not None else self._now()
 
