@@ -15,7 +15,7 @@ from quire.core.errors import DiskFull, QuotaExceeded, StoreUnusable
 from quire.durable.files import OsDisk
 from quire.pages.wal import Wal
 from quire.sqlite import live
-from quire.sqlite.error_codes import made
+from quire.sqlite.error_codes import apsw_error
 from quire.store.store import Store
 from quire.testing.faults import Fault, FaultyDisk
 from tests.sqlite.conftest import SETTINGS, Connect, count
@@ -304,7 +304,7 @@ def test_a_database_that_fails_before_the_commit_takes_the_others_back_with_it(
     def fail_the_second(file: live.LiveFile, _: int) -> None:
         synced.append(file)
         if len(synced) == 2:
-            raise made(apsw.SQLITE_IOERR_FSYNC, "not this one")
+            raise apsw_error(apsw.SQLITE_IOERR_FSYNC, "not this one")
 
     monkeypatch.setattr(live.LiveFile, "xSync", fail_the_second)
     with pytest.raises(apsw.IOError, match="not this one"):

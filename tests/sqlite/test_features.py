@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from quire.core.errors import InvalidInput
 from quire.sqlite import dbapi
-from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, look, tell_once
+from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, judge, log_once
 from quire.store.store import Store
 from tests.house.tree import ROOT
 from tests.sqlite.conftest import Connect, count
@@ -216,7 +216,7 @@ def test_the_page_says_what_becomes_of_each_mode() -> None:
     page = (ROOT / "docs" / "sqlite.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `memory` \| (.+) \|$", page, re.MULTILINE))
     assert {mode for modes in rows for mode in re.findall(r"\w+", modes)} == {*NOTES, JOURNAL_MODE}
-    refusal = look("journal_mode", "off", page_size=4096).refusal
+    refusal = judge("journal_mode", "off", page_size=4096).refusal
     assert refusal is not None
     assert f"| `off` | an error: `{refusal.partition(';')[0]}` |" in page
 
@@ -225,7 +225,7 @@ def test_another_journal_mode_than_asked_for_is_told_once(
     shop: apsw.Connection, connect: Connect, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The answer is SQLite's word for it; the reason is in the log."""
-    tell_once.cache_clear()
+    log_once.cache_clear()
     for mode in ("wal", "WAL", "persist", "memory"):
         assert shop.pragma("journal_mode", mode) == "memory"
         assert connect().execute(f"pragma journal_mode={mode}").get == "memory"

@@ -15,7 +15,7 @@ import pytest
 
 import quire
 from quire.core.errors import OutOfRange, ReadOnly, UnknownSnapshot
-from quire.sqlite.published import PublishedFile
+from quire.sqlite.files import ReadOnlyFile
 from quire.sqlite.reader import open_reader
 from quire.sqlite.vfs import QuireVfs
 from quire.store.store import Store
@@ -137,8 +137,8 @@ class Version:
 def test_each_transaction_sees_the_newest_version_and_gives_it_back() -> None:
     versions, files = Versions(), []
 
-    def opener(*_: object) -> tuple[PublishedFile, bool]:
-        files.append(PublishedFile(versions.newest, lambda: versions.lsn))
+    def opener(*_: object) -> tuple[ReadOnlyFile, bool]:
+        files.append(ReadOnlyFile.published(versions.newest, lambda: versions.lsn))
         return files[-1], True
 
     vfs = QuireVfs("test-published", opener)
@@ -154,7 +154,7 @@ def test_each_transaction_sees_the_newest_version_and_gives_it_back() -> None:
     made = len(versions.opened)
     assert count(connection) == 2
     assert len(versions.opened) == made, "it was kept for the next one"
-    files[0].let_go()
+    files[0].release_idle()
     assert not any(each.is_open for each in versions.opened)
     assert count(connection) == 2
     connection.close()
@@ -163,7 +163,7 @@ def test_each_transaction_sees_the_newest_version_and_gives_it_back() -> None:
 
 def test_a_version_that_changed_under_an_unchanged_counter_is_read_anew() -> None:
     versions = Versions()
-    vfs = QuireVfs("test-published", lambda *_: (PublishedFile(versions.newest, lambda: versions.lsn), True))
+    vfs = QuireVfs("test-published", lambda *_: (ReadOnlyFile.published(versions.newest, lambda: versions.lsn), True))
     connection = apsw.Connection("shop", flags=apsw.SQLITE_OPEN_READONLY, vfs=vfs.name)
     assert count(connection) == 1
     header = versions.made.serialize("main")[:4096]

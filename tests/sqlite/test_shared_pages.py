@@ -88,6 +88,7 @@ class Model:
     def __init__(self) -> None:
         self.versions: dict[int, list[bytes]] = {0: [b"first"] * 3}
         self.db_id = 1
+        self.page_size = PAGE
         self.wal = SimpleNamespace(written=Mark(0, 3))
         self.readers = Readers(1, ManualClock())
         self.sources = SimpleNamespace(cache=SimpleNamespace(resolved=lambda _: {}, resolved_hits=0))

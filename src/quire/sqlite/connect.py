@@ -34,10 +34,9 @@ from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.sqlite.databases import Database, reader_tags
-from quire.sqlite.files import PageSource, SourceFile
+from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.forking import fork_at
 from quire.sqlite.live import LiveFile
-from quire.sqlite.published import PublishedFile
 from quire.sqlite.vfs import QuireVfs, VfsFile
 
 KEEPER_SECONDS = 1.0
@@ -74,8 +73,7 @@ class SqliteRoom:
         # guarded by _lock
         self._lock = threading.Lock()
         self._databases: dict[int, Database] = {}
-        self._files: weakref.WeakSet[LiveFile | PublishedFile] = weakref.WeakSet()
-        self._fixed: weakref.WeakSet[SourceFile] = weakref.WeakSet()
+        self._files: weakref.WeakSet[LiveFile | ReadOnlyFile] = weakref.WeakSet()
         self._keeper: threading.Thread | None = None
         self._closed = False
 
@@ -167,10 +165,7 @@ class SqliteRoom:
         """The opener of the VFS: for our own connections, for ATTACH, and for VACUUM INTO, which alone may create."""
         self._check()
         if _ask(parameters):
-            fixed = SourceFile(self._source(self._find(name), parameters))
-            with self._lock:
-                self._fixed.add(fixed)
-            return fixed, True
+            return self._kept(ReadOnlyFile.fixed(self._version(self._find(name), parameters))), True
         if self._read_only:
             return self._kept(self._published(self._find(name))), True
         database = self._database(self._made(name) if create else self._find(name))
@@ -178,7 +173,7 @@ class SqliteRoom:
         self._opened.file = weakref.ref(file)
         return self._kept(file), False
 
-    def _source(self, db_id: int, parameters: Mapping[str, str]) -> PageSource:
+    def _version(self, db_id: int, parameters: Mapping[str, str]) -> PageReader:
         """A version that stays what it is (rule 2)."""
         kind, at = next(iter(_ask(parameters).items()))
         if kind == "at":
@@ -192,16 +187,16 @@ class SqliteRoom:
         source = store.open_snapshot(at=moment, tags=reader_tags())
         return source.__enter__() if isinstance(source, Snapshot) else source  # so that it renews itself
 
-    def _published(self, db_id: int) -> PublishedFile:
+    def _published(self, db_id: int) -> ReadOnlyFile:
         def newest_lsn() -> int:
             with self._manifest.read() as txn:
                 state = txn.wal_state(db_id)
             return state.last_applied_lsn if state is not None else 0
 
-        return PublishedFile(lambda: self._engine.open_published(db_id, tags=reader_tags()), newest_lsn)
+        return ReadOnlyFile.published(lambda: self._engine.open_published(db_id, tags=reader_tags()), newest_lsn)
 
     # ── the keeper ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _kept(self, file: LiveFile | PublishedFile) -> VfsFile:
+    def _kept(self, file: LiveFile | ReadOnlyFile) -> VfsFile:
         with self._lock:
             self._files.add(file)
             if self._keeper is None:
@@ -225,7 +220,7 @@ class SqliteRoom:
             if renew:
                 file.renew()
             with suppress(QuireError):
-                file.let_go()
+                file.release_idle()
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
@@ -237,8 +232,8 @@ class SqliteRoom:
         why = StoreClosed("the store is closed", hint="open it again, and connect again")
         for database in list(self._databases.values()):
             database.closed = why
-        for fixed in list(self._fixed):
-            fixed.shut(why)
+        for file in list(self._files):
+            file.shut_down(why)
         self.look_after(renew=False)
 
     def _check(self) -> None:

@@ -51,17 +51,17 @@ def code_of(error: BaseException) -> int:
 
 def sqlite_error(error: BaseException) -> Exception:
     """What to raise towards SQLite, `from error`."""
-    return made(code_of(error), str(error))
+    return apsw_error(code_of(error), str(error))
 
 
 def commit_error(error: BaseException, *, appended: bool) -> Exception:
     """The same for an error of a commit (rule 2), whose transaction was already in the log, or was not."""
     code = code_of(error)
     what = "nobody knows whether the transaction is on disk" if appended else "the transaction was rolled back"
-    return made(code if code == SQLITE_FULL else SQLITE_IOERR_COMMIT_ATOMIC, f"{what}: {error}")
+    return apsw_error(code if code == SQLITE_FULL else SQLITE_IOERR_COMMIT_ATOMIC, f"{what}: {error}")
 
 
-def made(code: int, message: str) -> Exception:
+def apsw_error(code: int, message: str) -> Exception:
     """An error of SQLite's with this extended code."""
     error = exception_for(code)
     error.args = (message,)

@@ -1,16 +1,17 @@
-"""A version of a database as a file that SQLite reads: pages become bytes at offsets.
+"""A database as a file that SQLite reads: pages become bytes at offsets.
 
 Terms
-  source   anything that has the pages of one version: a snapshot, a view on an executor, a published version
-  part     a read that is not one whole page: the header when a database is opened, the change counter, a guess at the page size
+  version   the database as of one commit. A connection *pins* one for the length of a read transaction
+  stamp     sixteen bytes of the header (change counter, sizes) by which SQLite decides whether its cached pages are still valid
 
-Rules
-  1. SQLite counts pages from 1 and asks for bytes; page n of SQLite is page n - 1 here. What lies beyond the end is a short
-     read, which SQLite fills with zeros.
-  2. Bytes 18 and 19 of the header are shown as 1 (Q3): a file that was imported in WAL mode would not open otherwise.
-  3. A version never changes, so SQLite is told so (`IMMUTABLE`): it takes no locks and asks for no change counter.
+`DatabaseFile` is the part that all files share. `ReadOnlyFile` is the read-only mode: either one version for good, or the
+newest published version at the start of each transaction. `live.py` has the mode that writes.
 
-Executor-safe. Thread: one at a time, as SQLite's connections.
+SQLite counts pages from 1 and asks for bytes; page n of SQLite is page n - 1 here. A read beyond the end is short, and SQLite
+fills it with zeros. Bytes 18 and 19 of the header are always shown as 1, because a file imported in WAL mode would not open
+otherwise (Q3).
+
+Executor-safe. Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's thread.
 """
 
 # ruff: noqa: N802 - SQLite gives these names
@@ -18,23 +19,27 @@ Executor-safe. Thread: one at a time, as SQLite's connections.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import apsw
 
 from quire.core.errors import OutOfRange, QuireError
-from quire.sqlite.error_codes import made, sqlite_error
-from quire.sqlite.pragmas import EPOCH, Verdict, look, tell_once
+from quire.sqlite.error_codes import apsw_error, sqlite_error
+from quire.sqlite.pragmas import EPOCH, judge, log_once
 
 POWERSAFE = apsw.SQLITE_IOCAP_POWERSAFE_OVERWRITE
 FIXED = POWERSAFE | apsw.SQLITE_IOCAP_IMMUTABLE
+SHARED = apsw.SQLITE_LOCK_SHARED
+PRAGMA = apsw.SQLITE_FCNTL_PRAGMA
 
 LEGACY = b"\x01\x01"
 _FORMATS = slice(18, 20)
+STAMP_OFFSET, STAMP_BYTES = 24, 16
+STAMP = slice(STAMP_OFFSET, STAMP_OFFSET + STAMP_BYTES)
 
 
-class PageSource(Protocol):
-    """One version of a database, to be read; made of nothing that an executor lacks."""
+class PageReader(Protocol):
+    """One version of a database: a snapshot, a view on an executor, anything with pages."""
 
     @property
     def lsn(self) -> int: ...
@@ -50,13 +55,23 @@ class PageSource(Protocol):
     def close(self) -> None: ...
 
 
+class LeasedReader(PageReader, Protocol):
+    """A version whose lease may run out."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+
+R = TypeVar("R", bound=PageReader)
+
+
 def shown(header: bytes) -> bytes:
-    """The first page as SQLite may see it (rule 2)."""
+    """The first page as SQLite may see it (Q3)."""
     return header if header[_FORMATS] == LEGACY else header[:18] + LEGACY + header[20:]
 
 
 def read_part(read: Callable[[int], bytes], page_size: int, size_pages: int, amount: int, offset: int) -> bytes:
-    """Any bytes of a version; fewer than asked for at its end (rule 1).
+    """Any bytes of a version; fewer than asked for at its end.
 
     >>> read_part(lambda page: bytes([page]) * 4, 4, 2, 3, 3).hex()
     '000101'
@@ -72,89 +87,237 @@ def read_part(read: Callable[[int], bytes], page_size: int, size_pages: int, amo
     return b"".join(pages)[start : start + end - offset]
 
 
-def answer_pragma(pointer: int, page_size: int) -> tuple[str, str | None, Verdict]:
-    """Look at a pragma and give SQLite our reply, if we have one; its name, its value, and what became of it."""
-    pragma = apsw.VFSFcntlPragma(pointer)
-    verdict = look(pragma.name, pragma.value, page_size=page_size)
-    if verdict.refusal is not None:
-        pragma.result = verdict.refusal
-        raise made(apsw.SQLITE_ERROR, verdict.refusal)
-    if verdict.reply is not None:
-        pragma.result = verdict.reply
-    if verdict.note is not None:
-        tell_once(pragma.name.lower(), str(pragma.value).strip().lower(), str(verdict.reply), verdict.note)
-    return pragma.name, pragma.value, verdict
+class DatabaseFile(Generic[R]):
+    """What the live and the read-only file share: reading a pinned version, and pragmas."""
 
+    def __init__(self) -> None:
+        # the connection's
+        self._level = 0
+        self._page_size = 0
+        self._pin: R | None = None
+        self._read: Callable[[int], bytes] = no_pages
+        self._seen: tuple[int, bytes] = (-1, b"")
+        """(lsn, stamp) of SQLite's cached pages."""
+        # shared with the keeper: whoever takes a pin out owns it
+        self._idle: list[R] = []
 
-class SourceFile:
-    """One version, for reading; see the rules above."""
+    xDeviceCharacteristics = staticmethod(POWERSAFE.conjugate)  # noqa: N815 - a call that returns a number and no Python runs
 
-    def __init__(self, source: PageSource) -> None:
-        # constant after construction
-        self._source = source
-        self._read: Callable[[int], bytes] = source.read_page
-        self._page_size = source.page_size
-        self._size_pages = source.size_pages
+    # ── pins ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _take_pin(self) -> None:
+        """Pin the newest version."""
+        raise NotImplementedError
 
-    xDeviceCharacteristics = staticmethod(FIXED.conjugate)  # noqa: N815 - a call that returns a number and no Python runs
+    def _put_pin(self) -> None:
+        """Unpin it; it stays open a moment longer for the next transaction."""
+        pin = self._pin
+        if pin is not None:
+            self._pin, self._read = None, no_pages
+            self._idle.append(pin)
 
-    def xRead(self, amount: int, offset: int) -> bytes:
-        """The bytes at an offset."""
-        try:
-            if amount == self._page_size and offset:
-                return self._read(offset // amount)
-            return read_part(self._read, self._page_size, self._size_pages, amount, offset)
-        except OutOfRange:
-            return b""
-        except QuireError as error:
-            raise sqlite_error(error) from error
+    def _pinned_lsn(self) -> int:
+        return self._pin.lsn if self._pin is not None else 0
 
-    def xFileSize(self) -> int:
-        """The size of the version in bytes."""
-        return self._size_pages * self._page_size
+    def renew(self) -> None:
+        """Renew the lease of a read transaction that is under way."""
 
-    def xFileControl(self, operation: int, pointer: int) -> bool:
-        """Whether the operation was ours."""
-        if operation != apsw.SQLITE_FCNTL_PRAGMA:
-            return False
-        name, value, verdict = answer_pragma(pointer, self._page_size)
-        if name.lower() == EPOCH and value is None:
-            apsw.VFSFcntlPragma(pointer).result = str(self._source.lsn)
-            return True
-        return verdict.reply is not None
+    def release_idle(self) -> None:
+        """Close pins that nobody reads: they would hold back checkpoints."""
+        while self._idle:
+            try:
+                pin = self._idle.pop()
+            except IndexError:
+                return
+            pin.close()
 
-    def xLock(self, _: int) -> None:
-        """Nothing changes, so nothing is locked."""
-
-    xUnlock = xLock  # noqa: N815 - SQLite gives the name
-
-    def xCheckReservedLock(self) -> bool:
-        """Nobody writes."""
-        return False
-
-    def xWrite(self, _: bytes, __: int) -> None:
-        """Refused."""
-        raise made(apsw.SQLITE_READONLY, "this is an earlier version of the database, for reading")
-
-    def xTruncate(self, _: int) -> None:
-        """Refused."""
-        raise made(apsw.SQLITE_READONLY, "this is an earlier version of the database, for reading")
-
-    def xSync(self, _: int) -> None:
-        """Nothing to do."""
-
-    def xSectorSize(self) -> int:
-        """SQLite's usual."""
-        return 4096
-
-    def xClose(self) -> None:
-        """Give the version back."""
-        self._source.close()
-
-    def shut(self, why: QuireError) -> None:
-        """Read no more: what the pages come from is closed."""
+    def shut_down(self, why: QuireError) -> None:
+        """Fail every read from now on: the store is being closed."""
 
         def refuse(_: int) -> bytes:
             raise why
 
         self._read = refuse
+
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def xRead(self, amount: int, offset: int) -> bytes:
+        """The bytes at an offset of the version, or of the transaction."""
+        try:
+            if amount == self._page_size and offset:
+                return self._read(offset // amount)
+            if amount == STAMP_BYTES and offset == STAMP_OFFSET:
+                return self._stamp()
+            return self._read_part(amount, offset)
+        except OutOfRange:
+            return b""
+        except QuireError as error:
+            raise sqlite_error(error) from error
+
+    def _stamp(self) -> bytes:
+        """The stamp as SQLite is shown it.
+
+        SQLite must drop its pages whenever another writer changed the version, and some writers leave the change counter alone
+        (`sqlite follow` copies pages as they are): then the stamp is shown changed.
+        """
+        lsn, (seen_lsn, seen) = self._pinned_lsn(), self._seen
+        if lsn == seen_lsn:
+            return seen
+        if self._pin is None:
+            return self._read_part(STAMP_BYTES, STAMP_OFFSET)
+        stamp = self._read(0)[STAMP] if self._size() else b""
+        self._seen = (lsn, stamp)
+        return bytes([stamp[0] ^ 0xFF]) + stamp[1:] if stamp and stamp == seen else stamp
+
+    def _read_part(self, amount: int, offset: int) -> bytes:
+        if self._pin is None and not self._level:
+            return self._read_unlocked(amount, offset)
+        if amount == self._page_size and not offset and self._size():
+            part = shown(self._read(0))
+        else:
+            part = read_part(self._read, self._page_size or 1, self._size(), amount, offset)
+        if not offset and len(part) >= STAMP.stop:
+            self._note_stamp(part[STAMP])
+        return part
+
+    def _note_stamp(self, stamp: bytes) -> None:
+        self._seen = (self._pinned_lsn(), stamp)
+
+    def _read_unlocked(self, amount: int, offset: int) -> bytes:
+        """SQLite reads the header before it takes any lock."""
+        self._take_pin()
+        try:
+            return read_part(self._read, self._page_size or 1, self._size(), amount, offset)
+        finally:
+            self._put_pin()
+
+    def xFileSize(self) -> int:
+        """The size in bytes of the version, or of the transaction."""
+        return self._size() * self._page_size
+
+    def _size(self) -> int:
+        return self._pin.size_pages if self._pin is not None else 0
+
+    # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def xFileControl(self, operation: int, pointer: int) -> bool:
+        """Whether the operation was handled here."""
+        if operation != PRAGMA:
+            return False
+        pragma = apsw.VFSFcntlPragma(pointer)
+        name, value = pragma.name.lower(), pragma.value
+        verdict = judge(name, value, page_size=self._page_size)
+        if verdict.refusal is not None:
+            pragma.result = verdict.refusal
+            raise apsw_error(apsw.SQLITE_ERROR, verdict.refusal)
+        if verdict.reply is not None:
+            pragma.result = verdict.reply
+        if verdict.note is not None:
+            log_once(name, str(value).strip().lower(), str(verdict.reply), verdict.note)
+        if value is not None:
+            self._pragma_set(name, value)
+        elif name == EPOCH:
+            pragma.result = str(self._current_lsn())
+            return True
+        return verdict.reply is not None
+
+    def _pragma_set(self, name: str, value: str) -> None:
+        """SQLite is about to set a pragma."""
+
+    def _current_lsn(self) -> int:
+        """The version that this connection reads, or would read now."""
+        raise NotImplementedError
+
+    def xSync(self, _: int) -> None:
+        """Nothing: SQLite may still roll back after it (Q1)."""
+
+    def xSectorSize(self) -> int:
+        """SQLite's usual."""
+        return 4096
+
+
+class ReadOnlyFile(DatabaseFile[PageReader]):
+    """The read-only mode; made by `fixed` or `published`."""
+
+    def __init__(
+        self,
+        open_newest: Callable[[], LeasedReader] | None = None,
+        newest_lsn: Callable[[], int] = lambda: 0,
+        *,
+        version: PageReader | None = None,
+        refusal: str = "the store is open for reading; only its owner writes",
+    ) -> None:
+        super().__init__()
+        # constant after construction
+        self._open_newest = open_newest
+        self._newest_lsn = newest_lsn
+        self._refusal = refusal
+        if version is not None:
+            self._use(version)
+            # SQLite takes no locks then and never asks for the stamp.
+            self.xDeviceCharacteristics = FIXED.conjugate
+
+    @classmethod
+    def fixed(cls, version: PageReader) -> ReadOnlyFile:
+        """One version that stays what it is; closed with the file."""
+        return cls(version=version, refusal="this is an earlier version of the database; it cannot be changed")
+
+    @classmethod
+    def published(cls, open_newest: Callable[[], LeasedReader], newest_lsn: Callable[[], int]) -> ReadOnlyFile:
+        """What the owner of a store has published, at most a second old (P6): each read transaction sees the newest version."""
+        return cls(open_newest, newest_lsn)
+
+    def _use(self, version: PageReader) -> None:
+        self._pin, self._read, self._page_size = version, version.read_page, version.page_size
+
+    def xLock(self, level: int) -> None:
+        """Pin the newest published version."""
+        if level > SHARED:
+            raise apsw_error(apsw.SQLITE_READONLY, self._refusal)
+        try:
+            self._take_pin()
+        except QuireError as error:
+            raise sqlite_error(error) from error
+
+    def _take_pin(self) -> None:
+        if self._open_newest is not None:
+            self._use(self._idle_pin(self._newest_lsn()) or self._open_newest())
+
+    def _idle_pin(self, newest_lsn: int) -> PageReader | None:
+        """The pin of the transaction before, if that is still the newest version."""
+        while self._idle:
+            try:
+                pin = self._idle.pop()
+            except IndexError:
+                return None
+            if pin.lsn == newest_lsn and pin.is_open:  # type: ignore[attr-defined]  # `open_newest` made it
+                return pin
+            pin.close()
+        return None
+
+    def xUnlock(self, level: int) -> None:
+        """Unpin the version."""
+        if not level and self._open_newest is not None:
+            self._put_pin()
+
+    def xCheckReservedLock(self) -> bool:
+        """Nobody writes here."""
+        return False
+
+    def _current_lsn(self) -> int:
+        return self._pin.lsn if self._pin is not None else self._newest_lsn()
+
+    def xWrite(self, _: bytes, __: int) -> None:
+        """Refused."""
+        raise apsw_error(apsw.SQLITE_READONLY, self._refusal)
+
+    def xTruncate(self, _: int) -> None:
+        """Refused."""
+        raise apsw_error(apsw.SQLITE_READONLY, self._refusal)
+
+    def xClose(self) -> None:
+        """Close every version."""
+        self._put_pin()
+        self.release_idle()
+
+
+def no_pages(page: int) -> bytes:
+    """Reads nothing: no version is pinned, or it has no pages."""
+    raise OutOfRange("the database has no pages yet", page=page)

@@ -2,32 +2,25 @@
 
 Terms
   pin       the version that a connection reads from its SHARED lock on, with a lease (`read_version.py`); kept a moment
-            longer for the next one
+            longer for the next transaction
   overlay   the pages that a transaction has written, until it hands them to the page engine
-  unborn    a database that nobody has written to: its page size is still open, its size is 0
-  version   the sixteen bytes by which SQLite knows whether its cached pages are still good (change counter, sizes)
+  unborn    a database that nobody has written to: its page size is undecided, its size is 0
 
-The ladder
+The lock ladder
   SHARED      pins the newest written version. Everything is read from that.
-  RESERVED    takes the turn to write (`locks.py`) and begins the page engine's transaction, whatever others read. If somebody
-              has written since SHARED, `SQLITE_BUSY_SNAPSHOT`; if somebody is writing, `SQLITE_BUSY`.
-  EXCLUSIVE   nothing more: nobody who reads is in the way.
-  unlocking   from RESERVED or above drops what was not committed; to NONE gives the pin back.
+  RESERVED    takes the turn to write (`locks.py`) and begins the page engine's transaction, whatever others read. If another
+              connection has written since SHARED, `SQLITE_BUSY_SNAPSHOT`; if one is writing, `SQLITE_BUSY`.
+  EXCLUSIVE   nothing more: readers are never in the way.
+  unlocking   from RESERVED or above drops what was not committed; to NONE releases the pin.
 
-Rules
-  1. A transaction is one commit of the page engine, in `COMMIT_PHASETWO`, the last thing SQLite does (Q1). Syncs and
-     truncations before it touch the transaction only: SQLite may still roll back after them, by writing the old pages over
-     the new ones.
-  2. From `synchronous=FULL` on, the commit waits for the disk. Below, the engine syncs it within a second (Q2).
-  3. Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order.
-  4. After its commit a connection that still reads (a cursor is open) reads exactly the version it has committed: its pin moves
-     there.
-  5. SQLite's cached pages are dropped whenever the version changes by other hands, even if those left the change counter alone
-     (`sqlite follow` copies pages as they are): the version is then shown changed.
-  6. The overlay goes to the engine with the commit, or before it when it is large or the database is cut off. As long as it has
-     not, what is not in it is read from the pin, which has the version that the transaction builds on.
+A transaction is one commit of the page engine, made in `COMMIT_PHASETWO`, the last thing SQLite does (Q1). Syncs and
+truncations before it touch the transaction only: SQLite may still roll back after them by writing the old pages over the
+new ones. From `synchronous=FULL` on the commit waits for the disk; below, the engine syncs it within a second (Q2).
 
-Threads: one at a time, as SQLite's connections; `renew` and `let_go` are called by the keeper's.
+Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order. After
+its commit a connection that still reads (a cursor is open) reads exactly the version that it committed: its pin moves there.
+
+Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's.
 """
 
 # ruff: noqa: N802 - SQLite gives these names
@@ -40,11 +33,11 @@ from typing import TYPE_CHECKING
 
 import apsw
 
-from quire.core.errors import OutOfRange, QuireError, QuotaExceeded, TimedOut
+from quire.core.errors import QuireError, QuotaExceeded, TimedOut
 from quire.sqlite import pragmas
 from quire.sqlite.databases import Database
-from quire.sqlite.error_codes import commit_error, made, sqlite_error
-from quire.sqlite.files import POWERSAFE, answer_pragma, read_part, shown
+from quire.sqlite.error_codes import apsw_error, commit_error, sqlite_error
+from quire.sqlite.files import SHARED, STAMP, DatabaseFile, no_pages
 from quire.sqlite.locks import Sleeper
 from quire.sqlite.read_version import Pin
 from quire.sqlite.shared_pages import KEPT_BYTES
@@ -57,44 +50,32 @@ if TYPE_CHECKING:
 ROOM_SECONDS = 10.0
 """How long a writer waits for a checkpoint to make room in the WAL budget before it hears `SQLITE_FULL`."""
 
-SHARED, RESERVED = apsw.SQLITE_LOCK_SHARED, apsw.SQLITE_LOCK_RESERVED
-PRAGMA, PHASE_TWO = apsw.SQLITE_FCNTL_PRAGMA, apsw.SQLITE_FCNTL_COMMIT_PHASETWO
-
-VERSION_OFFSET, VERSION_BYTES = 24, 16
-_VERSION = slice(VERSION_OFFSET, VERSION_OFFSET + VERSION_BYTES)
+RESERVED = apsw.SQLITE_LOCK_RESERVED
+PHASE_TWO = apsw.SQLITE_FCNTL_COMMIT_PHASETWO
 
 
-class LiveFile:
-    """See the rules above. Made by the opener of a store."""
+class LiveFile(DatabaseFile[Pin]):
+    """The live mode. Made by the opener of a store."""
 
     def __init__(self, database: Database, vfs: QuireVfs) -> None:
+        super().__init__()
         # constant after construction
         self._database = database
         self._vfs = vfs
         self._sleeper = Sleeper(database.turn)
         # the connection's
-        self._level = 0
         self._store: PageStore | None = None
-        self._page_size = 0
-        self._pin: Pin | None = None
         self._txn: WriteTxn | None = None
         self._overlay: dict[int, bytes] = {}
         self._overlay_max = 1
         self._is_whole = True
-        """Whether the overlay is all that the transaction has changed (rule 6)."""
+        """Whether the overlay is all that the transaction has changed."""
         self._size_pages = 0
         """Of the transaction, while there is one."""
-        self._read: Callable[[int], bytes] = _nothing
-        self._seen: tuple[int, bytes] = (-1, b"")
-        """(lsn, version) that SQLite's cached pages are of (rule 5)."""
         self.synchronous = pragmas.FULL
         self.connection: Callable[[], apsw.Connection | None] = _unknown
         """Whose main database this is; set by who opened it."""
-        # shared with the keeper: whoever takes a pin out has it
-        self._idle: list[Pin] = []
         self._adopt()
-
-    xDeviceCharacteristics = staticmethod(POWERSAFE.conjugate)  # noqa: N815 - a call that returns a number and no Python runs
 
     # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def xLock(self, level: int) -> None:
@@ -146,7 +127,7 @@ class LiveFile:
         pin = self._pin
         if pin is None:
             return
-        self._pin, self._read = None, _nothing
+        self._pin, self._read = None, no_pages
         if pin.is_old or pin.is_set_aside:
             pin.close()
         else:
@@ -156,7 +137,7 @@ class LiveFile:
         """The opened database: at first, after its birth, or after it was opened anew; none while it is unborn."""
         store = self._database.current()
         if store is not None and store is not self._store:
-            self.let_go()  # pins of a former life
+            self.release_idle()  # pins of a former life
             self._settle(store)
         return store
 
@@ -166,12 +147,12 @@ class LiveFile:
 
     def _reserve(self) -> None:
         """Begin to write: it is this connection's turn, and what it has read is the newest."""
-        store, turn, here = self._store, self._database.turn, self._here()
+        store, turn, here = self._store, self._database.turn, self._pinned_lsn()
         if store is not None and store.wal.written.lsn != here:
             raise self._stale()
         if not turn.take(self):
             self._vfs.refused.wait = self._sleeper.sleep
-            raise made(apsw.SQLITE_BUSY, "another connection is writing")
+            raise apsw_error(apsw.SQLITE_BUSY, "another connection is writing")
         try:
             if store is None:
                 if self._database.current() is not None:
@@ -194,17 +175,13 @@ class LiveFile:
         try:
             return store.begin(0)
         except TimedOut as error:
-            raise made(apsw.SQLITE_BUSY, str(error)) from error  # somebody writes past SQLite
+            raise apsw_error(apsw.SQLITE_BUSY, str(error)) from error  # somebody writes past SQLite
         except QuotaExceeded:
             return store.begin(ROOM_SECONDS)
 
-    def _here(self) -> int:
-        """The version that this connection reads."""
-        return self._pin.lsn if self._pin is not None else 0
-
     def _stale(self) -> Exception:
         self._vfs.refused.wait = _at_once
-        return made(apsw.SQLITE_BUSY_SNAPSHOT, "somebody has written since this transaction began to read")
+        return apsw_error(apsw.SQLITE_BUSY_SNAPSHOT, "somebody has written since this transaction began to read")
 
     def _drop(self) -> None:
         """Drop what was not committed, and give the turn back."""
@@ -212,60 +189,21 @@ class LiveFile:
         if txn is not None:
             txn.rollback()
             self._overlay = {}
-        self._read = self._pin.read_page if self._pin is not None else _nothing
+        self._read = self._pin.read_page if self._pin is not None else no_pages
         self._database.turn.give(self)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def xRead(self, amount: int, offset: int) -> bytes:
-        """The bytes at an offset of the version, or of the transaction."""
-        try:
-            if amount == self._page_size and offset:
-                return self._read(offset // amount)
-            if amount == VERSION_BYTES and offset == VERSION_OFFSET:
-                return self._version()
-            return self._read_part(amount, offset)
-        except OutOfRange:
-            return b""
-        except QuireError as error:
-            raise sqlite_error(error) from error
+    def _stamp(self) -> bytes:
+        if self._txn is None or self._pin is None:
+            return super()._stamp()
+        return self._read(0)[STAMP] if self._size() else b""
 
-    def _version(self) -> bytes:
-        """The version SQLite is shown: changed whenever other hands changed the database, so that it drops its pages
-        (rule 5)."""
-        here, seen = self._here(), self._seen
-        if here == seen[0] and self._txn is None:
-            return seen[1]
-        if self._pin is None:
-            return self._read_part(VERSION_BYTES, VERSION_OFFSET)
-        version = self._read(0)[_VERSION] if self._size() else b""
-        if self._txn is not None:
-            return version
-        self._seen = (here, version)
-        if version == seen[1] and here != seen[0]:
-            return bytes([version[0] ^ 0xFF]) + version[1:] if version else version
-        return version
-
-    def _read_part(self, amount: int, offset: int) -> bytes:
-        if self._pin is None and not self._level:
-            return self._read_unlocked(amount, offset)
-        if amount == self._page_size and not offset and self._size():
-            part = shown(self._read(0))
-        else:
-            part = read_part(self._read, self._page_size or 1, self._size(), amount, offset)
-        if self._txn is None and not offset and len(part) >= 40:
-            self._seen = (self._here(), part[_VERSION])
-        return part
-
-    def _read_unlocked(self, amount: int, offset: int) -> bytes:
-        """SQLite looks at the header before it takes any lock."""
-        self._take_pin()
-        try:
-            return read_part(self._read, self._page_size or 1, self._size(), amount, offset)
-        finally:
-            self._put_pin()
+    def _note_stamp(self, stamp: bytes) -> None:
+        if self._txn is None:
+            super()._note_stamp(stamp)
 
     def _read_changed(self, page: int) -> bytes:
-        """Read a page of the overlay, of the transaction, or of the version that it builds on (rule 6)."""
+        """Read a page of the overlay, of the transaction, or of the version that it builds on."""
         image = self._overlay.get(page)
         if image is not None:
             return image
@@ -274,18 +212,12 @@ class LiveFile:
         assert self._txn is not None, "somebody writes"
         return self._txn.read_page(page)
 
-    def xFileSize(self) -> int:
-        """The size in bytes of the version, or of the transaction."""
-        return self._size() * self._page_size
-
     def _size(self) -> int:
-        if self._txn is not None:
-            return self._size_pages
-        return self._pin.size_pages if self._pin is not None else 0
+        return super()._size() if self._txn is None else self._size_pages
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def xWrite(self, data: bytes, offset: int) -> None:
-        """Write a page; it is part of the transaction until that is committed or dropped (rule 1)."""
+        """Write a page; it is part of the transaction until that is committed or dropped."""
         try:
             if self._txn is None:
                 self._writing(len(data))
@@ -300,7 +232,7 @@ class LiveFile:
             raise sqlite_error(error) from error
 
     def _hand_over(self, more: Mapping[int, bytes]) -> None:
-        """Have the overlay in the engine's transaction, and some pages more (rule 6)."""
+        """Have the overlay in the engine's transaction, and some pages more."""
         assert self._txn is not None, "somebody writes"
         self._is_whole = False
         self._txn.write_pages(self._overlay)
@@ -331,7 +263,7 @@ class LiveFile:
         txn = self._begin(self._store)
         self._write_in(txn)
         if txn.size_pages:
-            raise made(apsw.SQLITE_IOERR_TRUNCATE, "a database that has pages keeps at least one")
+            raise apsw_error(apsw.SQLITE_IOERR_TRUNCATE, "a database that has pages keeps at least one")
 
     def _writing(self, page_size: int) -> WriteTxn:
         """The transaction, where SQLite has not asked for one: at birth, or because it never gave its lock back."""
@@ -345,11 +277,8 @@ class LiveFile:
         assert self._txn is not None, "reserved"
         return self._txn
 
-    def xSync(self, _: int) -> None:
-        """Nothing: SQLite may still roll back after it (rule 1)."""
-
     def _commit(self) -> None:
-        """Commit the overlay to the page engine, and wait for the disk if `synchronous` says so (rules 1 and 2)."""
+        """Commit the overlay to the page engine, and wait for the disk if `synchronous` says so."""
         txn, pin, images, database = self._txn, self._pin, self._overlay, self._database
         if txn is None or pin is None or (not images and self._is_whole):
             return
@@ -357,7 +286,7 @@ class LiveFile:
         try:
             for page, image in images.items():
                 txn.write_page(page, image)
-            version = (images.get(0) or txn.read_page(0))[_VERSION]
+            version = (images.get(0) or txn.read_page(0))[STAMP]
             self._txn, self._overlay = None, {}
             guard = txn.commit()
             appended = True
@@ -378,36 +307,27 @@ class LiveFile:
         if operation == PHASE_TWO:
             self._commit()
             return True
-        if operation != PRAGMA:
-            return False
-        name, value, verdict = answer_pragma(pointer, self._page_size)
-        if name.lower() == "synchronous" and value is not None and not self._in_transaction():
+        return super().xFileControl(operation, pointer)
+
+    def _pragma_set(self, name: str, value: str) -> None:
+        if name == "synchronous" and not self._in_transaction():
             self.synchronous = pragmas.synchronous(value)
-        if name.lower() == pragmas.EPOCH and value is None:
-            apsw.VFSFcntlPragma(pointer).result = str(self._newest())
-            return True
-        return verdict.reply is not None
 
     def _in_transaction(self) -> bool:
         """Then SQLite refuses to change how it syncs. Of an attached database only its locks tell."""
         connection = self.connection()
         return bool(self._level) or (connection is not None and connection.in_transaction)
 
-    def _newest(self) -> int:
-        """The version that this connection reads, or would read now."""
+    def _current_lsn(self) -> int:
         if self._level or self._store is None:
-            return self._here()
+            return self._pinned_lsn()
         return self._store.wal.written.lsn
-
-    def xSectorSize(self) -> int:
-        """SQLite's usual."""
-        return 4096
 
     def xClose(self) -> None:
         """Give everything back."""
         self._drop()
         self._put_pin()
-        self.let_go()
+        self.release_idle()
 
     # ── for the keeper ────────────────────────────────────────────────────────────────────────────────────────────────
     def renew(self) -> None:
@@ -417,21 +337,12 @@ class LiveFile:
             with suppress(QuireError):  # it was given back just now
                 pin.renew()
 
-    def let_go(self) -> None:
-        """Close pins that nobody reads: they would hold back checkpoints. One that is in use goes when it is given back."""
+    def release_idle(self) -> None:
+        """Close pins that nobody reads. The one in use is marked, and closed when its transaction ends."""
         pin = self._pin
         if pin is not None:
             pin.is_old = True
-        while self._idle:
-            try:
-                pin = self._idle.pop()
-            except IndexError:
-                return
-            pin.close()
-
-
-def _nothing(page: int) -> bytes:
-    raise OutOfRange("the database has no pages yet", page=page)
+        super().release_idle()
 
 
 def _unknown() -> None:

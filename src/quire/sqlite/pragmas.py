@@ -7,13 +7,13 @@ A program that asks for another journal mode goes on: whoever answers `memory` h
 what the mode stands for is had anyway. But nobody reads that answer, so a note says so too, once in a process for each mode:
 the event `sqlite.pragma`, and a line in SQLite's own log (`SQLITE_NOTICE`), which programs that use apsw may listen to.
 
-    >>> look("journal_mode", "wal", page_size=4096).reply
+    >>> judge("journal_mode", "wal", page_size=4096).reply
     'memory'
-    >>> look("journal_mode", "wal", page_size=4096).note
+    >>> judge("journal_mode", "wal", page_size=4096).note
     "readers and the writer never wait for each other here, as in WAL mode; the log is the store's own"
-    >>> look("journal_mode", "off", page_size=4096).refusal[:50]
+    >>> judge("journal_mode", "off", page_size=4096).refusal[:50]
     'journal_mode=off would leave nothing to roll back '
-    >>> look("cache_size", "10", page_size=4096) is PASS
+    >>> judge("cache_size", "10", page_size=4096) is PASS
     True
 
 Executor-safe.
@@ -66,7 +66,7 @@ class Verdict:
 PASS = Verdict()
 
 
-def look(name: str, value: str | None, *, page_size: int) -> Verdict:
+def judge(name: str, value: str | None, *, page_size: int) -> Verdict:
     """The verdict on one pragma of a database; `page_size` is 0 while it has none."""
     asked = None if value is None else value.strip().lower()
     if asked is None:
@@ -88,7 +88,7 @@ def look(name: str, value: str | None, *, page_size: int) -> Verdict:
 
 
 @cache
-def tell_once(pragma: str, asked: str, answered: str, note: str) -> None:
+def log_once(pragma: str, asked: str, answered: str, note: str) -> None:
     """Say that something else holds than what a program has asked for, where people look: in the log."""
     log(SQLITE_NOTICE, f"PRAGMA {pragma}={asked} is answered with {answered!r}: {note}")
     emit("warning", "sqlite.pragma", pragma=pragma, asked=asked, answered=answered, note=note)

@@ -28,7 +28,18 @@ from quire.sqlite.shared_pages import NewestPages
 class Pin:
     """See the rules above. It begins at the newest written version."""
 
-    __slots__ = ("_hits", "_kept", "_lease", "_newest", "_resolved", "_store", "is_old", "lsn", "size_pages")
+    __slots__ = (
+        "_hits",
+        "_kept",
+        "_lease",
+        "_newest",
+        "_resolved",
+        "_store",
+        "is_old",
+        "lsn",
+        "page_size",
+        "size_pages",
+    )
 
     def __init__(self, store: PageStore, newest: NewestPages) -> None:
         wal = store.wal
@@ -42,6 +53,7 @@ class Pin:
         self._newest = newest
         self._resolved = store.sources.cache.resolved(store.db_id)
         self._lease, mark = store.readers.open_newest(written, tags=reader_tags())
+        self.page_size = store.page_size
         # moved by the connection
         self.lsn = mark.lsn
         self.size_pages = mark.size_pages

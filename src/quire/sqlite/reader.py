@@ -31,7 +31,7 @@ from collections.abc import Mapping
 import apsw
 
 from quire.core.errors import UnknownDatabase
-from quire.sqlite.files import PageSource, SourceFile
+from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.vfs import QuireVfs, VfsFile
 
 _numbers = itertools.count(1)
@@ -42,10 +42,10 @@ class _Shelf:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sources: dict[str, PageSource] = {}
+        self._sources: dict[str, PageReader] = {}
         self._vfs: QuireVfs | None = None
 
-    def put(self, source: PageSource) -> tuple[str, str]:
+    def put(self, source: PageReader) -> tuple[str, str]:
         """(name of the source, name of the VFS)."""
         with self._lock:
             self._vfs = self._vfs or QuireVfs("quire-reader", self._open)
@@ -58,13 +58,13 @@ class _Shelf:
         if source is None:
             hint = "only files of the machine can be attached here, by their path"
             raise UnknownDatabase("a reader of one version knows no other database", hint=hint, name=name)
-        return SourceFile(source), True
+        return ReadOnlyFile.fixed(source), True
 
 
 _shelf = _Shelf()
 
 
-def open_reader(source: PageSource) -> apsw.Connection:
+def open_reader(source: PageReader) -> apsw.Connection:
     """A read-only connection over a source."""
     name, vfs = _shelf.put(source)
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI

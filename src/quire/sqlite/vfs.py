@@ -28,7 +28,7 @@ from typing import Protocol
 import apsw
 
 from quire.core.errors import QuireError
-from quire.sqlite.error_codes import made
+from quire.sqlite.error_codes import apsw_error
 
 NAME_BYTES_MAX = 4096
 
@@ -82,7 +82,7 @@ class QuireVfs(apsw.VFS):
         try:
             file, read_only = self._opener(path, parameters, bool(flags[0] & apsw.SQLITE_OPEN_CREATE))
         except QuireError as error:
-            raise made(apsw.SQLITE_CANTOPEN, str(error)) from error
+            raise apsw_error(apsw.SQLITE_CANTOPEN, str(error)) from error
         access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
         flags[1] = access | apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_MEMORY  # rule 2
         return file  # type: ignore[return-value]  # any object with the methods will do
