@@ -26,10 +26,10 @@ import quire
 from bench.report import Report, alternate, rate, seconds
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.checkpoints import FullChunk, checkpoint_ops
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import FullChunk, checkpoint_ops
 
 SHA = bytes(range(32))
 BLOCK = 25

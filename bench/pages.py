@@ -95,7 +95,7 @@ class World:
             settings=quire.MaintenanceSettings(delete_grace_seconds=0),
             pages=self.engine,
         )
-        self.manifest.enqueue_job(quire.JobKind.CHECKPOINT, store.db_id)
+        self.manifest.jobs.enqueue(quire.JobKind.CHECKPOINT, store.db_id)
         Worker(context, HANDLERS).drain()
 
     def recycle(self, store: PageStore) -> None:

@@ -22,12 +22,12 @@ from bench.manifest import BLOCK, chunk_op, fresh, raw_env
 from bench.report import Report
 from quire.core.clock import Clock
 from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
-from quire.manifest.checkpoints import FullChunk, checkpoint_ops
 from quire.manifest.ops.databases import ReserveGeneration
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.retention import SCHEDULE_TAG
 from quire.manifest.store import ManifestStore
 from quire.testing import ManualClock
+from quire.testing.checkpoints import FullChunk, checkpoint_ops
 
 CHUNKS = 1024 * GIB // CHUNK_BYTES
 FORKS = 1_000

@@ -13,7 +13,7 @@ import pytest
 import quire
 from quire.cli.completion import DATABASES, SNAPSHOTS, WORDS
 from quire.cli.stream import MOVES
-from quire.manifest.kinds import DbKind
+from quire.manifest.records import DbKind
 from tests.cli.commands import COMMANDS
 from tests.cli.conftest import Run, quire_program
 from tests.house.tree import SRC

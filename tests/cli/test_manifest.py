@@ -9,10 +9,10 @@ import pytest
 import quire
 from quire.cli.output import STEP_ROWS
 from quire.manifest import tables as t
-from quire.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRecord, Residency
+from quire.testing.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.cli.conftest import Plant, Run
 
 
@@ -59,11 +59,11 @@ def test_slot_leaves_are_shown_as_chains(run: Run, path: Path) -> None:
         first, second = (manifest.reserve_generation(shop) for _ in range(2))
         chunk = ChunkRecord(Residency.LOCAL, 8192, 0)
         sealed = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=9, used_bytes=4096)
-        manifest.append_wal_chunk(shop, 0, sealed).result()
+        append_wal_chunk(manifest, shop, sealed).result()
         slots = [FullChunk(slot=slot, record=chunk) for slot in (256, 257, 258, 300)]
-        manifest.checkpoint_apply(shop, first, slots, covered_lsn=5).result()
+        checkpoint_apply(manifest, shop, first, slots, covered_lsn=5).result()
         delta = DeltaChunk(slot=257, delta_id=3, record=DeltaRecord(first, Residency.LOCAL, 100, 0))
-        manifest.checkpoint_apply(shop, second, [delta], covered_lsn=9).result()
+        checkpoint_apply(manifest, shop, second, [delta], covered_lsn=9).result()
     text = run("manifest", "dump", "slot_leaf").out
     base = f"base:{first}@5"
     assert f"256 {base}; 257 {base} + delta-3:{second}@9; 258 {base}; 300 {base}" in text

@@ -14,10 +14,10 @@ import pytest
 import quire
 from quire.cli import error_text, manifest
 from quire.manifest.change import CHANGE_LOG
-from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
 from quire.manifest.env import CHANGE_LOG_NAME
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.tables import GC_REFCOUNTS, TABLES
+from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program, write_pages
 from tests.house import test_docs_run
@@ -295,9 +295,9 @@ def test_the_tour_of_an_earlier_version_is_taken_over(run: Run, tmp_path: Path) 
     with quire.open(root) as store:
         shop = store.create("shop", "pages", tags={"made by": "quire tour"}).db_id
         segment = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=9, used_bytes=4096)
-        store.manifest.append_wal_chunk(shop, 0, segment).result()
+        append_wal_chunk(store.manifest, shop, segment).result()
         chunk = FullChunk(slot=0, record=ChunkRecord(Residency.LOCAL, 64, 0, lsn_end=9))
-        store.manifest.checkpoint_apply(shop, store.manifest.reserve_generation(shop), [chunk], covered_lsn=9).result()
+        checkpoint_apply(store.manifest, shop, store.manifest.reserve_generation(shop), [chunk], covered_lsn=9).result()
         store.snapshot("shop", "tour")
         store.fork("shop", "shop-experiment", at="tour")
     assert run("tour", "--json", at=root).data["problems"] == []

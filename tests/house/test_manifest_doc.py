@@ -19,15 +19,15 @@ import pytest
 from quire.core.ids import ArtifactKind
 from quire.manifest import migrations, records
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.checkpoints import FullChunk, WalChunkUpdate
-from quire.manifest.lsm_records import LsmLogEnd
 from quire.manifest.ops import cursors, pageindex
 from quire.manifest.ops.base import LOCAL_COUNTERS, Component, Counter, Op
 from quire.manifest.ops.registry import OPS
 from quire.manifest.reads import BORN_WITH_EPOCHS
+from quire.manifest.records import LsmLogEnd
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.store import ManifestStore
 from quire.manifest.tables import META, OBJECT_PLACE, TABLES, Table
+from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from quire.testing.clock import ManualClock
 from tests.house.tree import ROOT
 
@@ -231,10 +231,10 @@ def test_example_is_what_the_code_writes(tmp_path: Path) -> None:
     with ManifestStore.open(str(tmp_path / "manifest.lmdb"), clock=clock) as manifest:
         db_id = manifest.register_db("shop", records.DbKind.PAGES)
         segment = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=9, used_bytes=4096)
-        manifest.append_wal_chunk(db_id, 0, segment).result()
+        append_wal_chunk(manifest, db_id, segment).result()
         generation = manifest.reserve_generation(db_id)
         chunk = records.ChunkRecord(records.Residency.LOCAL, 8192, clock.now_ms(), lsn_start=1, lsn_end=9)
-        manifest.checkpoint_apply(db_id, generation, [FullChunk(slot=300, record=chunk)], covered_lsn=9).result()
+        checkpoint_apply(manifest, db_id, generation, [FullChunk(slot=300, record=chunk)], covered_lsn=9).result()
         assert not manifest.check()
         with manifest.read() as txn:
             stored = {(name, key.hex(), value.hex()) for name in TABLES for key, value in txn.raw_scan(TABLES[name])}

@@ -72,7 +72,7 @@ class Owner(Pages):
 
     def ask(self, kind: JobKind = JobKind.CHECKPOINT, payload: Any = None) -> int:
         """Enqueue a job for the first database."""
-        job_id: int = self.manifest.enqueue_job(kind, 1, payload)
+        job_id: int = self.manifest.jobs.enqueue(kind, 1, payload)
         return job_id
 
     def retry(self) -> None:
@@ -171,7 +171,7 @@ class Scene:
         owner.engine.fork("shop", "branch")
         scene.fork = model.copy(model.newest.lsn)
         owner.engine.flush(store.db_id)
-        scene.job_id = owner.manifest.enqueue_job(JobKind.MERGE if kind == "merge" else JobKind.CHECKPOINT, 1)
+        scene.job_id = owner.manifest.jobs.enqueue(JobKind.MERGE if kind == "merge" else JobKind.CHECKPOINT, 1)
         scene.now_ms = owner.clock.now_ms()
         owner.stop()
         return scene

@@ -36,7 +36,7 @@ def owner(tmp_path: Path) -> Owner:
     for name in ("shop", "blog"):
         store, model = made.database(name), Model()
         write(store, model, images(*range(20)))
-        made.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id, None)
+        made.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
         made.worker(JobKind.CHECKPOINT).drain()
     made.engine.snapshot("shop", "early")
     made.engine.fork("shop", "fork")

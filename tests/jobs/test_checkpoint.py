@@ -290,7 +290,7 @@ def test_snapshots_and_forks_that_come_and_go_meanwhile_show_what_they_kept(owne
         with owner.engine.open(fork).open_snapshot() as reader:
             assert_reads(reader, model.newest)
         if point.endswith("stored"):
-            owner.manifest.drop_snapshot("shop", "early")
+            owner.manifest.snapshots.drop("shop", "early")
             owner.manifest.drop_db(fork).result()
 
     names = ("begun", "encoded", "stored", "written")

@@ -51,7 +51,7 @@ class Traveller:
 
     def run(self, kind: JobKind, *, sealed_only: bool = False) -> None:
         with suppress(JobAlreadyPending):
-            self.owner.manifest.enqueue_job(kind, 1, {"sealed_only": True} if sealed_only else None)
+            self.owner.manifest.jobs.enqueue(kind, 1, {"sealed_only": True} if sealed_only else None)
         self.owner.worker().drain()
 
     def upkeep(self) -> None:
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_fails_keeps_the_old_live_set_once(traveller: Travelle
     for _ in range(3):
         traveller.write({page: image() for page in range(12)})
         owner.clock.advance(5)
-    owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1)
+    owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
     with armed(f"jobs.checkpoint.{point}", "2*raise:EIO"):
         for _ in range(4):
             owner.worker().drain()
@@ -393,7 +393,7 @@ def test_long_while_others_write_and_checkpoint_every_version_of_the_window_is_t
     def checkpointing() -> None:
         while time.monotonic() < ends:
             with suppress(JobAlreadyPending):
-                owner.manifest.enqueue_job(random.choice([JobKind.CHECKPOINT, JobKind.MERGE]), store.db_id)
+                owner.manifest.jobs.enqueue(random.choice([JobKind.CHECKPOINT, JobKind.MERGE]), store.db_id)
             owner.worker().drain()
             time.sleep(0.02)
 

@@ -16,8 +16,7 @@ from quire.durable.files import OsDisk
 from quire.jobs.context import StorePool
 from quire.jobs.copies import fetch, remove_files
 from quire.jobs.locations import Place, local_name, remote_name
-from quire.manifest.namespace_records import NamespaceRecord
-from quire.manifest.records import ChunkRecord, WalFormat, WalRecord, WalState
+from quire.manifest.records import ChunkRecord, NamespaceRecord, WalFormat, WalRecord, WalState
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.testing.faults import Fault, FaultyDisk

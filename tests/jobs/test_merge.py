@@ -33,7 +33,7 @@ def _checkpoint(owner: Owner, *pages: int, model: Model) -> PageStore:
     """Change these pages and checkpoint them; what follows from it waits."""
     store = owner.database()
     write(store, model, {page: image() for page in pages})
-    owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1)
+    owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
     owner.worker(JobKind.CHECKPOINT, JobKind.TRUNCATE).drain()
     return store
 
@@ -114,7 +114,7 @@ def test_a_merge_takes_so_many_slots_longest_first_and_the_next_takes_the_rest(
     _checkpoint(owner, 1, 9, 17, 25, 33, model=model)
     _checkpoint(owner, 25, model=model)
     seen: list[list[int]] = []
-    owner.manifest.enqueue_job(JobKind.MERGE, 1)
+    owner.manifest.jobs.enqueue(JobKind.MERGE, 1)
     while owner.worker(JobKind.MERGE).run(owner.manifest.jobs.outstanding(1, JobKind.MERGE)):
         seen.append(_lengths(owner, 5))
     assert seen == [[1, 2, 2, 1, 2], [1, 1, 1, 1, 2], [1, 1, 1, 1, 1]]
@@ -135,7 +135,7 @@ def test_snapshots_and_forks_keep_the_chain_that_a_merge_replaced(owner: Owner) 
     assert_reads(owner.engine.open_view("shop", "kept"), kept)
     with owner.database("branch").open_snapshot() as reader:
         assert_reads(reader, kept)
-    owner.manifest.drop_snapshot("shop", "kept")
+    owner.manifest.snapshots.drop("shop", "kept")
     owner.settle()
     with owner.database("branch").open_snapshot() as reader:
         assert_reads(reader, kept)

@@ -38,7 +38,7 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
 
 def checkpoint(owner: Owner) -> Any:
     """A checkpoint of what is sealed, and what follows from it; its result."""
-    job_id = owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1, None)
+    job_id = owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, None)
     owner.worker().drain()
     return owner.manifest.jobs.get(job_id).result
 
@@ -139,7 +139,7 @@ def test_a_crash_after_the_snapshot_leaves_a_reader_that_reads_on(owner: Owner) 
     reader = owner.engine.open_published("shop")
     fill(owner, model, 7)
     with armed("jobs.checkpoint.set_aside", "raise:EIO"):
-        owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1, None)
+        owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, None)
         owner.worker().drain()
     assert len(kept(owner)) == 1
     assert_reads(reader, version)

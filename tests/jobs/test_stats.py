@@ -102,7 +102,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     for name in ("shop", "blog"):
         store, model = made.database(name), Model()
         write(store, model, images(*range(160)))
-        made.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id, None)
+        made.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
         made.worker(JobKind.CHECKPOINT).drain()
     for number in range(8):
         write(made.database("shop"), Model(), images(number * 8))

@@ -165,7 +165,7 @@ def test_ranges_go_on_where_the_last_wave_ended_and_none_is_read_twice(
     for name in ("blog", "more"):
         store = owner.database(name)
         write(store, Model(), images(*range(24)))
-        owner.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id, None)
+        owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
         owner.worker(JobKind.CHECKPOINT).drain()
     strays = {put(owner, orphan(slot)) for slot in (0, 5, 5_000)} | {put(owner, orphan(3, db_id=7))}
     kept = sorted(owner.objects().keys() - strays)

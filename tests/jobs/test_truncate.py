@@ -29,7 +29,7 @@ def _fill(owner: Owner, model: Model, commits: int = 10) -> int:
     store = owner.database()
     for number in range(commits):
         write(store, model, {page: image() for page in (number % 4, 7, 20)})
-    owner.manifest.enqueue_job(JobKind.CHECKPOINT, 1)
+    owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
     owner.worker(JobKind.CHECKPOINT).drain()
     job_id = owner.manifest.jobs.outstanding(1, JobKind.TRUNCATE)
     assert job_id
@@ -158,7 +158,7 @@ def test_what_readers_snapshots_and_forks_hold_is_read_on(owner: Owner) -> None:
     assert_reads(owner.engine.open_view("shop", "kept"), kept)
     with owner.engine.open(branch).open_snapshot() as forked:
         assert_reads(forked, kept)
-    owner.manifest.drop_snapshot("shop", "kept")
+    owner.manifest.snapshots.drop("shop", "kept")
     owner.checkpoint(owner.engine.open(branch))
     owner.settle()
     with owner.manifest.read() as txn:
@@ -170,7 +170,7 @@ def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
     model = Model()
     _fill(owner, model)
     owner.worker().drain()
-    owner.manifest.enqueue_job(JobKind.TRUNCATE, 1)
+    owner.manifest.jobs.enqueue(JobKind.TRUNCATE, 1)
     owner.worker().drain()
     last = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.TRUNCATE][-1]
     assert last.result == {"rows": 0, "segments": 0, "bytes": 0}

@@ -26,7 +26,6 @@ from quire.jobs.locations import OpenStore, Place
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
-from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import collector_of
 from quire.manifest.ops.wal import AdvanceWal
@@ -37,6 +36,14 @@ from quire.objects.api import list_objects
 from quire.objects.open import open_store
 from quire.pages.segment import HEADER_BYTES, Geometry, SegmentHeader, encode
 from quire.pages.segment_scan import entries_of, parse_heads
+from quire.testing.checkpoints import (
+    ChunkMutation,
+    DeltaChunk,
+    FullChunk,
+    WalChunkUpdate,
+    append_wal_chunk,
+    checkpoint_apply,
+)
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, assert_replays
 
@@ -140,7 +147,7 @@ class World:
             self.bodies[keys[-1]] = data
         lsn = wal.last_applied_lsn + 1
         manifest.submit([AdvanceWal(db_id, 0, lsn, lsn, lsn)]).result()
-        manifest.checkpoint_apply(db_id, generation, mutations, covered_lsn=lsn).result()
+        checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result()
         for key in keys:
             self.write(key)
         return keys
@@ -155,7 +162,7 @@ class World:
         self.bodies[key] = body(size) if size else _segment_of_one(db_id, key.id, lsn)
         size = len(self.bodies[key])
         update = WalChunkUpdate(segment_id=key.id, first_lsn=lsn, last_lsn=lsn, used_bytes=size, crc64=crc64)
-        self.manifest.append_wal_chunk(db_id, 0, update).result()
+        append_wal_chunk(self.manifest, db_id, update).result()
         self.write(key, self.bodies[key].ljust(file_bytes, b"\0"))
         return key
 

@@ -33,7 +33,7 @@ from quire.lsm.manifest_data import (
     kind_of,
 )
 from quire.lsm.witnesses import StoreFacts, TableFollower, end_row
-from quire.manifest.lsm_records import LsmEndsRecord
+from quire.manifest.records import LsmEndsRecord
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault
 from tests.lsm.manifests import entry, fill, home_in, read_back

@@ -15,12 +15,11 @@ from typing import TypeVar
 from quire.core.errors import NameTaken, StillReferenced
 from quire.core.ids import ArtifactKey
 from quire.manifest import tables as t
-from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.ops.artifacts import PutChunk, UpdateArtifact
 from quire.manifest.ops.jobs import StartJob
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.slots import SetSlots
-from quire.manifest.ops.wal import AdvanceWal
+from quire.manifest.ops.wal import AdvanceWal, MoveWalState
 from quire.manifest.records import (
     AuditAction,
     ChunkRecord,
@@ -31,6 +30,14 @@ from quire.manifest.records import (
     WalState,
 )
 from quire.manifest.slots import place
+from quire.testing.checkpoints import (
+    ChunkMutation,
+    DeltaChunk,
+    FullChunk,
+    WalChunkUpdate,
+    append_wal_chunk,
+    checkpoint_apply,
+)
 from tests.machine.world import BASE, DELTA, LOCAL, WAL, Database, World, body
 
 NAMES = ("ash", "birch", "cedar", "élan", "fir")
@@ -123,7 +130,7 @@ def seal(world: World, rng: Random) -> None:
     assert all(key.id > inherited.id for inherited in db.segments), "numbering goes on along a line (P12)"
     world.make(key, Residency.LOCAL)
     update = WalChunkUpdate(segment_id=key.id, first_lsn=lsn, last_lsn=lsn + 2, used_bytes=len(body(key)))
-    manifest.append_wal_chunk(db.db_id, 0, update).result()
+    append_wal_chunk(manifest, db.db_id, update).result()
     db.segments[key] = False
     if rng.randint(0, 1):
         row = ROW.pack(rng.randint(1, 3), 0, lsn, 0, 7, key.id, db.db_id, 0, 0)
@@ -145,7 +152,7 @@ def checkpoint(world: World, rng: Random) -> None:
     namespace_id = some_namespace(world, rng)
     slots = sorted(set(rng.choices(SLOTS, k=rng.randint(1, 3))))
     mutations = [_mutation(world, rng, db, slot, generation, namespace_id) for slot in slots]
-    manifest.checkpoint_apply(db_id, generation, mutations, covered_lsn=lsn).result()
+    checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result()
     for each in mutations:
         if isinstance(each, FullChunk):
             db.chains[each.slot] = (ArtifactKey(db_id, BASE, each.slot, generation),)
@@ -176,7 +183,7 @@ def _move_to(world: World, db_id: int, key: ArtifactKey, last: WalState) -> None
         row = txn.get(t.WAL_CATALOG, db_id, key.id)
     assert row is not None
     for state in range(row.state + 1, last + 1):
-        manifest.move_wal_state(db_id, key.id, WalState(state)).result()
+        manifest.submit([MoveWalState(db_id, key.id, WalState(state))]).result()
 
 
 def truncate(world: World, rng: Random) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.manifest import ownership, startup
+from quire.manifest import ownership
 from quire.manifest.env import ManifestEnv
 from quire.manifest.overlay import Overlay
 from quire.manifest.queue import BatchQueue
@@ -102,15 +102,12 @@ def halves_batches() -> None:
 
 def reuses_ids() -> None:
     """After opening, the last id of each counter is handed out again."""
-    original = startup.rehydrate
+    original = ownership.next_ids
 
-    def rehydrating(txn: Any) -> startup.Rehydrated:
-        state = original(txn)
-        for counter, upcoming in state.next_ids.items():
-            state.next_ids[counter] = max(1, upcoming - 1)
-        return state
+    def reading(txn: Any) -> dict[Any, int]:
+        return {counter: max(1, upcoming - 1) for counter, upcoming in original(txn).items()}
 
-    _plant(ownership, rehydrate=rehydrating)
+    _plant(ownership, next_ids=reading)
 
 
 def lets_batches_overtake() -> None:

@@ -15,7 +15,6 @@ from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
-from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.base import Op
@@ -26,6 +25,7 @@ from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import ChunkRecord, DbKind, DbRecord, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_apply
 from quire.testing.manifest import difference, dump, outcome
 
 
@@ -67,7 +67,7 @@ def checkpoint(manifest: ManifestStore, db_id: int, *slots: int, delta: bool = F
             else:
                 mutations.append(FullChunk(slot=slot, record=ChunkRecord(Residency.LOCAL, 10, 0)))
     does(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn))
-    manifest.checkpoint_apply(db_id, generation, mutations, covered_lsn=lsn).result(60)
+    checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result(60)
     return generation
 
 

@@ -16,7 +16,7 @@ from quire.core.errors import FormatTooNew, ManifestDamaged
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.codec import VERSION
 from quire.manifest.ops.registry import OPS
-from quire.manifest.records import Record
+from quire.manifest.records import Record, SnapshotKind, SnapshotRecord
 from quire.manifest.tables import TABLES, Table
 
 WIDTHS = {"B": 8, "H": 16, "I": 32, "Q": 64}
@@ -162,3 +162,12 @@ def test_a_packed_number_that_does_not_fit_is_a_struct_error_for_the_writer_to_t
     table = TABLES["gc_refcounts"]
     with pytest.raises(struct.error):
         table.codec.encode(table.codec.record_type(2**32, 0, 0))
+
+
+def test_a_snapshot_of_the_reserved_kind_is_anonymous() -> None:
+    """Kind 3 was LEASED; stores that are old enough still have rows of it."""
+    codec = TABLES["snapshot_index"].codec
+    row = bytearray(codec.encode(SnapshotRecord("", SnapshotKind.ANONYMOUS, 1, 1)))
+    assert row[4] == SnapshotKind.ANONYMOUS
+    row[4] = 3
+    assert codec.decode(bytes(row)).kind is SnapshotKind.ANONYMOUS

@@ -13,10 +13,10 @@ from pyroaring import BitMap
 from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, MIB
-from quire.manifest.checkpoints import DeltaChunk
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import DbKind, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import DeltaChunk, checkpoint_apply
 from quire.testing.manifest import assert_clean
 from tests.hostile import memory_of_at_most
 from tests.manifest.helpers import does
@@ -87,7 +87,7 @@ def test_a_delta_that_does_not_say_which_pages_may_be_all_of_them(manifest: Mani
         lsn = txn.wal_state(db).last_applied_lsn + 1  # type: ignore[union-attr]  # it has just been written
     does(manifest, AdvanceWal(db, 0, lsn, lsn, lsn))
     silent = DeltaChunk(slot=0, delta_id=9, record=DeltaRecord(base, Residency.LOCAL, 1, 0))
-    manifest.checkpoint_apply(db, manifest.reserve_generation(db), [silent], covered_lsn=lsn).result()
+    checkpoint_apply(manifest, db, manifest.reserve_generation(db), [silent], covered_lsn=lsn).result()
     assert manifest.snapshots.diff(db, "a").slots[0].pages is None
 
 
@@ -103,7 +103,7 @@ def test_a_delta_whose_pages_cannot_be_is_damage(manifest: ManifestStore, db: in
         lsn = txn.wal_state(db).last_applied_lsn + 1  # type: ignore[union-attr]  # it has just been written
     does(manifest, AdvanceWal(db, 0, lsn, lsn, lsn))
     lying = DeltaChunk(slot=0, delta_id=9, record=DeltaRecord(base, Residency.LOCAL, 1, 0, dirty_pages=bitmap))
-    manifest.checkpoint_apply(db, manifest.reserve_generation(db), [lying], covered_lsn=lsn).result()
+    checkpoint_apply(manifest, db, manifest.reserve_generation(db), [lying], covered_lsn=lsn).result()
     with memory_of_at_most(256 * MIB), pytest.raises(ManifestDamaged, match="pages of a delta"):
         manifest.snapshots.diff(db, "a")
 

@@ -15,8 +15,6 @@ from quire.core.errors import InvalidInput, QuireError, UnknownDatabase
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangeRecord
-from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.op_effects import FILTERABLE, TOUCHES, ChangeFilter, Touches, databases_of, tables_of
 from quire.manifest.ops import cursors
 from quire.manifest.ops.artifacts import PutChunk, PutDelta, PutNamespace, RecordUploads, UpdateArtifact
@@ -88,6 +86,10 @@ from quire.manifest.records import (
     JobKind,
     JobRecord,
     JobState,
+    LsmEndsRecord,
+    LsmLogEnd,
+    LsmTableRecord,
+    NamespaceRecord,
     Pin,
     PlanRecord,
     Residency,

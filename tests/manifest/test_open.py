@@ -13,6 +13,7 @@ from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.databases import RegisterDb
 from quire.manifest.records import ChunkRecord, DbKind, DbRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import checkpoint_apply
 from quire.testing.manifest import outcome
 from tests.manifest.helpers import does, register
 
@@ -68,7 +69,7 @@ def test_an_unknown_id_is_refused_by_every_typed_method(manifest: ManifestStore,
         lambda: manifest.rename_db(db_id, "x").result(),
         lambda: manifest.drop_db(db_id).result(),
         lambda: manifest.reserve_generation(db_id),
-        lambda: manifest.checkpoint_apply(db_id, 1, [], covered_lsn=1).result(),
+        lambda: checkpoint_apply(manifest, db_id, 1, [], covered_lsn=1).result(),
     ):
         with pytest.raises(UnknownDatabase):
             call()

@@ -19,7 +19,6 @@ from quire.core.errors import (
 )
 from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutChunk, PutNamespace
 from quire.manifest.ops.base import Counter, Op, ReserveIds
 from quire.manifest.ops.databases import (
@@ -34,7 +33,7 @@ from quire.manifest.ops.databases import (
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import AdvanceCheckpoint, AdvanceWal, AppendWalChunk, OpenSegment
-from quire.manifest.records import DbKind, DbRecord, DbStatus, SnapshotKind, WalFormat
+from quire.manifest.records import DbKind, DbRecord, DbStatus, NamespaceRecord, SnapshotKind, WalFormat
 from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import checkpoint, chunk, collect, counts, does, refuses, register
 

@@ -23,8 +23,6 @@ from quire.core.errors import (
 )
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.manifest import tables as t
-from quire.manifest.checkpoints import WalChunkUpdate
-from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd
 from quire.manifest.ops.base import Counter, Op, ReserveLocalIds
 from quire.manifest.ops.cursors import (
     AcknowledgeChanges,
@@ -59,10 +57,13 @@ from quire.manifest.records import (
     JobKind,
     JobRecord,
     JobState,
+    LsmEndsRecord,
+    LsmLogEnd,
     WalFormat,
     WalState,
 )
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import WalChunkUpdate, append_wal_chunk
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
 from tests.manifest.helpers import checkpoint, counts, does, refuses, register
@@ -152,7 +153,7 @@ def test_a_segment_is_sealed_once(manifest: ManifestStore) -> None:
 def test_a_sealed_segment_may_bring_its_upload(manifest: ManifestStore) -> None:
     does(manifest, register(1))
     update = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=5, used_bytes=100, upload=True)
-    manifest.append_wal_chunk(1, 0, update).result()
+    append_wal_chunk(manifest, 1, update).result()
     assert counts(manifest)[ArtifactKey(1, ArtifactKind.WAL, 1, 0)] == (1, 1)
     with manifest.read() as txn:
         (job,) = [record for _, record in txn.scan(t.JOB_QUEUE)]
@@ -332,13 +333,13 @@ def test_ends_of_logs_are_recorded_of_key_value_databases_only(manifest: Manifes
 def test_a_reserved_job_id_is_enqueued_once(manifest: ManifestStore) -> None:
     """Issue 19: an id could be reserved, and nothing took it."""
     job_id = manifest.reserve_job_id()
-    other = manifest.enqueue_job(JobKind.VERIFY)
+    other = manifest.jobs.enqueue(JobKind.VERIFY)
     assert other > job_id
-    assert manifest.enqueue_job(JobKind.VERIFY, job_id=job_id) == job_id
+    assert manifest.jobs.enqueue(JobKind.VERIFY, job_id=job_id) == job_id
     assert manifest.jobs.get(job_id).record.state is JobState.PENDING
     for unreserved in (job_id, other, 10**6):
         with pytest.raises(InvalidInput, match="reserved"):
-            manifest.enqueue_job(JobKind.VERIFY, job_id=unreserved)
+            manifest.jobs.enqueue(JobKind.VERIFY, job_id=unreserved)
 
 
 def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest: ManifestStore) -> None:

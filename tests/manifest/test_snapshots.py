@@ -23,10 +23,9 @@ from quire.core.errors import (
     UnknownSnapshot,
 )
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.ops.jobs import EnsureJob
 from quire.manifest.ops.snapshots import DropSnapshot, PublishSnapshot
-from quire.manifest.ops.wal import AdvanceWal, OpenSegment
+from quire.manifest.ops.wal import AdvanceWal, MoveWalState, OpenSegment
 from quire.manifest.records import (
     ChunkRecord,
     DbKind,
@@ -40,6 +39,14 @@ from quire.manifest.records import (
 )
 from quire.manifest.snapshots import ANCHOR_TRIES, Anchor, LineageNode
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import (
+    ChunkMutation,
+    DeltaChunk,
+    FullChunk,
+    WalChunkUpdate,
+    append_wal_chunk,
+    checkpoint_apply,
+)
 from quire.testing.manifest import difference, dump
 from tests.manifest.helpers import collect, counts, does
 
@@ -81,7 +88,7 @@ def write(manifest: ManifestStore, db_id: int, changes: Write) -> int:
             dirty = BitMap(pages).serialize()
             delta = DeltaRecord(chain[0].generation, Residency.REMOTE_ARCHIVED, 10, 0, dirty_pages=dirty)
             mutations.append(DeltaChunk(slot=slot, delta_id=len(chain), record=delta))
-    manifest.checkpoint_apply(db_id, generation, mutations, covered_lsn=lsn).result()
+    checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result()
     return generation
 
 
@@ -92,13 +99,13 @@ def seal(manifest: ManifestStore, db_id: int, lsns: int = 3) -> Pin:
     assert wal is not None
     first, number = wal.lsn_reserved + 1, wal.next_segment_id
     update = WalChunkUpdate(segment_id=number, first_lsn=first, last_lsn=first + lsns - 1, used_bytes=700)
-    manifest.append_wal_chunk(db_id, 0, update).result()
+    append_wal_chunk(manifest, db_id, update).result()
     return Pin(db_id, number, first + lsns - 1, 700)
 
 
 def truncate(manifest: ManifestStore, db_id: int, segment_id: int) -> None:
     for state in (WalState.INDEXED, WalState.CHECKPOINT_READY, WalState.CHECKPOINTED, WalState.TRUNCATED):
-        manifest.move_wal_state(db_id, segment_id, state).result()
+        manifest.submit([MoveWalState(db_id, segment_id, state)]).result()
 
 
 def last_change(manifest: ManifestStore) -> list[type]:
@@ -236,8 +243,8 @@ def overtaking(
             if gone:  # it covers exactly the anchor, so the anchor itself is not stale: the segments it pins are
                 generation = manifest.reserve_generation(db_id)
                 record = ChunkRecord(Residency.LOCAL, 1, 0)
-                manifest.checkpoint_apply(
-                    db_id, generation, [FullChunk(slot=0, record=record)], covered_lsn=found.lsn
+                checkpoint_apply(
+                    manifest, db_id, generation, [FullChunk(slot=0, record=record)], covered_lsn=found.lsn
                 ).result()
             else:
                 write(manifest, db_id, {0: None})

@@ -28,7 +28,7 @@ def test_the_types_of_fields_are_types() -> None:
         f"{each.__name__}.{name}"
         for kind in (Op, Record)
         for each in below(kind)
-        if each.__module__.startswith(("quire.manifest.ops", "quire.manifest.records", "quire.manifest.lsm_records"))
+        if each.__module__.startswith(("quire.manifest.ops", "quire.manifest.records", "quire.manifest.records"))
         for name, declared in inspect.get_annotations(each).items()
         if isinstance(declared, str)
     ]

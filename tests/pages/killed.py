@@ -143,7 +143,7 @@ class Life:
     def work(self, store: PageStore, name: str, number: int) -> None:
         with suppress(JobAlreadyPending):  # one of an earlier life waits for its next attempt
             kinds = [JobKind.CHECKPOINT, JobKind.CHECKPOINT, JobKind.MERGE]
-            self.manifest.enqueue_job(self.rng.choice(kinds), store.db_id)
+            self.manifest.jobs.enqueue(self.rng.choice(kinds), store.db_id)
         worker(self.manifest, self.engine, self.base).drain()
 
     def keep(self, store: PageStore, name: str, number: int) -> None:

@@ -88,7 +88,7 @@ def own(line: Line, path: str, rng: random.Random) -> None:
 def upkeep(store: Store, rng: random.Random, db_id: int) -> None:
     """A checkpoint or merge with all that follows, and a snapshot made or dropped."""
     with suppress(JobAlreadyPending):
-        store.manifest.enqueue_job(JobKind.MERGE if rng.random() < 0.2 else JobKind.CHECKPOINT, db_id)
+        store.manifest.jobs.enqueue(JobKind.MERGE if rng.random() < 0.2 else JobKind.CHECKPOINT, db_id)
     store.worker.drain()
     name = f"s{rng.randrange(SNAPSHOTS)}"
     try:

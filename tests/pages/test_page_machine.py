@@ -228,7 +228,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(kept=consumes(named))
     def drop_snapshot(self, kept: Named) -> None:
-        self.pages.manifest.drop_snapshot(kept.db, kept.name)
+        self.pages.manifest.snapshots.drop(kept.db, kept.name)
 
     @precondition(lambda self: len(self.models) < DATABASES_MAX)
     @rule(target=databases, db=databases)

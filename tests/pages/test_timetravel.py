@@ -102,7 +102,7 @@ def test_between_an_anchor_and_the_next_version_it_is_the_anchor(small: Pages) -
     pages.checkpoint(store)
     with store.open_snapshot(at=at) as reader:
         assert_reads(reader, first)
-    pages.manifest.drop_snapshot("shop", "one")
+    pages.manifest.snapshots.drop("shop", "one")
     with pytest.raises(SnapshotGone):
         store.open_snapshot(at=at)
     pages.stop()
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_comes_while_a_snapshot_is_published_does_not_make_ear
     real = pages.manifest.snapshots.publish
 
     def publish(*args: Any, **more: Any) -> Any:
-        pages.manifest.enqueue_job(JobKind.CHECKPOINT, store.db_id)
+        pages.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id)
         pages.worker(JobKind.CHECKPOINT).drain()
         return real(*args, **more)
 

@@ -61,7 +61,7 @@ def test_a_file_that_a_snapshot_needs_is_not_used_again(small: Pages) -> None:
     write(store, model, {page: image() for page in range(12)})
     assert store.wal.recycled == 0
     assert_reads(pages.engine.open_view("shop", "kept"), kept)
-    pages.manifest.drop_snapshot("shop", "kept")
+    pages.manifest.snapshots.drop("shop", "kept")
     write(store, model, {page: image() for page in range(12)})
     assert store.wal.recycled == 2
     pages.stop()

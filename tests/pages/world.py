@@ -202,7 +202,7 @@ class Pages:
     def run(self, kind: JobKind, db_id: int) -> None:
         """Have a job, and all that follow from it, done."""
         with suppress(JobAlreadyPending):  # another thread's: done by whoever comes first
-            self.manifest.enqueue_job(kind, db_id)
+            self.manifest.jobs.enqueue(kind, db_id)
         self.worker().drain()
 
     def checkpoint(self, store: PageStore) -> None:

@@ -118,7 +118,7 @@ def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
     def come_and_go(_: str) -> None:
         write(store, model, images(1, 17))
         owner.engine.fork("shop", "fork")
-        owner.manifest.drop_snapshot("shop", "early")
+        owner.manifest.snapshots.drop("shop", "early")
         owner.engine.snapshot("shop", "late")
 
     with armed("jobs.checkpoint.planned", come_and_go):

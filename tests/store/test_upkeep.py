@@ -17,12 +17,12 @@ import quire
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.names import object_key
-from quire.manifest.checkpoints import FullChunk
 from quire.manifest.jobqueue import LEASE_SECONDS
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import AuditAction, ChunkRecord, JobKind, JobState, Residency, RetentionRecord
 from quire.objects.api import list_objects
 from quire.store.store import Store
+from quire.testing.checkpoints import FullChunk, checkpoint_apply
 from quire.testing.clock import ManualClock
 from tests.manifest.helpers import eventually
 
@@ -70,7 +70,7 @@ class Shop:
         self.store.objects.put(self.name(self.generation), b"chunk")
         manifest.submit([AdvanceWal(1, 0, lsn, lsn, lsn)]).result()
         chunk = FullChunk(slot=0, record=ChunkRecord(Residency.REMOTE_ARCHIVED, 5, self.clock.now_ms()))
-        manifest.checkpoint_apply(1, self.generation, [chunk], covered_lsn=lsn).result()
+        checkpoint_apply(manifest, 1, self.generation, [chunk], covered_lsn=lsn).result()
 
     @staticmethod
     def name(generation: int) -> str:

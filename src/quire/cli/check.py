@@ -29,7 +29,7 @@ from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.manifest.check import Problem
-from quire.manifest.permissions import denied
+from quire.manifest.env import denied
 from quire.manifest.probe import probe
 from quire.manifest.repair import propose
 from quire.store.layout import Found, look, not_found

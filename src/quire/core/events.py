@@ -10,6 +10,7 @@ Any thread.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 _LOUD = frozenset({"warning", "error"})
@@ -23,6 +24,16 @@ def emit(level: str, event: str, /, **fields: Any) -> None:
     elif level in _LOUD:
         details = " ".join(f"{name}={value!r}" for name, value in fields.items())
         sys.stderr.write(f"quire {level}: {event} {details}\n")
+
+
+def emit_safely(level: str, event: str, /, **fields: Any) -> None:
+    """`emit` for threads that must not die of it: the processors of structlog are the application's own code, and one that
+    raises would stop the thread. The event is lost then, and stderr says so."""
+    try:
+        emit(level, event, **fields)
+    except Exception as error:
+        with suppress(AttributeError, OSError, ValueError):  # stderr may be missing, broken or closed
+            sys.stderr.write(f"quire error: event {event} was lost: a log processor raised {error!r}\n")
 
 
 def listening() -> bool:

@@ -22,8 +22,7 @@ from typing import Protocol
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
 from quire.durable.names import TEMPORARY, CachedChunkFile, StreamSegmentFile, Tier, WalSegmentFile, object_key
-from quire.manifest.namespace_records import NamespaceRecord
-from quire.manifest.records import Residency, WalFormat, WalRecord
+from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRecord
 from quire.objects.api import ObjectStore
 from quire.objects.namespace import RemoteNamespace
 

@@ -42,7 +42,7 @@ from quire.durable.lsm_names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.snapshots import write_manifest
 from quire.lsm.sst_reader import SSTable
-from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.records import LsmTableRecord
 from quire.objects.api import ExistingObject, ObjectStore, list_objects
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, re
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
 from quire.manifest.leases import Lent, leases_of
-from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.base import Op
 from quire.manifest.ops.databases import RegisterDb, SetDbPageSize
 from quire.manifest.records import DbKind, DbRecord, DbStatus
 from quire.manifest.snapshots import Anchor
@@ -380,7 +380,7 @@ class KvEngine:
                     and db_id not in txn.refused_databases()
                 }
                 refused = txn.refused_databases()
-            known = self._manifest.recovered.next_ids.get(Counter.DB, 0)
+            known = self._manifest.first_db_id
             for name in names:
                 db_id = _hex8(name)
                 if db_id is None or db_id in refused or not (db_id in self._seen or db_id < known):

@@ -37,7 +37,7 @@ from quire.lsm.recovery import names_in, refuse_behind
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.wal import LOG_KIND, Items, decode_batch
 from quire.lsm.witnesses import StoreFacts
-from quire.manifest.lsm_records import LsmTableRecord
+from quire.manifest.records import LsmTableRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa

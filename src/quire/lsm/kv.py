@@ -68,7 +68,7 @@ from quire.lsm.recovery import RecoveredKv, open_files
 from quire.lsm.view import LSN_MAX, Frozen, KvView
 from quire.lsm.wal import Buffer, KvWal, as_bytes, checked_batch, encode_batch
 from quire.lsm.witnesses import CompactionLedger, NoLedger, StoreFacts, end_row
-from quire.manifest.lsm_records import LsmEndsRecord
+from quire.manifest.records import LsmEndsRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa

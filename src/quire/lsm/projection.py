@@ -22,9 +22,9 @@ import msgspec
 from quire.core.errors import QuireError
 from quire.core.events import emit
 from quire.manifest import tables as t
-from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
+from quire.manifest.records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:

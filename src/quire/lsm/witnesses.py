@@ -24,12 +24,12 @@ import msgspec
 from quire.core.errors import Corruption
 from quire.durable.log_format import LogHeader, LogIdentity
 from quire.durable.log_reader import LogEnd
-from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
+from quire.manifest.records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 
 if TYPE_CHECKING:
     from quire.lsm.compaction import MergeJob
     from quire.lsm.sst_reader import SSTable
-    from quire.manifest.lsm_records import LsmEndsRecord
+    from quire.manifest.records import LsmEndsRecord
 
 
 class CompactionLedger(Protocol):

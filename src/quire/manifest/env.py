@@ -49,11 +49,10 @@ from quire.core.errors import (
     TimedOut,
     TooManyReaders,
 )
+from quire.core.events import emit_safely
 from quire.core.limits import GIB, MIB
 from quire.durable.files import FULL_ERRNOS, too_many_open_files
 from quire.manifest.env_gate import Gate, Ticket, Visitor
-from quire.manifest.permissions import denied
-from quire.manifest.report import report
 from quire.manifest.tables import TABLES
 
 if TYPE_CHECKING:
@@ -346,7 +345,7 @@ class ManifestEnv:
             raise DiskFull("the manifest's map is full", hint="raise manifest.map_bytes_max in quire.toml", bytes=old)
         wait_seconds = self.settings.grow_wait_seconds if wait_seconds is None else wait_seconds
         self.gate.exclusive(wait_seconds, lambda: self._env.set_mapsize(new))
-        report("warning", "manifest.map_grown", path=self.path, old_bytes=old, new_bytes=new)
+        emit_safely("warning", "manifest.map_grown", path=self.path, old_bytes=old, new_bytes=new)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> dict[str, int]:
@@ -363,7 +362,7 @@ class ManifestEnv:
         """Warn once about each read transaction that has been open for too long."""
         for age, thread in self.gate.unreported(self.settings.long_read_seconds):
             hint = "LMDB cannot reuse pages while a read transaction is open; end it"
-            report("warning", "manifest.long_read", seconds=round(age, 1), thread=thread, hint=hint)
+            emit_safely("warning", "manifest.long_read", seconds=round(age, 1), thread=thread, hint=hint)
 
     def copy(self, path: str) -> None:
         """A consistent copy of the environment while it is in use (a hot backup). The map does not grow meanwhile."""
@@ -448,3 +447,36 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+_READERS_TOO = "readers need it too: they leave a mark there, so that the owner keeps the pages they look at"
+
+
+def denied(path: str, *, write: bool) -> QuireError | None:
+    """The file or directory of the manifest at `path` that this user has too few rights to, and what to do about it."""
+    folder, lock = os.path.dirname(path) or ".", f"{path}-lock"
+    if not _may(folder, os.X_OK):
+        return StorageFault("this user may not enter the manifest's directory", hint="`chmod +x` it", path=folder)
+    if not os.path.exists(path):
+        if not _may(folder, os.W_OK):
+            return NotWritable("this user may not make a manifest here", hint="`chmod +w` the directory", path=folder)
+    elif not _may(path, os.R_OK):
+        return StorageFault("this user may not read the manifest", hint="`chmod +r` it", path=path)
+    elif write and not _may(path, os.W_OK):
+        return NotWritable(
+            "this user may not write the manifest", hint='`chmod +w` it, or open with mode="r"', path=path
+        )
+    if not os.path.exists(lock):
+        if not _may(folder, os.W_OK):
+            hint = f"let the owner open the store once, or `chmod +w` the directory; {_READERS_TOO}"
+            return NotWritable(
+                "the manifest's lock file is missing, and this user may not make it", hint=hint, path=lock
+            )
+    elif not _may(lock, os.R_OK | os.W_OK):
+        hint = f"`chmod +rw` this file for the user; {_READERS_TOO}"
+        return NotWritable("this user may not write the manifest's lock file", hint=hint, path=lock)
+    return None
+
+
+def _may(path: str, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=True)

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from quire.core.errors import StalePlan
 from quire.durable.remote_names import epoch_prefix, kv_backups_prefix
 from quire.manifest import tables as t
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.reads import ReadTxn
+from quire.manifest.records import NamespaceRecord
 from quire.objects.collector import Collector, Owned
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Becoming the owner of a manifest: what is done before anything may be written.
 
 Order: migrate → check → mend, if the caller asked for it → bring cursors back into the range that is
-retained → rehydrate → start the writer. A database or a counter that breaks a rule is closed, and everything else
+retained → read the next ids → start the writer. A database or a counter that breaks a rule is closed, and everything else
 works; a manifest that breaks any other rule is refused with the rows named.
 
 Kept apart from store.py because readers need none of what is loaded here.
@@ -11,20 +11,27 @@ Threads: one, the opener's. Raises `ManifestDamaged`, `FormatTooNew`, and what L
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
+
 import msgspec
 
 from quire.core.clock import Clock
+from quire.core.errors import ManifestDamaged
 from quire.core.events import emit
 from quire.manifest.check import Problem, Subject, check, closes
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import migrate
+from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
 from quire.manifest.repair import propose
-from quire.manifest.startup import Rehydrated, refuse, rehydrate
 from quire.manifest.writer import ManifestWriter
 
 _REPAIR = "close the store and run `quire manifest check --repair`; everything else works"
 _NO_REPAIR = "everything else works; `quire manifest check` shows what is wrong, and only a backup has what is missing"
+
+SHOWN = 5
+"""Problems named in an error; the rest are counted."""
 
 MEND_OPS = 4_096
 """Fixes in one batch."""
@@ -33,8 +40,8 @@ MEND_ROUNDS = 2
 """Rows that are restored show what else is wrong: then that is mended too."""
 
 
-def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, Rehydrated]:
-    """The writer, started, and what was in the manifest; `repair` mends what can be recomputed first."""
+def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter, dict[Counter, int]]:
+    """The writer, started, and the next id of each counter; `repair` first mends what can be recomputed."""
     migrate(env, clock)
     problems = _problems(env)
     rounds = MEND_ROUNDS if repair else 0
@@ -44,7 +51,7 @@ def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter
         rounds -= 1
     cursors = [problem for problem in problems if problem.rule == "F2"]
     problems = [problem for problem in problems if problem.rule != "F2"]
-    refuse(problems, env.path)
+    _refuse(problems, env.path)
     if cursors:
         _mend(env, clock, cursors)
     env.refused.update(_refusals(problems))
@@ -53,10 +60,33 @@ def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter
         hint = "nothing is decided by it; `quire manifest check` says what to do"
         emit("error", "manifest.row_damaged", **problem.where, what=problem.what, closed=closed, hint=hint)
     with ReadTxn(env) as txn:
-        recovered = rehydrate(txn)
+        ids = next_ids(txn)
     writer = ManifestWriter(env, clock)
     writer.start({problem.where["component"]: problem.where["log"] for problem in problems if problem.rule == "G1"})
-    return writer, recovered
+    return writer, ids
+
+
+def next_ids(txn: ReadTxn) -> dict[Counter, int]:
+    """The next id of each counter whose row is intact; `allocate` refuses the others."""
+    ids: dict[Counter, int] = {}
+    for counter in Counter:
+        with suppress(ManifestDamaged):
+            ids[counter] = txn.next_id(counter)
+    return ids
+
+
+def _refuse(problems: Iterable[Problem], path: str) -> None:
+    """Raise if any of the problems endangers data beyond one database or counter."""
+    bad = [problem for problem in problems if not (problem.leak or problem.contained or closes(problem))]
+    if bad:
+        named = "; ".join(map(str, bad[:SHOWN])) + (f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
+        mendable = all(problem.fix is not None for problem in bad)
+        raise ManifestDamaged(
+            f"the manifest breaks its rules: {named}",
+            hint="`quire manifest check --repair` mends it" if mendable else "restore the manifest from a backup",
+            path=path,
+            problems=len(bad),
+        )
 
 
 def _problems(env: ManifestEnv) -> list[Problem]:

@@ -42,7 +42,6 @@ from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import LOCAL_COUNTERS
 from quire.manifest.ops.refs import artifact_key
 from quire.manifest.records import (
@@ -50,6 +49,7 @@ from quire.manifest.records import (
     DbRecord,
     DbStatus,
     JobRecord,
+    NamespaceRecord,
     RefcountRecord,
     SnapshotRecord,
     WalStateRecord,

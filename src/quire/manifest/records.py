@@ -17,10 +17,6 @@ from typing import Annotated
 
 import msgspec
 
-from quire.manifest.kinds import DbKind as DbKind
-from quire.manifest.kinds import DbStatus as DbStatus
-from quire.manifest.kinds import SnapshotKind as SnapshotKind
-
 UInt = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is never negative: checked when bytes are decoded."""
 
@@ -30,6 +26,20 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class DbKind(IntEnum):
+    PAGES = 1
+    STREAM = 2
+    LSM = 3
+
+
+class DbStatus(IntEnum):
+    """ACTIVE ⇄ READ_ONLY → TOMBSTONED; a tombstone is removed once no artifact of the database is left."""
+
+    ACTIVE = 1
+    READ_ONLY = 2
+    TOMBSTONED = 3
+
+
 class Compression(IntEnum):
     NONE = 0
     ZSTD = 1
@@ -250,6 +260,17 @@ class PageHeadRecord(Record, frozen=True):
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class SnapshotKind(IntEnum):
+    """Whether a person named it. 3 is reserved: it was LEASED, and is read as ANONYMOUS in rows that still have it."""
+
+    NAMED = 1
+    ANONYMOUS = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> "SnapshotKind | None":
+        return cls.ANONYMOUS if value == 3 else None
+
+
 class Pin(Record, frozen=True):
     """A WAL segment that a snapshot or fork needs, up to an lsn."""
 
@@ -319,6 +340,84 @@ class AuditRecord(Record, frozen=True):
     number: UInt = 0
     """The snapshot's or other database's id."""
     size_bytes: UInt = 0
+
+
+# ── remote namespaces ─────────────────────────────────────────────────────────────────────────────────────────────────
+class NamespaceRecord(Record, frozen=True):
+    """Where remote objects live: joined with a compact suffix it gives the canonical object name."""
+
+    url: str
+    """Empty: the store's configured object store, wherever that is now."""
+    prefix: str = ""
+    encryption_profile: str = ""
+    created_at_ms: UInt = 0
+    owner_epoch: UInt = 0
+    """The epoch whose objects are here; 0 for a place as a person registered it."""
+    place_id: UInt = 0
+    """Of an epoch's namespace: the namespace that a person registered; 0 is the store's configured object store."""
+    ancestors: tuple[UInt, ...] = ()
+    """Of an epoch's namespace: the owner epochs that this one follows, oldest first. Others are of another line."""
+    legacy: bool = False
+    """Of an epoch's namespace: the store is older than epochs, and may have objects below no prefix of its own."""
+    name: str = ""
+    """Of a place: what people call it, and its section in quire.toml; empty for one registered before places had names."""
+    dropped_at_ms: UInt = 0
+    """Of a place: when a person dropped it; until then a place with a name holds itself."""
+
+    @property
+    def holds_itself(self) -> bool:
+        """Whether this is a place that people call by a name, and have not dropped."""
+        return bool(self.name) and not self.dropped_at_ms
+
+
+# ── key-value databases ───────────────────────────────────────────────────────────────────────────────────────────────
+class LsmTableRecord(Record, frozen=True):
+    """A live table of a key-value database, as its own manifest and the table's file have it (S1)."""
+
+    level: UInt
+    rows: UInt
+    """Versions, tombstones included."""
+    tombstones: UInt
+    size_bytes: UInt
+    lsn_min: UInt
+    lsn_max: UInt
+    key_min: bytes = b""
+    """The first 256 bytes of it."""
+    key_max: bytes = b""
+    checksum: UInt = 0
+    """crc64 of the section of the table's file, which has the checksums of its blocks; 0 in rows that are older."""
+
+
+class LsmLogEnd(Record, frozen=True):
+    """How far a log of a key-value database was durable: true for as long as the file is in this life."""
+
+    number: UInt
+    """Of a write-ahead log; 0 for the log of the database's own manifest."""
+    salt: UInt
+    end: UInt
+    link: UInt
+    """The checksum that ends there; it is chained, and speaks for all bytes before it."""
+
+
+class LsmEndsRecord(Record, frozen=True):
+    """What was acknowledged of a key-value database's logs, kept outside the bytes that it vouches for."""
+
+    manifest: LsmLogEnd
+    snapshot_crc32: UInt = 0
+    """Of the manifest's snapshot that the log goes on from; 0 if there is none."""
+    last_lsn: UInt = 0
+    """No lower than this was durable."""
+    wals: tuple[LsmLogEnd, ...] = ()
+
+
+# ── followed SQLite files ─────────────────────────────────────────────────────────────────────────────────────────────
+class FollowedFileRecord(Record, frozen=True):
+    """A SQLite file that the owner follows into a page database, for as long as it serves."""
+
+    path: str
+    interval_ms: UInt
+    """Between two looks."""
+    since_ms: UInt
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ checkpointed faster than an anchor can be taken). With an anchor of the caller's
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,7 +37,6 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
 from quire.manifest import tables as t
 from quire.manifest.differences import View, compare, read_leaves
-from quire.manifest.lineage import grow
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
@@ -287,13 +286,30 @@ class Snapshots:
         """Every database as a tree of forks; roots first, oldest first."""
         with self._manifest.read() as txn:
             records = dict(txn.databases())
-        return grow(records, _node)
+        return _trees(records)
 
     def _db(self, db: int | str) -> int:
         if isinstance(db, int):
             return db
         with self._manifest.read() as txn:
             return txn.database_id(db)
+
+
+def _trees(records: Mapping[int, DbRecord]) -> list[LineageNode]:
+    """Roots first, oldest first; a parent of which no record is left is a root after the others. No recursion: forks of
+    forks may be many deep."""
+    children: dict[int, list[int]] = {}
+    for db_id, record in records.items():
+        children.setdefault(record.parent_db_id, []).append(db_id)
+    roots = [*children.get(0, ()), *sorted(parent for parent in children if parent and parent not in records)]
+    order = list(roots)
+    for db_id in order:  # grows while it is walked: parents before their forks
+        order += sorted(children.get(db_id, ()))
+    nodes: dict[int, LineageNode] = {}
+    for db_id in reversed(order):
+        forks = tuple(nodes[child] for child in sorted(children.get(db_id, ())))
+        nodes[db_id] = _node(db_id, records.get(db_id), forks)
+    return [nodes[db_id] for db_id in roots]
 
 
 def _node(db_id: int, record: DbRecord | None, forks: tuple[LineageNode, ...]) -> LineageNode:

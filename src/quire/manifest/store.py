@@ -28,37 +28,28 @@ import lmdb
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, UnknownDatabase
-from quire.core.ids import ArtifactKind
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import FeedSettings, ManifestSettings
 from quire.durable.names import check_name
 from quire.manifest import namespaces
 from quire.manifest import tables as t
 from quire.manifest.audit import audit_of
-from quire.manifest.change import Start
 from quire.manifest.check import check
-from quire.manifest.checkpoints import checkpoint_ops
 from quire.manifest.env import ManifestEnv
 from quire.manifest.feed import ChangeFeed
 from quire.manifest.jobqueue import JobQueue
 from quire.manifest.migrations import refuse_newer
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import Counter, ReserveIds
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb, ReserveGeneration, UpdateDbStatus
-from quire.manifest.ops.jobs import CompleteJob, EnqueueJob
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import DropSnapshot
-from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.reads import ReadTxn, table_named
 from quire.manifest.records import (
     Compression,
     DbKind,
     DbRecord,
     DbStatus,
-    JobKind,
-    JobRecord,
-    JobState,
-    WalState,
+    NamespaceRecord,
 )
 from quire.manifest.retention import WINDOW_TAG, Retention
 from quire.manifest.snapshots import Snapshots
@@ -67,14 +58,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.manifest.audit import AuditEntry
-    from quire.manifest.change import ChangePage, CursorInfo
     from quire.manifest.check import Problem
-    from quire.manifest.checkpoints import ChunkMutation, WalChunkUpdate
-    from quire.manifest.feed import Start
     from quire.manifest.guard import GenerationWait, ManifestGuard
     from quire.manifest.ops.base import Component, Op
-    from quire.manifest.snapshots import SnapshotInfo
-    from quire.manifest.startup import Rehydrated
     from quire.manifest.writer import ManifestWriter
 
 P = TypeVar("P")
@@ -84,16 +70,17 @@ class ManifestStore:
     """The opened manifest. Make one with `ManifestStore.open`."""
 
     def __init__(
-        self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, recovered: Rehydrated | None
+        self, env: ManifestEnv, clock: Clock, writer: ManifestWriter | None, next_ids: dict[Counter, int]
     ) -> None:
         self.env = env
         self.clock = clock
-        self._recovered = recovered
+        self.first_db_id = next_ids.get(Counter.DB, 0)
+        """The lowest id that a database created by this process can have; 0 for a reader."""
         self._writer = writer
         self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
         """`submit(ops, *, key=None, result=b"", timeout=None)` queues a batch: `ManifestWriter.submit` itself."""
         self._ids_lock = threading.Lock()
-        self._next_ids = dict(recovered.next_ids) if recovered is not None else {}
+        self._next_ids = next_ids
         self._next_generations: dict[int, int] = {}
         self.feed_settings = FeedSettings()
         self._parts: dict[type[Any], Any] = {}
@@ -122,8 +109,8 @@ class ManifestStore:
             if mode == "r":
                 with ReadTxn(env) as txn:
                     refuse_newer(txn._txn, env)
-                # Nothing is rehydrated: readers hand out no ids, and a damaged manifest must open for `manifest check`.
-                return cls(env, clock, None, None)
+                # Readers hand out no ids, and a damaged manifest must open for `manifest check`.
+                return cls(env, clock, None, {})
             from quire.manifest.ownership import own
 
             return cls(env, clock, *own(env, clock, repair=repair))
@@ -147,13 +134,6 @@ class ManifestStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def recovered(self) -> Rehydrated:
-        """What was in the manifest when it was opened; `ReadOnly` if that was for reading."""
-        _ = self.writer
-        assert self._recovered is not None, "whoever has a writer has rehydrated"
-        return self._recovered
 
     @property
     def read_only(self) -> bool:
@@ -231,47 +211,6 @@ class ManifestStore:
             with self._parts_lock:  # parts have locks of their own: there is one of each
                 found = self._parts[kind] = self._parts.get(kind) or make()
         return found
-
-    # The design documents' names for what `feed`, `snapshots` and `jobs` do.
-    def register_change_cursor(self, start: Start | int | None = None, *, name: str = "") -> CursorInfo:
-        """A new subscriber of the feed, from its oldest change on unless told otherwise."""
-        return self.feed.register(Start.OLDEST if start is None else start, name=name)
-
-    def fetch_change_page(self, cursor: int | str, limit: int | None = None) -> ChangePage:
-        """The changes after a cursor's position."""
-        return self.feed.fetch(cursor) if limit is None else self.feed.fetch(cursor, limit)
-
-    def acknowledge_changes(self, cursor: int | str, upto: int) -> None:
-        """A subscriber has processed everything up to `upto`."""
-        self.feed.acknowledge(cursor, upto)
-
-    def wait_for_change(self, after: int, timeout: float | None = None) -> int:
-        """Block until a change above `after` is committed; the head by then."""
-        return self.feed.wait(after, timeout)
-
-    def drop_cursor(self, cursor: int | str) -> None:
-        """A subscriber leaves for good."""
-        self.feed.drop(cursor)
-
-    def publish_snapshot(self, db: int | str, name: str = "") -> SnapshotInfo:
-        """Keep a database as it is, under a name or without one."""
-        return self.snapshots.publish(db, name)
-
-    def drop_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
-        """Let a snapshot go, and have what only it held deleted."""
-        return self.snapshots.drop(db, snapshot)
-
-    def fork_db(self, db: int | str, new_name: str, *, at: int | str | None = None) -> int:
-        """A new database that begins as another one is now, or was at a snapshot; its id."""
-        return self.snapshots.fork(db, new_name, at=at)
-
-    def enqueue_job(self, kind: JobKind, db_id: int = 0, payload: Any = None, *, job_id: int = 0) -> int:
-        """Work to be done; the job's id, which may be one that `reserve_job_id` gave."""
-        return self.jobs.enqueue(kind, db_id, payload, job_id=job_id)
-
-    def complete_job(self, job_id: int, state: JobState, *, error: str = "") -> ManifestGuard:
-        """The running attempt of a job has ended."""
-        return self.submit([CompleteJob(job_id, state, self.jobs.get(job_id).record.attempt, error)])
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
@@ -379,34 +318,6 @@ class ManifestStore:
     def ensure_owner_epoch(self) -> None:
         """Have an owner epoch: whoever is about to put an object asks for this before it chooses the name."""
         namespaces.ensure_owner_epoch(self)
-
-    # ── write-ahead log and checkpoints ───────────────────────────────────────────────────────────────────────────────
-    def append_wal_chunk(self, db_id: int, shard: int, update: WalChunkUpdate) -> ManifestGuard:
-        """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
-        ops: list[Op] = [update.op(db_id, shard)]
-        if update.upload:
-            job = JobRecord(
-                JobKind.UPLOAD, db_id, self.clock.now_ms(), artifact=(db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
-            )
-            ops.append(EnqueueJob(self.reserve_job_id(), job))
-        return self.submit(ops)
-
-    def move_wal_state(self, db_id: int, segment_id: int, state: WalState) -> ManifestGuard:
-        """One step of a WAL segment's life."""
-        return self.submit([MoveWalState(db_id, segment_id, state)])
-
-    def checkpoint_apply(
-        self, db_id: int, generation: int, mutations: Sequence[ChunkMutation], *, covered_lsn: int
-    ) -> ManifestGuard:
-        """Publish what a checkpoint wrote, in one batch: catalog rows, slots, references, the mark of the WAL.
-
-        `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
-        """
-        with self.read() as txn:
-            ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
-            replaced = {link.origin_db_id for each in mutations for link in txn.chain(db_id, each.slot)}
-            replaced |= {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
-        return self.submit([*ops, *self.jobs.deletions(replaced)])
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def record_metric(self, scope: int, metric_kind: int, observation: float | Sequence[float]) -> ManifestGuard:

@@ -20,10 +20,8 @@ from typing import Any, Generic
 
 from quire.manifest import records as r
 from quire.manifest.codec import R, RecordCodec
-from quire.manifest.followed_records import FollowedFileRecord
 from quire.manifest.keys import KeyCodec, Width
-from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
-from quire.manifest.namespace_records import NamespaceRecord
+from quire.manifest.records import FollowedFileRecord, LsmEndsRecord, LsmTableRecord, NamespaceRecord
 from quire.manifest.rows import RowCodec
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.core.errors import DatabaseTombstoned, ReadOnly
-from quire.manifest.kinds import DbStatus
 from quire.manifest.ops.base import Component
+from quire.manifest.records import DbStatus
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore

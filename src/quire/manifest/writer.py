@@ -51,7 +51,7 @@ from quire.core.errors import (
     Unavailable,
     poisoned_by,
 )
-from quire.core.events import listening
+from quire.core.events import emit_safely, listening
 from quire.core.limits import BATCH_OPS_MAX, IDEMPOTENCY_KEY_BYTES
 from quire.core.tracing import TRACE_API, span, trace_id
 from quire.durable.failpoints import hit
@@ -66,7 +66,6 @@ from quire.manifest.overlay import KeysTaken, Overlay
 from quire.manifest.queue import BatchQueue
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
-from quire.manifest.report import report
 from quire.manifest.stats import WriterStats
 
 LOOK_SECONDS = 1.0
@@ -177,7 +176,7 @@ class ManifestWriter:
         queued = self._queue.refuse(error, drain=True)
         self.bell.failure = error
         self._fail(queued, error)
-        report("error", "manifest.fenced", error=str(error))
+        emit_safely("error", "manifest.fenced", error=str(error))
 
     def close(self) -> None:
         """Refuse new batches, commit what is queued, end the thread."""
@@ -276,7 +275,7 @@ class ManifestWriter:
             self._next_growth = now + EARLY_GROWTH_PAUSE_SECONDS
             if not self._is_growth_overdue:
                 self._is_growth_overdue = True
-                report("warning", "manifest.map_nearly_full", error=str(error))
+                emit_safely("warning", "manifest.map_nearly_full", error=str(error))
 
     def _transact(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
         """One transaction, durable on return; what was applied, and the rows and pages written."""
@@ -352,7 +351,7 @@ class ManifestWriter:
         if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.out_of_room():
             failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)
         if isinstance(failure, (DiskFull, Unavailable)) and self._env.last_txn_id() == committed:
-            report("error", "manifest.commit_failed", error=str(failure), batches=len(group))
+            emit_safely("error", "manifest.commit_failed", error=str(failure), batches=len(group))
             self._fail(group, failure)
             return
         group.extend(self._carry)
@@ -368,7 +367,7 @@ class ManifestWriter:
         self._carry = []
         self.bell.failure = refusal
         self._fail(waiting, refusal)  # before anything else: they wait
-        report("error", "manifest.writer_stopped", error=str(cause))
+        emit_safely("error", "manifest.writer_stopped", error=str(cause))
 
     def _report(
         self, group: list[ManifestGuard], ops: int, rows: int, pages: int, started: float, raised: dict[int, int]
@@ -380,7 +379,7 @@ class ManifestWriter:
             self._next_look = started + LOOK_SECONDS
             self._env.report_long_reads()
         if listening():
-            report(
+            emit_safely(
                 "debug",
                 "manifest.commit",
                 batches=len(group),

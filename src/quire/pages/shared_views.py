@@ -82,7 +82,7 @@ def _view(txn: ReadTxn, db_id: int, mark: Mark, objects_url: str) -> SnapshotVie
     anchor = anchor_at(txn, db_id, mark)
     record = SnapshotRecord(
         name="",
-        kind=SnapshotKind.LEASED,
+        kind=SnapshotKind.ANONYMOUS,
         created_at_ms=mark.commit_ms,
         generation=0,
         anchor_lsn=anchor.lsn,

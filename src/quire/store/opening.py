@@ -114,8 +114,7 @@ def _open_owner(
     store = Store(root, settings, manifest, lock, disk)
     try:
         _see_to_objects(store, takeover=takeover, moved=moved)
-        if manifest.recovered.in_flight_jobs:
-            manifest.jobs.recover()
+        manifest.jobs.recover()
         manifest.feed.prune()
         if settings.maintenance.enabled:
             store.start_upkeep()

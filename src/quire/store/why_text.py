@@ -9,7 +9,7 @@ import shlex
 
 from quire.core.clock import moment
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import SnapshotKind, SnapshotRecord
+from quire.manifest.records import SnapshotRecord
 from quire.manifest.retention import WINDOW_TAG
 from quire.store.why_values import Holder
 
@@ -32,7 +32,7 @@ def drop(name: str, row: SnapshotRecord, snapshot_id: int) -> str:
     command = f"quire snapshot drop {quoted(name)} {quoted(row.name or str(snapshot_id))}"
     if row.expires_at_ms:
         return f"by itself {moment(row.expires_at_ms)}, or {command}"
-    return "when it expires" if row.kind is SnapshotKind.LEASED else command
+    return command
 
 
 def lent(row: SnapshotRecord, what: str) -> str:

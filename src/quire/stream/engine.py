@@ -49,7 +49,6 @@ from quire.durable.names import STREAMS
 from quire.durable.stream_names import parse_stream_home, stream_home
 from quire.durable.trees import remove_tree
 from quire.manifest import tables as t
-from quire.manifest.ops.base import Counter
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
@@ -306,7 +305,7 @@ class StreamEngine:
                     for db_id, record in txn.databases()
                     if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
                 } | txn.refused_databases()
-            known = self._manifest.recovered.next_ids.get(Counter.DB, 0)
+            known = self._manifest.first_db_id
             for name in names:
                 stream_id = parse_stream_home(name)
                 if stream_id is None or stream_id in live or not (stream_id in self._seen or stream_id < known):

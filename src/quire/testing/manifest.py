@@ -37,12 +37,9 @@ from quire.core.settings import ManifestSettings
 from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.check import Problem
-from quire.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_ops
 from quire.manifest.env import ManifestEnv
 from quire.manifest.guard import ManifestGuard, Receipt
-from quire.manifest.lsm_records import LsmEndsRecord, LsmLogEnd, LsmTableRecord
 from quire.manifest.migrations import migrate
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
 from quire.manifest.ops.base import Counter, Op
@@ -67,8 +64,10 @@ from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.snapshots import DropSnapshot, ExtendSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.reads import ReadTxn
+from quire.manifest.records import LsmEndsRecord, LsmLogEnd, LsmTableRecord, NamespaceRecord
 from quire.manifest.replay import replay as replay_feed
 from quire.manifest.store import ManifestStore
+from quire.testing.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_ops
 
 Dump = dict[str, list[tuple[bytes, bytes]]]
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import quire
-from quire.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate
 from quire.manifest.records import ChunkRecord, DeltaRecord, JobKind, Residency, VerifyState
 from quire.service.web.server import WebServer
 from quire.store.store import Store
+from quire.testing.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.service.world import settings
 
 JSON = "application/json"
@@ -148,7 +148,7 @@ def made_up(store: Store) -> None:
     db_id = store.create("warehouse", "pages").db_id
     for number, lsn in ((1, 9), (2, 18)):
         segment = WalChunkUpdate(segment_id=number, first_lsn=lsn - 8, last_lsn=lsn, used_bytes=4096)
-        manifest.append_wal_chunk(db_id, 0, segment).result()
+        append_wal_chunk(manifest, db_id, segment).result()
     bases = [
         FullChunk(
             slot=slot,
@@ -164,9 +164,9 @@ def made_up(store: Store) -> None:
         for slot in range(40)
     ]
     first = manifest.reserve_generation(db_id)
-    manifest.checkpoint_apply(db_id, first, bases, covered_lsn=9).result()
+    checkpoint_apply(manifest, db_id, first, bases, covered_lsn=9).result()
     deltas = [
         DeltaChunk(slot=slot, delta_id=1, record=DeltaRecord(first, Residency.LOCAL, 4096, now, lsn_end=18))
         for slot in range(3)
     ]
-    manifest.checkpoint_apply(db_id, manifest.reserve_generation(db_id), deltas, covered_lsn=18).result()
+    checkpoint_apply(manifest, db_id, manifest.reserve_generation(db_id), deltas, covered_lsn=18).result()

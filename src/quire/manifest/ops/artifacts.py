@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from quire.core.errors import AlreadyExists, InvalidInput, NameTaken, UnknownArtifact
 from quire.core.ids import ArtifactKey, ArtifactKind, some_u32
 from quire.manifest import tables as t
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import namespace_key, release, retain_namespace, row_subject
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, Residency, UInt, VerifyState
+from quire.manifest.records import AuditAction, ChunkRecord, DeltaRecord, NamespaceRecord, Residency, UInt, VerifyState
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
 

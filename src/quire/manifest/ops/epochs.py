@@ -19,11 +19,10 @@ from msgspec.structs import replace
 from quire.core.errors import InvalidInput, StalePlan, StillReferenced, UnknownNamespace
 from quire.core.ids import some_u32
 from quire.manifest import tables as t
-from quire.manifest.namespace_records import NamespaceRecord
 from quire.manifest.ops.base import Component, Counter, Op, raise_watermark
 from quire.manifest.ops.refs import doom, namespace_key, release, release_epochs, retain_namespace
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import UInt
+from quire.manifest.records import NamespaceRecord, UInt
 
 
 class BeginOwnerEpoch(Op, frozen=True, tag=113):

@@ -9,11 +9,10 @@ import msgspec
 
 from quire.core.errors import InvalidInput, WrongKind
 from quire.manifest import tables as t
-from quire.manifest.followed_records import FollowedFileRecord
 from quire.manifest.metrics import observe
 from quire.manifest.ops.base import Counter, Op, raise_watermark
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import DbKind, FloorRecord, MetaRecord, ReaderRecord, UInt
+from quire.manifest.records import DbKind, FloorRecord, FollowedFileRecord, MetaRecord, ReaderRecord, UInt
 
 
 class RecordMetric(Op, frozen=True, tag=90):

@@ -7,10 +7,9 @@ Rules
 
 from quire.core.errors import WrongKind
 from quire.manifest import tables as t
-from quire.manifest.lsm_records import LsmEndsRecord, LsmTableRecord
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import DbKind, UInt
+from quire.manifest.records import DbKind, LsmEndsRecord, LsmTableRecord, UInt
 
 
 class FoldLsm(Op, frozen=True, tag=83):

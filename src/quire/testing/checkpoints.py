@@ -1,4 +1,4 @@
-"""What sealing a segment and publishing a checkpoint say to the manifest: their arguments, and the batch of the latter."""
+"""Sealed segments and checkpoints without an engine: what tests and benchmarks of the manifest record."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from quire.core.ids import ArtifactKind
 from quire.manifest import tables as t
+from quire.manifest.guard import ManifestGuard
 from quire.manifest.ops.artifacts import PutChunk, PutDelta
 from quire.manifest.ops.base import Op
+from quire.manifest.ops.jobs import EnqueueJob
 from quire.manifest.ops.slots import SetSlots
 from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRef, Residency, WalFormat
+from quire.manifest.records import ChunkRecord, DeltaRecord, JobKind, JobRecord, LeafRef, Residency, WalFormat
 from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
+from quire.manifest.store import ManifestStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +97,27 @@ def checkpoint_ops(
         ops.append(SetSlots(db_id, leaf, generation, held.origin_db_id, held.generation, pack_leaf(changes)))
     ops.append(AdvanceCheckpoint(db_id, generation, covered_lsn))
     return ops
+
+
+def append_wal_chunk(manifest: ManifestStore, db_id: int, update: WalChunkUpdate) -> ManifestGuard:
+    """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
+    ops: list[Op] = [update.op(db_id, 0)]
+    if update.upload:
+        artifact = (db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
+        job = JobRecord(JobKind.UPLOAD, db_id, manifest.clock.now_ms(), artifact=artifact)
+        ops.append(EnqueueJob(manifest.reserve_job_id(), job))
+    return manifest.submit(ops)
+
+
+def checkpoint_apply(
+    manifest: ManifestStore, db_id: int, generation: int, mutations: Sequence[ChunkMutation], *, covered_lsn: int
+) -> ManifestGuard:
+    """Publish what a checkpoint wrote, in one batch: catalog rows, slots, references, the mark of the WAL.
+
+    `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
+    """
+    with manifest.read() as txn:
+        ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)
+        replaced = {link.origin_db_id for mutation in mutations for link in txn.chain(db_id, mutation.slot)}
+        replaced |= {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
+    return manifest.submit([*ops, *manifest.jobs.deletions(replaced)])
