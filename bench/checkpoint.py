@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.context import JobContext, StorePool
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.jobs.runner import Runner, Runners
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
@@ -190,10 +191,10 @@ def spark_runner(world: World) -> Any:
 
 
 def run(world: World, kind: quire.JobKind, db_ids: Sequence[int], runner: Runner) -> list[Job]:
-    jobs = run_many(context_of(world), kind, db_ids, Runners(lambda: runner, "spark"))
-    assert {job.state for job in jobs} == {quire.JobState.SUCCEEDED}, [
-        job.record.error for job in jobs if job.record.error
-    ][:3]
+    jobs = run_many(replace(context_of(world), runners=Runners(lambda: runner, "spark")), kind, db_ids)
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}, [job.record.error for job in jobs if job.record.error][
+        :3
+    ]
     return jobs
 
 

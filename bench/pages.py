@@ -28,7 +28,7 @@ from quire.core.limits import GIB, MIB
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.jobs.context import JobContext, StorePool
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.namespaces import collector_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import quire
@@ -20,7 +20,7 @@ from quire.core.limits import GIB, MIB
 from quire.durable.checksums import crc64
 from quire.jobs.copies import FILE_STEP_BYTES
 from quire.jobs.runner import Runners
-from quire.jobs.verify.handler import verify_job
+from quire.jobs.verify.job import verify_job
 from quire.jobs.worker import Worker
 
 
@@ -47,7 +47,7 @@ def one_size(gib: float, report: Report, directory: Path, quick: bool) -> None:
     paths = [str(path) for path in Path(world.objects).rglob("*:*")]
     size = sum(os.path.getsize(path) for path in paths)
     worker = Worker(
-        context_of(world), {quire.JobKind.VERIFY: partial(verify_job, runners=Runners(lambda: runner, "spark"))}
+        replace(context_of(world), runners=Runners(lambda: runner, "spark")), {quire.JobKind.VERIFY: verify_job}
     )
 
     def ours() -> None:

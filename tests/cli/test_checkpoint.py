@@ -16,7 +16,7 @@ from quire.core.errors import DiskFull
 from quire.durable.files import OsDisk
 from quire.jobs.checkpoint import many
 from quire.jobs.checkpoint.run import join_slot
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.tables import WAL_CATALOG
 from quire.pages.leasefiles import FileLease

@@ -16,14 +16,14 @@ import pytest
 
 import quire
 from quire.cli.output import width_of
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from tests.cli.conftest import Run, on_a_terminal
 from tests.house.tree import SRC
 
 SLOW = """
 import time
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind
 
 def slow(ctx, job, progress):

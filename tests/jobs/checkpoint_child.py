@@ -15,8 +15,8 @@ from typing import Any
 from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import arm_from
 from quire.jobs.context import JobContext
-from quire.jobs.handlers import HANDLERS
 from quire.jobs.locations import remote_name
+from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job

@@ -12,11 +12,12 @@ import pytest
 import quire
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKind
-from quire.jobs.audit import plan, run
-from quire.jobs.audit.handler import audit_job
+from quire.jobs.audit import job as audit_module
+from quire.jobs.audit import run
+from quire.jobs.audit.job import audit_job
 from quire.jobs.audit.run import join_blocks, split_block
 from quire.jobs.runner import ThreadRunner
-from quire.jobs.sweep import handler as sweep_handler
+from quire.jobs.sweep import job as sweep_module
 from quire.jobs.worker import Worker
 from quire.manifest import check, holders, small_holders
 from quire.manifest import tables as t
@@ -59,7 +60,7 @@ def test_a_sound_store_has_no_differences(owner: Owner, monkeypatch: pytest.Monk
     result = audit(owner)
     assert (result["differences"], result["found"]) == (0, [])
     assert result["rows"] > 40
-    monkeypatch.setattr(plan, "STEP_ROWS", 3)
+    monkeypatch.setattr(audit_module, "STEP_ROWS", 3)
     assert audit(owner)["differences"] == 0, "however rows are cut"
     owner.stop()
 
@@ -76,14 +77,14 @@ def test_versions_and_heads_of_a_page_are_compared_together_however_waves_are_cu
         owner.engine.flush(store.db_id)
     whole = audit(owner)
     assert (whole["differences"], whole["found"]) == (0, [])
-    monkeypatch.setattr(plan, "STEP_ROWS", 4)
-    monkeypatch.setattr(plan, "WAVE_ROWS", rows)
-    for module in (plan, run):
+    monkeypatch.setattr(audit_module, "STEP_ROWS", 4)
+    monkeypatch.setattr(audit_module, "WAVE_ROWS", rows)
+    for module in (audit_module, run):
         monkeypatch.setattr(module, "PIECE_BITS", 3)
     result = audit(owner)
     assert (result["differences"], result["rows"]) == (0, whole["rows"])
     with owner.manifest.read() as txn:
-        cut = list(plan.waves(txn))
+        cut = list(audit_module.waves(txn))
     assert (len(cut) > 5) == (rows < 10)
     assert [wave.done for wave in cut] == sorted(wave.done for wave in cut)
     assert rows > 10 or max(sum(len(block.rows) for block in wave.blocks) for wave in cut) <= 60
@@ -97,7 +98,7 @@ def test_references_are_compared_in_waves_with_all_of_a_piece_in_one(
     for number in range(6):
         owner.engine.snapshot("shop", f"at {number}")
     whole = audit(owner)
-    monkeypatch.setattr(plan, "REFERENCE_ROWS", 10)
+    monkeypatch.setattr(audit_module, "REFERENCE_ROWS", 10)
     monkeypatch.setattr(run, "ID_BITS", 0)
     sent: list[int] = []
     regroup = ThreadRunner.regroup
@@ -110,7 +111,9 @@ def test_references_are_compared_in_waves_with_all_of_a_piece_in_one(
     result = audit(owner)
     assert (result["differences"], result["rows"]) == (0, whole["rows"])
     with owner.manifest.read() as txn:
-        cut = [wave for wave in plan.waves(txn) if wave.blocks and wave.blocks[0].sort not in ("version", "head")]
+        cut = [
+            wave for wave in audit_module.waves(txn) if wave.blocks and wave.blocks[0].sort not in ("version", "head")
+        ]
     assert len(cut) > 3
     assert len(sent) >= len(cut)
     assert max(len(block.rows) for wave in cut for block in wave.blocks) <= 10
@@ -126,14 +129,14 @@ def test_what_cannot_be_read_is_a_difference_and_the_rest_is_compared(owner: Own
     vandal.delete(t.PAGE_VERSION_HEAD, 2, 4)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        (unread,) = (wave.unread for wave in plan.waves(txn) if wave.unread)
+        (unread,) = (wave.unread for wave in audit_module.waves(txn) if wave.unread)
         assert unread.startswith("references cannot be compared")
         assert [each.rule for each in _differences(txn)] == ["P1"]
     vandal = Vandal(path)
     vandal.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 2, 3)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        told = [plan.told_unread(wave) for wave in plan.waves(txn) if wave.unread]
+        told = [audit_module.told_unread(wave) for wave in audit_module.waves(txn) if wave.unread]
     assert [(each["state"], each["what"].split()[0]) for each in told] == [("K1", "references"), ("K1", "pages")]
 
 
@@ -174,7 +177,7 @@ def test_an_audit_without_its_listing_is_an_error_and_no_empty_table(
 
     with quire.open(tmp_path / "store") as store:
         store.create("shop", "pages")
-        monkeypatch.setattr(sweep_handler, "list_range", away)
+        monkeypatch.setattr(sweep_module, "list_range", away)
         with pytest.raises(ObjectStoreUnavailable):
             store.heavy.audit(runner="threads")
         assert [job.state for job in store.manifest.jobs.jobs() if job.kind is JobKind.SWEEP] == [JobState.CANCELLED]
@@ -221,12 +224,12 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypa
     damage(vandal)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        found = [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))]
+        found = [audit_module.told(each) for each in (*_differences(txn), *audit_module.floors(txn))]
         for setting, small in (("STEP_ROWS", 2), ("WAVE_ROWS", 1), ("REFERENCE_ROWS", 1), ("PIECE_BITS", 1)):
-            monkeypatch.setattr(plan, setting, small)
+            monkeypatch.setattr(audit_module, setting, small)
         for setting in ("PIECE_BITS", "ID_BITS"):
             monkeypatch.setattr(run, setting, 1)
-        again = [plan.told(each) for each in (*_differences(txn), *plan.floors(txn))]
+        again = [audit_module.told(each) for each in (*_differences(txn), *audit_module.floors(txn))]
     assert sorted(map(str, again)) == sorted(map(str, found)), "however waves are cut"
     if rule == "S2":  # the row was a holder, too: of the namespace that its object is in, which has no object itself
         (space,) = (each for each in found if "NAMESPACE" in each.get("artifact", ""))
@@ -239,7 +242,7 @@ def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypa
 
 def _differences(txn: Any) -> Iterator[Any]:
     nothing: Any = None
-    for wave in plan.waves(txn):
+    for wave in audit_module.waves(txn):
         grouped: dict[Any, list[Any]] = {}
         for key, part in chain.from_iterable(split_block(block, nothing) for block in wave.blocks):
             grouped.setdefault(key, []).append(part)

@@ -15,8 +15,9 @@ from quire.core.errors import JobAlreadyPending, StalePlan
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import armed
-from quire.jobs import steps
-from quire.jobs.checkpoint import handler, plan, select
+from quire.jobs import handler
+from quire.jobs.checkpoint import job as checkpoint_module
+from quire.jobs.checkpoint import plan
 from quire.jobs.maintenance import Upkeep
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.plans import BeginPlan, FinishPlan
@@ -151,7 +152,7 @@ def test_a_plan_that_is_stored_while_another_is_made_is_waited_for(owner: Owner)
         write(store, model, images(*range(0, 12, 5)))
         owner.checkpoint(store)
     write(store, model, images(1))
-    real, merge = steps.commit_step, 0
+    real, merge = handler.commit_step, 0
 
     def commit(ctx: Any, job: Job, ops: Any) -> None:
         nonlocal merge
@@ -162,7 +163,7 @@ def test_a_plan_that_is_stored_while_another_is_made_is_waited_for(owner: Owner)
         real(ctx, job, ops)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handler, "commit_step", commit)
+        patch.setattr(checkpoint_module, "commit_step", commit)
         job_id = owner.ask()
         owner.worker(JobKind.CHECKPOINT).drain()
     job = owner.job(job_id)
@@ -230,7 +231,7 @@ def test_a_plan_is_finished_by_the_running_attempt_only(owner: Owner) -> None:
 def test_an_attempt_whose_job_was_taken_stores_no_plan(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(0))
-    real = select.select_segments
+    real = plan.select_segments
 
     def lose(ctx: Any, db_id: int, **more: Any) -> Any:
         found = real(ctx, db_id, **more)
@@ -240,7 +241,7 @@ def test_an_attempt_whose_job_was_taken_stores_no_plan(owner: Owner) -> None:
 
     job_id = owner.ask()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handler, "select_segments", lose)
+        patch.setattr(checkpoint_module, "select_segments", lose)
         assert owner.worker().run(job_id)
     assert not owner.plans()
     owner.retry()
@@ -254,7 +255,7 @@ def test_publishing_needs_the_leaves_that_the_plan_saw(owner: Owner) -> None:
     write(store, model, images(*range(12)))
     owner.checkpoint(store)
     write(store, model, images(*range(12)))
-    real, job_id = handler._begin, owner.ask()
+    real, job_id = checkpoint_module._begin, owner.ask()
 
     def begin(ctx: Any, job: Job, *more: Any) -> Any:
         made = real(ctx, job, *more)
@@ -263,7 +264,7 @@ def test_publishing_needs_the_leaves_that_the_plan_saw(owner: Owner) -> None:
         return replace(made, leaves={leaf: LeafRef(1, 999)})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handler, "_begin", begin)
+        patch.setattr(checkpoint_module, "_begin", begin)
         owner.worker().run(job_id)
     assert StalePlan.__name__ in owner.job(job_id).record.error
     owner.retry()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.jobs.checkpoint import bodies
+from quire.jobs.checkpoint import run
 from quire.manifest.records import JobState
 from tests.jobs.checkpoint_child import Owner, images
 from tests.pages.world import PAGE, Model, write
@@ -28,8 +28,8 @@ def test_windows_and_runs_of_any_size_give_the_same_pages(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
     """Frames that are not neighbours, in several segments, over a chain of a base and deltas, and pages of zeros."""
-    monkeypatch.setattr(bodies, "WINDOW_BYTES", pages * PAGE)
-    monkeypatch.setattr(bodies, "RUN_BYTES", pages * (PAGE + 64))
+    monkeypatch.setattr(run, "WINDOW_BYTES", pages * PAGE)
+    monkeypatch.setattr(run, "RUN_BYTES", pages * (PAGE + 64))
     store, model = owner.database(), Model()
     write(store, model, images(*range(0, 16, 2)))  # the odd ones are logged as zeros (P15)
     owner.checkpoint(store)
@@ -65,6 +65,6 @@ def test_a_frame_that_was_altered_is_named_and_nothing_is_written(owner: Owner) 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1).map(sorted), st.integers(1, 9))
 def test_runs_are_neighbours_and_cover_all(numbers: list[int], longest: int) -> None:
-    runs = [numbers[start:stop] for start, stop in bodies._runs(np.array(numbers, np.int64), longest)]
+    runs = [numbers[start:stop] for start, stop in run._runs(np.array(numbers, np.int64), longest)]
     assert [number for run in runs for number in run] == numbers
     assert all(len(run) <= longest and run == list(range(run[0], run[0] + len(run))) for run in runs)

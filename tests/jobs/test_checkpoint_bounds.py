@@ -15,8 +15,9 @@ from quire.core.errors import ConfigMismatch
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.jobs import handler as done
-from quire.jobs.checkpoint import handler, plan, select
-from quire.jobs.checkpoint.read import Dirty
+from quire.jobs.checkpoint import job as checkpoint_module
+from quire.jobs.checkpoint import plan
+from quire.jobs.checkpoint.run import Dirty
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.records import Compression, DbKind, JobKind, JobState, WalState
@@ -116,11 +117,11 @@ def test_slots_beyond_the_size_are_dropped_and_come_back_empty(owner: Owner) -> 
 
 
 def test_frames_are_read_a_few_megabytes_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.jobs.checkpoint import bodies
+    from quire.jobs.checkpoint import run
     from quire.pages.handles import ReadSegment
 
-    monkeypatch.setattr(bodies, "WINDOW_BYTES", 4 * PAGE)
-    monkeypatch.setattr(bodies, "RUN_BYTES", 2 * (PAGE + 64))
+    monkeypatch.setattr(run, "WINDOW_BYTES", 4 * PAGE)
+    monkeypatch.setattr(run, "RUN_BYTES", 2 * (PAGE + 64))
     store, model = owner.database(), Model()
     write(store, model, images(*range(8)))
     asked: list[int] = []
@@ -238,7 +239,7 @@ def test_each_step_of_a_segment_is_told(owner: Owner, monkeypatch: pytest.Monkey
     def emit(level: str, event: str, /, **fields: Any) -> None:
         told.append((level, event, fields.get("segment_id")))
 
-    monkeypatch.setattr(handler, "emit", emit)
+    monkeypatch.setattr(checkpoint_module, "emit", emit)
     monkeypatch.setattr(done, "emit", emit)
     store, model = owner.database(), Model()
     write(store, model, images(0))
@@ -263,7 +264,7 @@ def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
         def set(self, **attributes: Any) -> None:
             spans[-1][1].update(attributes)
 
-    monkeypatch.setattr(select, "span", Recorder)
+    monkeypatch.setattr(plan, "span", Recorder)
     store, model = owner.database(), Model()
     first = write(store, model, images(0))
     with store.open_snapshot(tags={"who": "report"}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire.durable.files import OsDisk
 from quire.jobs.checkpoint import many, plan
 from quire.jobs.checkpoint import run as writing
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.checkpoint.read import newest_frames
+from quire.jobs.checkpoint.run import newest_frames
 from quire.jobs.runner import Runners, ThreadRunner, Tools
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
@@ -53,7 +54,7 @@ def run(
     """All databases, in one run; db_id → its job."""
     with owner.manifest.read() as txn:
         db_ids = [db_id for db_id, _ in txn.databases()]
-    jobs = run_many(owner.context(), kind, db_ids, runners or Runners(), **more)
+    jobs = run_many(replace(owner.context(), runners=runners or Runners()), kind, db_ids, **more)
     return {job.db_id: job for job in jobs}
 
 

@@ -12,10 +12,9 @@ import quire
 from quire.core.errors import InvalidConfig, StorageFault
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable import failpoints
-from quire.jobs.compaction.handler import compaction_job
-from quire.jobs.compaction.plan import tasks_for
+from quire.jobs.compaction.job import compaction_job, tasks_for
 from quire.jobs.handler import Done
-from quire.jobs.runner import Runners, ThreadRunner
+from quire.jobs.runner import ThreadRunner
 from quire.lsm.kv import Kv
 from quire.lsm.verify import problems
 from quire.manifest.jobqueue import Job
@@ -80,7 +79,7 @@ def test_a_compaction_that_a_person_starts_is_a_job(store: Store) -> None:
 
 def test_the_ranges_of_a_major_compaction_are_merged_apart(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, model = filled(store)
-    monkeypatch.setattr("quire.jobs.compaction.handler.tasks_for", lambda _size, _workers: 5)
+    monkeypatch.setattr("quire.jobs.compaction.job.tasks_for", lambda _size, _workers: 5)
     job = store.heavy.compact("cart")
     assert 4 <= job.result["tasks"] <= 7
     assert dict(kv.scan()) == model
@@ -160,7 +159,7 @@ def test_executors_that_do_not_see_the_store_are_refused(store: Store, monkeypat
     rooms = store._need_rooms()
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     with pytest.raises(InvalidConfig, match="do not see"):
-        compaction_job(rooms.context, job, lambda _d, _t: None, runners=Runners(), kvs=lambda: store.kvs)
+        compaction_job(rooms.context, job, lambda _d, _t: None)
 
 
 def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store) -> None:
@@ -168,7 +167,7 @@ def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store
     rooms = store._need_rooms()
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     for tasks in (1, 0):
-        done = compaction_job(rooms.context, job, lambda _d, _t: None, runners=Runners(), kvs=lambda: store.kvs)
+        done = compaction_job(rooms.context, job, lambda _d, _t: None)
         assert isinstance(done, Done)
         assert (done.result["tasks"] > 0) == bool(tasks)
     assert dict(kv.scan()) == model

@@ -10,10 +10,9 @@ import pytest
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.names import object_key
-from quire.jobs.delete import plan as plan_module
-from quire.jobs.delete import publish
+from quire.jobs.delete import job as delete_module
 from quire.jobs.enqueue import request_evict, request_upload, request_verify
-from quire.jobs.steps import update
+from quire.jobs.handler import update
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import drop_namespace
@@ -248,7 +247,7 @@ def test_rows_of_a_dropped_database_that_nothing_ever_referred_to_go_too(local: 
 
 def test_the_page_index_of_a_dropped_database_goes_in_pieces(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two pieces the manifest keeps all its rules: a store that is closed there must open again."""
-    monkeypatch.setattr(publish, "STEP_PAGE_ROWS", 4)
+    monkeypatch.setattr(delete_module, "STEP_PAGE_ROWS", 4)
     db_id = local.database()
     rows = [ROW.pack(page, 0, lsn, 0, 7, 1, 1, 0, 0) for page in (1, 2, 3) for lsn in (1, 2, 3)]
     local.manifest.submit([PublishPages(db_id, b"".join(rows))]).result()
@@ -312,8 +311,8 @@ def test_a_database_with_an_outstanding_job_keeps_its_tombstone_and_nobody_spins
 
 
 def test_many_artifacts_go_in_bounded_steps(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "STEP_ARTIFACTS", 4)
-    monkeypatch.setattr(plan_module, "STEP_LEAVES", 1)
+    monkeypatch.setattr(delete_module, "STEP_ARTIFACTS", 4)
+    monkeypatch.setattr(delete_module, "STEP_LEAVES", 1)
     db_id = local.database()
     for _ in range(2):
         local.chunks(db_id, 1, 300, *range(512, 517))

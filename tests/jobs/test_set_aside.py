@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_fields
 
 from quire.core.errors import SnapshotGone
 from quire.durable.failpoints import armed
-from quire.jobs.checkpoint.window import ASIDE_MS
+from quire.jobs.checkpoint.plan import ASIDE_MS
 from quire.jobs.maintenance import Upkeep
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, WalState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.jobs.runner import Answer, Runners
-from quire.jobs.stats import compute, run
-from quire.jobs.stats.compute import Totals, usage
-from quire.jobs.stats.handler import stats_job
+from quire.jobs.stats import job as stats_module
+from quire.jobs.stats import run
+from quire.jobs.stats.job import Totals, stats_job, usage
 from quire.jobs.stats.run import LINE_BYTES, SUMS, TIER, WHOLE, Holder, join_shares
-from quire.jobs.threads import thread_runner
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, JobState, Residency
 from tests.jobs.checkpoint_child import Owner, images
@@ -117,7 +117,8 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 def stats(owner: Owner, runners: Runners) -> tuple[list[Any], dict[str, Any]]:
     found: list[Any] = []
     job_id = owner.manifest.jobs.enqueue(JobKind.STATS, 0)
-    Worker(owner.context(), {JobKind.STATS: partial(stats_job, runners=runners, into=found.extend)}).drain()
+    context = replace(owner.context(), runners=runners)
+    Worker(context, {JobKind.STATS: partial(stats_job, into=found.extend)}).drain()
     job = owner.job(job_id)
     assert job.state is JobState.SUCCEEDED, job.record.error
     result: dict[str, Any] = job.result
@@ -130,12 +131,12 @@ def test_the_driver_never_has_more_than_a_wave_and_gets_lines_of_sums(
 ) -> None:
     whole, told = stats(owner, Runners())
     assert told["rows"] > 300, "many holdings of few artifacts"
-    monkeypatch.setattr(compute, "WAVE_ROWS", wave_rows)
-    monkeypatch.setattr(compute, "STEP_ROWS", 16)
+    monkeypatch.setattr(stats_module, "WAVE_ROWS", wave_rows)
+    monkeypatch.setattr(stats_module, "STEP_ROWS", 16)
     monkeypatch.setattr(run, "PIECE_BITS", 1)
     largest_piece = 2 * (1 + 2 * 11) + 8  # two ids, each with its generations, held by two databases and nine snapshots
     sent, answers = list[int](), list[int]()
-    make: Callable[[], Any] = lambda: Weighing(thread_runner(owner.context()), sent, answers)  # noqa: E731
+    make: Callable[[], Any] = lambda: Weighing(owner.context().thread_runner(), sent, answers)  # noqa: E731
     found, cut_up = stats(owner, Runners(make, "spark"))
     assert found == whole
     with owner.manifest.read() as txn:

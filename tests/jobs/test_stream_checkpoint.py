@@ -18,7 +18,7 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import VARIABLE, armed, hits, recording
 from quire.durable.names import Tier, object_key
 from quire.jobs.enqueue import request_evict, request_hydrate, request_upload, request_verify
-from quire.jobs.stream_checkpoint.chunks import row_of
+from quire.jobs.stream_checkpoint.run import row_of
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, WalState
@@ -106,7 +106,7 @@ def test_a_second_checkpoint_publishes_what_is_new(store: quire.Store, clicks: S
 def test_more_than_one_job_takes_follow_each_other(
     store: quire.Store, clicks: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.jobs.stream_checkpoint.plan.SEGMENTS_MAX", 3)
+    monkeypatch.setattr("quire.jobs.stream_checkpoint.job.SEGMENTS_MAX", 3)
     assert store.checkpoint("clicks").result["chunks"] == 3
     store.worker.drain()
     assert sorted(chunks(store)) == [1, 2, 3, 4]

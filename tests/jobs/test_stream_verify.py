@@ -12,9 +12,7 @@ import quire
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import Tier
 from quire.jobs.enqueue import request_verify
-from quire.jobs.stream_verify.logs import verify_logs
-from quire.jobs.stream_verify.run import LogTask
-from quire.jobs.threads import thread_runner
+from quire.jobs.stream_verify.run import LogTask, verify_logs
 from quire.manifest import tables as t
 from quire.manifest.records import VerifyState
 from quire.stream.mlog_format import COPY_BYTES, decode_copy
@@ -109,7 +107,7 @@ def test_one_database_and_one_artifact(store: quire.Store, clicks: Stream) -> No
 # ── logs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def log_problems(store: quire.Store, *streams: Stream, deep: bool = True) -> list[tuple[int, str]]:
     context = store._need_rooms().context
-    runner = thread_runner(context)
+    runner = context.thread_runner()
     with store.manifest.read() as txn:
         prefixes, store_id = txn.object_prefixes(), txn.store_id()
     tasks = [
@@ -175,7 +173,6 @@ def test_what_a_second_look_does_not_find_is_not_told(
     store: quire.Store, logs: list[Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A live owner moves things between listing and looking."""
-    from quire.jobs.stream_verify import logs as module
     from quire.jobs.stream_verify import run
     from quire.stream.mlog_verify import LogProblem
 
@@ -190,6 +187,6 @@ def test_what_a_second_look_does_not_find_is_not_told(
         problems = (LogProblem(rule="L7", what="a segment's object is missing"),)
         return type(found)(found.stream_id, problems, found.chunks, found.bundles, found.snapshots)
 
-    monkeypatch.setattr(module, "check_log", check_log)
+    monkeypatch.setattr(run, "check_log", check_log)
     assert log_problems(store, *logs) == []
     assert sorted(looks) == sorted([each.stream_id for each in logs] * 2)

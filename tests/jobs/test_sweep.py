@@ -16,10 +16,9 @@ from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
 from quire.durable.names import manifest_log_key, object_key
-from quire.jobs.sweep import handler, plan
-from quire.jobs.sweep.handler import sweep_job
+from quire.jobs.sweep import job as sweep_module
+from quire.jobs.sweep.job import sweep_job
 from quire.jobs.sweep.run import Listed, ListTask, list_range
-from quire.jobs.threads import thread_runner
 from quire.jobs.worker import Worker
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import JobKind, JobState
@@ -83,7 +82,7 @@ def test_orphans_anywhere_are_found_and_only_deleted_if_asked(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, names: int
 ) -> None:
     """Whatever the ranges: before the first name, between two, of a database that nobody knows, behind the last."""
-    monkeypatch.setattr(plan, "RANGE_NAMES", names)
+    monkeypatch.setattr(sweep_module, "RANGE_NAMES", names)
     put_there = {put(owner, orphan(slot)) for slot in (0, 4, 9, 5_000)} | {put(owner, orphan(3, db_id=77))}
     before = owner.objects()
     result = sweep(owner)
@@ -174,9 +173,9 @@ def test_ranges_go_on_where_the_last_wave_ended_and_none_is_read_twice(
         os.rename(os.path.join(owner.objects_url, name), owner.base / name.replace("/", "-"))
     seen = []
     for waves, names, databases in ((256, 16_384, 256), (1, 1, 1), (2, 3, 2), (1, 2, 3)):
-        monkeypatch.setattr(handler, "WAVE_RANGES", waves)
-        monkeypatch.setattr(plan, "RANGE_NAMES", names)
-        monkeypatch.setattr(plan, "RANGE_DATABASES", databases)
+        monkeypatch.setattr(sweep_module, "WAVE_RANGES", waves)
+        monkeypatch.setattr(sweep_module, "RANGE_NAMES", names)
+        monkeypatch.setattr(sweep_module, "RANGE_DATABASES", databases)
         seen.append(sweep(owner))
     assert seen[0]["objects"] == len(kept) + len(strays) - len(gone)
     assert {each["object"] for each in seen[0]["orphans"]} == strays
@@ -191,7 +190,7 @@ def test_other_peoples_names_are_counted_where_they_are_listed(owner: Owner) -> 
     for number in range(20):
         put(owner, f"tables/{number:04}.sst")
     task = ListTask(url=owner.objects_url, prefix=below(owner))
-    told = list(list_range(task, thread_runner(owner.context())._tools))
+    told = list(list_range(task, owner.context().thread_runner()._tools))
     assert len(told) == 10 + 1, "ten chunks, and how much there was"
     assert told[-1][1] == Listed(30, sweep(owner)["bytes_listed"])
 
@@ -274,19 +273,19 @@ def test_two_sweeps_at_once_delete_the_same_and_nothing_else(owner: Owner) -> No
 def test_when_everything_is_gone_rows_are_read_once_more_and_not_for_each(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler, "SETTLED_AT_ONCE", 2)
-    monkeypatch.setattr(plan, "LOOKED_UP", 3)
+    monkeypatch.setattr(sweep_module, "SETTLED_AT_ONCE", 2)
+    monkeypatch.setattr(sweep_module, "LOOKED_UP", 3)
     away = owner.base / "away"
     names = sorted(owner.objects())
     os.rename(owner.objects_url, away)
     os.mkdir(owner.objects_url)
-    walk, walks = plan._names, list[Any]()
+    walk, walks = sweep_module._names, list[Any]()
 
     def counted(*given: Any) -> Iterator[Any]:
         walks.append(given)
         return walk(*given)
 
-    monkeypatch.setattr(plan, "_names", counted)
+    monkeypatch.setattr(sweep_module, "_names", counted)
     result = sweep(owner)
     os.rmdir(owner.objects_url)
     os.rename(away, owner.objects_url)

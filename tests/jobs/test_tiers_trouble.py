@@ -14,7 +14,7 @@ from quire.core.ids import ArtifactKey
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import armed
 from quire.jobs.enqueue import request_evict, request_hydrate, request_upload
-from quire.jobs.steps import update
+from quire.jobs.handler import update
 from quire.manifest.records import JobKind, JobState, Residency, VerifyState
 from quire.objects.api import ObjectStore, PutResult
 from quire.objects.open import open_store

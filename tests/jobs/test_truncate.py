@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.durable.failpoints import armed
-from quire.jobs.truncate import handler
+from quire.jobs.truncate import job as truncate_module
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState, WalState
 from quire.testing.manifest import assert_clean
@@ -63,8 +63,8 @@ def test_absorbed_rows_go_in_steps_and_others_stay(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int, looked: int
 ) -> None:
     """Also if one transaction looks at fewer rows than a page has versions."""
-    monkeypatch.setattr(handler, "STEP_ROWS", rows)
-    monkeypatch.setattr(handler, "SCAN_ROWS_MAX", looked)
+    monkeypatch.setattr(truncate_module, "STEP_ROWS", rows)
+    monkeypatch.setattr(truncate_module, "SCAN_ROWS_MAX", looked)
     model = Model()
     job_id = _fill(owner, model)
     absorbed = len(_rows(owner))
@@ -79,7 +79,7 @@ def test_absorbed_rows_go_in_steps_and_others_stay(
 
 
 def test_segments_go_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "STEP_SEGMENTS", 2)
+    monkeypatch.setattr(truncate_module, "STEP_SEGMENTS", 2)
     model, moved = Model(), list[str]()
     job_id = _fill(owner, model)
     with armed("jobs.truncate.moved", moved.append):
@@ -96,8 +96,8 @@ def test_segments_go_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPat
 def test_a_truncation_that_failed_is_repeated_from_where_it_was(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setattr(handler, "STEP_ROWS", 5)
-    monkeypatch.setattr(handler, "STEP_SEGMENTS", 2)
+    monkeypatch.setattr(truncate_module, "STEP_ROWS", 5)
+    monkeypatch.setattr(truncate_module, "STEP_SEGMENTS", 2)
     model = Model()
     job_id = _fill(owner, model)
     for skip in range(3):
@@ -115,7 +115,7 @@ def test_a_truncation_that_failed_is_repeated_from_where_it_was(
 
 
 def test_a_worker_that_lost_the_job_drops_nothing_more(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "STEP_ROWS", 5)
+    monkeypatch.setattr(truncate_module, "STEP_ROWS", 5)
     model = Model()
     job_id = _fill(owner, model)
     left: list[int] = []

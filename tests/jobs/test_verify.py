@@ -16,8 +16,8 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
 from quire.jobs.enqueue import request_evict, request_upload, request_verify
-from quire.jobs.steps import update
-from quire.jobs.verify import handler as handler_module
+from quire.jobs.handler import update
+from quire.jobs.verify import job as verify_module
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.api import ObjectStore
@@ -167,7 +167,7 @@ def test_the_result_counts_and_names_what_is_damaged(local: World) -> None:
 
 
 def test_what_was_verified_longest_ago_comes_first(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_module, "STEP_ARTIFACTS", 1)
+    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 1)
     keys = local.chunks(local.database(), 1, 2, 3, 4)
     for moment, key in ((30, keys[0]), (10, keys[2]), (20, keys[3])):
         local.manifest.submit([update(key, verified_at_ms=moment)]).result()
@@ -183,8 +183,8 @@ def test_what_was_verified_longest_ago_comes_first(local: World, monkeypatch: py
 
 
 def test_an_attempt_is_bounded_and_the_next_one_goes_on(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_module, "STEP_ARTIFACTS", 2)
-    monkeypatch.setattr(handler_module, "ATTEMPT_ARTIFACTS", 4)
+    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 2)
+    monkeypatch.setattr(verify_module, "ATTEMPT_ARTIFACTS", 4)
     keys = local.chunks(local.database(), *range(10))
     looked: list[str] = []
     with armed("jobs.verify.looked", looked.append):
@@ -202,7 +202,7 @@ def test_an_attempt_is_bounded_and_the_next_one_goes_on(local: World, monkeypatc
 def test_an_interrupted_verification_repeats_only_what_was_not_committed(
     local: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler_module, "STEP_ARTIFACTS", 2)
+    monkeypatch.setattr(verify_module, "STEP_ARTIFACTS", 2)
     local.chunks(local.database(), *range(6))
     job_id = request_verify(local.manifest, "shop")
     looked: list[str] = []

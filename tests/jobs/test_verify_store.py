@@ -12,12 +12,10 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
 from quire.jobs.locations import Place
 from quire.jobs.runner import Runners, ThreadRunner
-from quire.jobs.threads import thread_runner
 from quire.jobs.verify import whole
-from quire.jobs.verify.handler import verify_job
+from quire.jobs.verify.job import verify_job
 from quire.jobs.verify.run import run_task
 from quire.jobs.worker import Worker
-from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState, VerifyState
 from quire.manifest.verification import artifacts
 from quire.objects.api import ObjectStore, list_objects
@@ -161,20 +159,17 @@ def test_files_are_looked_at_here_where_executors_do_not_see_them(local: World) 
         def map(self, run: Any, tasks: Any, **more: Any) -> Any:
             return super().map(told, tasks, **more)
 
-    made = thread_runner(local.ctx)
+    made = local.ctx.thread_runner()
     far = Far(made._tools, 1)
     job_id = ask(local)
 
-    def verify(ctx: Any, job: Job, progress: Any) -> Any:
-        return verify_job(ctx, job, progress, runners=Runners(lambda: far, "spark"))
-
-    Worker(local.ctx, {JobKind.VERIFY: verify}).drain()
+    Worker(replace(local.ctx, runners=Runners(lambda: far, "spark")), {JobKind.VERIFY: verify_job}).drain()
     assert local.job(job_id).result["verified"] == 4
     assert asked == [keys[2]], "only what has no file"
 
 
 def test_a_bitmap_that_its_row_does_not_describe_is_found(tmp_path: Any) -> None:
-    from quire.jobs.steps import update
+    from quire.jobs.handler import update
     from quire.manifest import tables as t
 
     owner = Owner(tmp_path)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.jobs import steps
+from quire.jobs import handler
 from quire.jobs import worker as worker_module
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress
-from quire.jobs.steps import commit_step
+from quire.jobs.handler import Done, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import BACKOFF_SECONDS, LEASE_SECONDS, Job
 from quire.manifest.ops.jobs import RenewJobLease
@@ -141,7 +140,7 @@ def test_a_step_and_its_right_to_be_taken_are_one_transaction(local: World, monk
         commit_step(ctx, job, [RecordMetric(1, 1, [1.0])])
         return Done()
 
-    monkeypatch.setattr(steps, "RenewJobLease", cancelled_meanwhile)
+    monkeypatch.setattr(handler, "RenewJobLease", cancelled_meanwhile)
     job_id = enqueue(local)
     worker_with(local, work).drain()
     assert state(local, job_id) is JobState.CANCELLED

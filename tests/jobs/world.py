@@ -21,9 +21,9 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext, StorePool, artifact_row
 from quire.jobs.enqueue import request_evict, request_upload
-from quire.jobs.handlers import HANDLERS
 from quire.jobs.locations import OpenStore, Place
 from quire.jobs.maintenance import Upkeep
+from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.jobs.delete import handler, plan, run
+from quire.jobs.delete import job as delete_module
+from quire.jobs.delete import run
 from quire.jobs.locations import Place
 from quire.jobs.maintenance import Upkeep
 from quire.manifest import check as checker
@@ -88,7 +89,7 @@ def bytes_go_whoever_needs_them(patch: pytest.MonkeyPatch) -> None:
             store.delete_many([info.key for info in list_objects(store)])
         return done
 
-    patch.setattr(handler, "delete", deleting)
+    patch.setattr(delete_module, "delete", deleting)
 
 
 def bytes_go_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -111,12 +112,12 @@ def only_files_go(patch: pytest.MonkeyPatch) -> None:
 
 def abandoned_chunks_stay(patch: pytest.MonkeyPatch) -> None:
     """Of a dropped database."""
-    patch.setattr(plan, "_orphans", lambda *_: iter(()))
+    patch.setattr(delete_module, "_orphans", lambda *_: iter(()))
 
 
 def other_databases_are_not_told(patch: pytest.MonkeyPatch) -> None:
     """What a leaf let go is work for the job of whoever made it; and nobody looks for work without a job."""
-    patch.setattr(handler, "next_origins", lambda *given: {given[-1]})
+    patch.setattr(delete_module, "next_origins", lambda *given: {given[-1]})
     patch.setattr(Upkeep, "_deletions", nothing)
 
 

@@ -26,7 +26,7 @@ from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import CachedChunkFile, WalSegmentFile, object_key
 from quire.jobs.context import JobContext
-from quire.jobs.delete.handler import delete_job
+from quire.jobs.delete.job import delete_job
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t

@@ -20,7 +20,7 @@ from quire.core.errors import JobAlreadyPending
 from quire.core.settings import MaintenanceSettings, PagesSettings
 from quire.durable.files import Disk, OsDisk
 from quire.jobs.context import JobContext, StorePool
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.jobs.worker import Worker
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind, JobKind

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def main(base: str, master: str, failpoints: str, *more: str) -> None:
     if "kill-executor" in more:
         threading.Thread(target=kill_one_when_busy, args=(base,), daemon=True).start()
     runners = Runners(partial(SparkRunner, spark, root=owner.root, objects_url=owner.objects_url), "spark")
-    jobs = run_many(owner.context(), JobKind.CHECKPOINT, range(1, DATABASES + 1), runners)
+    jobs = run_many(replace(owner.context(), runners=runners), JobKind.CHECKPOINT, range(1, DATABASES + 1))
     print("ran", *(job.state.name for job in jobs), flush=True)
     owner.stop()
     work = Path(os.environ.get("SPARK_HOME", "") or Path(sys.modules["pyspark"].__file__ or "").parent, "work")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import pytest
 
 from quire.durable.failpoints import armed
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.runner import Runners
 from quire.manifest.records import JobKind, JobState
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
@@ -122,7 +122,9 @@ def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
         owner.engine.snapshot("shop", "late")
 
     with armed("jobs.checkpoint.planned", come_and_go):
-        jobs = {job.db_id: job for job in run_many(owner.context(), JobKind.CHECKPOINT, [1], owner.runners)}
+        jobs = {
+            job.db_id: job for job in run_many(replace(owner.context(), runners=owner.runners), JobKind.CHECKPOINT, [1])
+        }
     assert jobs[1].state is JobState.SUCCEEDED
     assert early.lsn < jobs[1].result["covered_lsn"] < model.newest.lsn
     assert_all(owner, {1: model, 2: model})
@@ -139,7 +141,7 @@ def test_two_checkpoints_of_one_database_at_once(owner: SparkOwner) -> None:
     def again(_: str) -> None:
         if not seen:
             seen.append(None)  # what is started here comes by, too
-            seen.append(run_many(owner.context(), JobKind.CHECKPOINT, [1, 2], Runners()))
+            seen.append(run_many(owner.context(), JobKind.CHECKPOINT, [1, 2]))
             merge = owner.ask(JobKind.MERGE)
             owner.worker(JobKind.MERGE, JobKind.CHECKPOINT).drain()
             seen.append(owner.state(merge))

@@ -194,7 +194,7 @@ def test_a_major_compaction_runs_on_executors(owner: Owned, monkeypatch: pytest.
         cart.write({b"%05d" % (each * 2 + number): b"v%d" % number for each in range(400)})
         cart.flush()
     expected = dict(cart.scan())
-    monkeypatch.setattr("quire.jobs.compaction.handler.tasks_for", lambda _size, _workers: 3)
+    monkeypatch.setattr("quire.jobs.compaction.job.tasks_for", lambda _size, _workers: 3)
     cart.settings = msgspec.structs.replace(cart.settings, table_bytes=4_096)
     job = owner.store.heavy.compact("cart", runner="spark")
     assert job.state is JobState.SUCCEEDED, job.record.error

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from quire.core.ids import ArtifactKind
-from quire.jobs.audit import plan as audit_plan
-from quire.jobs.audit.handler import audit_job
+from quire.jobs.audit import job as audit_module
+from quire.jobs.audit.job import audit_job
 from quire.jobs.runner import Runners
-from quire.jobs.stats.handler import stats_job
-from quire.jobs.sweep import plan
-from quire.jobs.sweep.handler import sweep_job
+from quire.jobs.stats.job import stats_job
+from quire.jobs.sweep import job as sweep_module
+from quire.jobs.sweep.job import sweep_job
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState
@@ -46,7 +46,7 @@ def owner(spark: SparkSession, tmp_path: Path) -> Iterator[SparkOwner]:
 
 def run(owner: SparkOwner, kind: JobKind, handler: Any, runners: Runners, **payload: Any) -> dict[str, Any]:
     job_id = owner.manifest.jobs.enqueue(kind, 0, payload or None)
-    Worker(owner.context(), {kind: partial(handler, runners=runners)}).drain()
+    Worker(replace(owner.context(), runners=runners), {kind: handler}).drain()
     job = owner.job(job_id)
     assert job.state is JobState.SUCCEEDED, job.record.error
     result: dict[str, Any] = job.result
@@ -56,7 +56,7 @@ def run(owner: SparkOwner, kind: JobKind, handler: Any, runners: Runners, **payl
 def test_orphans_and_missing_objects_are_what_an_outer_join_leaves(
     owner: SparkOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "RANGE_NAMES", 2)  # several tasks, several partitions
+    monkeypatch.setattr(sweep_module, "RANGE_NAMES", 2)  # several tasks, several partitions
     strays = {put(owner, orphan(slot)) for slot in (0, 7, 900)} | {put(owner, orphan(3, db_id=700))}
     victim = sorted(owner.objects().keys() - strays)[1]
     os.rename(os.path.join(owner.objects_url, victim), owner.base / "kept")
@@ -84,7 +84,7 @@ def test_an_audit_on_executors_finds_what_was_damaged(owner: SparkOwner, monkeyp
         for table, key in victims:
             raw = table.key.pack(*key)
             taken[table.name, raw] = txn.pop(raw, db=env.handles[table.name])
-    monkeypatch.setattr(audit_plan, "REFERENCE_ROWS", 4)  # several waves
+    monkeypatch.setattr(audit_module, "REFERENCE_ROWS", 4)  # several waves
     theirs, ours = (run(owner, JobKind.AUDIT, audit_job, runners) for runners in (owner.runners, Runners()))
     assert sorted(each["state"] for each in theirs["found"]) == ["P1", "R1", "R1", "S2"]
     counted = {each["artifact"] for each in theirs["found"] if each["state"] == "R1"}

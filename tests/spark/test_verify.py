@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.jobs.runner import Runners
-from quire.jobs.verify.handler import verify_job
+from quire.jobs.verify.job import verify_job
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind, VerifyState
 from quire.spark.runner import SparkRunner
@@ -27,7 +28,7 @@ def test_every_tier_is_read_and_damage_is_named(spark: SparkSession, tmp_path: P
     damage(world, keys[0], "file", "missing")
     runners = Runners(partial(SparkRunner, spark, root=world.root, objects_url=world.objects_url), "spark")
     job_id = ask(world)
-    Worker(world.ctx, {JobKind.VERIFY: partial(verify_job, runners=runners)}).drain()
+    Worker(replace(world.ctx, runners=runners), {JobKind.VERIFY: verify_job}).drain()
     result = world.job(job_id).result
     assert (result["verified"], result["missing"], result["altered"]) == (len(keys) - 3, 2, 1)
     assert result["complete"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.jobs.checkpoint.handler import checkpoint_job, merge_job
-from quire.jobs.handler import Handler
-from quire.jobs.handlers import HANDLERS
+from quire.jobs.registry import HANDLERS
 from quire.jobs.runner import Runners
 from quire.jobs.worker import Worker
 from quire.manifest.records import JobKind
@@ -31,9 +29,5 @@ class SparkOwner(Owner):
         return Runners(partial(SparkRunner, self.spark, root=self.root, objects_url=self.objects_url), "spark")
 
     def worker(self, *kinds: JobKind, **more: Any) -> Worker:
-        handlers: dict[JobKind, Handler] = {
-            **HANDLERS,
-            JobKind.CHECKPOINT: partial(checkpoint_job, runners=self.runners),
-            JobKind.MERGE: partial(merge_job, runners=self.runners),
-        }
-        return Worker(self.context(), {kind: handlers[kind] for kind in kinds or handlers}, **more)
+        context = replace(self.context(), runners=self.runners)
+        return Worker(context, {kind: HANDLERS[kind] for kind in kinds or HANDLERS}, **more)

@@ -94,8 +94,7 @@ def verify(
 
     Exit code 1 if one is broken.
     """
-    from quire.jobs.stream_verify.logs import verify_logs
-    from quire.jobs.stream_verify.run import LogTask
+    from quire.jobs.stream_verify.run import LogTask, verify_logs
     from quire.store.layout import objects_url
 
     need_runner(runner)

@@ -18,7 +18,7 @@ from quire.manifest.metrics import RollingCollector, rolling
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
-    from quire.jobs.stats.compute import Usage
+    from quire.jobs.stats.job import Usage
     from quire.manifest.metrics import RollingMetric
     from quire.manifest.store import ManifestStore
 
@@ -40,7 +40,7 @@ def stats(
     Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
     its snapshots. `alone` is what dropping it would free; `on disk` is what its files take, as `du` says.
     """
-    from quire.jobs.stats.compute import usage, with_disk
+    from quire.jobs.stats.job import usage, with_disk
 
     need_runner(runner)
     if dry_run:
@@ -65,7 +65,7 @@ def stats(
 
 def _outlook(manifest: ManifestStore) -> Report:
     """What there is to be added up. Nothing is changed by it anyway."""
-    from quire.jobs.stats.compute import blocks
+    from quire.jobs.stats.job import blocks
 
     with manifest.read() as txn:
         counts = {"fact": 0, "holding": 0}

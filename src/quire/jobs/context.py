@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,17 +17,20 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings
 from quire.durable.files import Disk
 from quire.jobs.locations import OpenStore, Place, local_name, remote_name
+from quire.jobs.runner import Runner, Runners, ThreadRunner, Tools
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 from quire.objects.collector import Collector
+from quire.pages.cache import PageCache
+from quire.pages.sources import Sources
 
 if TYPE_CHECKING:
-    from quire.lsm.verify import Stored
+    from quire.lsm.engine import KvEngine
     from quire.pages.quota import StorageQuota
     from quire.pages.readers import Lease
-    from quire.pages.sources import Sources
+    from quire.stream.engine import StreamEngine
 
 
 def allow() -> None:
@@ -53,13 +56,6 @@ class PagesOfStore(Protocol):
     def quota(self) -> StorageQuota: ...
 
 
-class KvOfStore(Protocol):
-    """What jobs about a whole store need of the key-value engine."""
-
-    def __call__(self, db_id: int, snapshots: Sequence[int], /) -> Stored:
-        """What a database and these snapshots of it have on disk; everything but the tables is read for that."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """The store, as a job sees it."""
@@ -79,13 +75,31 @@ class JobContext:
     before_put: Callable[[], None] = allow
     """Raises if this process may not put objects any more. Object stores of this process ask by themselves; a job whose tasks
     put elsewhere asks before they start, and before it publishes what they wrote."""
-    kv: KvOfStore | None = None
-    """The key-value engine; `None` where there is none."""
+    kv: Callable[[], KvEngine] | None = None
+    """Gives the key-value engine, which is made when it is first needed; `None` where there is none."""
+    streams: Callable[[], StreamEngine] | None = None
+    """Gives the stream engine, likewise."""
+    runners: Runners = field(default_factory=Runners)
+    """Who may run the tasks of a job."""
+    bundle_seconds: float = 7 * 86_400.0
+    """The period whose manifest-log chunks become one bundle, unless a job names another."""
 
     @property
     def clock(self) -> Clock:
         """The owner's clock: the only one that decides (M8)."""
         return self.manifest.clock
+
+    def thread_runner(self, label: str = "quire-run") -> ThreadRunner:
+        """A runner with threads of this process."""
+        if self.pages is not None:
+            sources = self.pages.sources
+        else:  # a worker without a page engine still moves and verifies bytes
+            sources = Sources(root=self.root, disk=self.disk, open_store=self.open_store, cache=PageCache(0))
+        return ThreadRunner(Tools(sources, self.open_store, self.disk, self.root), self.settings.workers, label=label)
+
+    def choose_runner(self, name: str, size_bytes: int, *, label: str) -> Runner:
+        """The runner of this name for so many bytes of work; without a name the one that settings or size suggest."""
+        return self.runners.choose(name, size_bytes, lambda: self.thread_runner(label))
 
     def place(self, txn: ReadTxn, key: ArtifactKey) -> Place | None:
         """Where an artifact's bytes are; `None` if the catalog does not know it."""

@@ -10,24 +10,34 @@ Rules
   2. A handler calls `progress` between steps: that is where it is stopped, and where it learns that it lost its lease.
   3. A handler that raises has failed this attempt. What will not get better by waiting (`HOPELESS`) fails the job for good, if
      it is one that may be given up; anything else is tried again.
-  4. What a handler commits on its way goes through `steps.commit_step`, what it leads to into `Done`: so nothing is changed by
+  4. What a handler commits on its way goes through `commit_step`, what it leads to into `Done`: so nothing is changed by
      a handler whose job has been taken from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from quire.core.errors import Corruption, DatabaseTombstoned, InvalidInput, NotFound, WouldDropEverything
+from quire.core.errors import (
+    Corruption,
+    DatabaseTombstoned,
+    IllegalTransition,
+    InvalidInput,
+    NotFound,
+    WouldDropEverything,
+)
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext
+from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
+from quire.manifest.ops.artifacts import UpdateArtifact
 from quire.manifest.ops.base import Op
+from quire.manifest.ops.jobs import RenewJobLease
 
 HOPELESS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
 """Errors that the next attempt would meet again: somebody has to do something first (rule 3). Other conflicts are not here: the
@@ -95,3 +105,21 @@ def artifact_of(job: Job) -> ArtifactKey:
         )
     origin, kind, number, generation, delta = job.record.artifact
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
+
+
+def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
+    """Commit effects of a job that goes on; `IllegalTransition` if it is no longer this attempt's.
+
+    The lease is renewed in the same transaction, so a worker that lost its job changes nothing any more.
+    """
+    with ctx.manifest.read() as txn:
+        lease = txn.get(t.JOB_LEASES, job.job_id)
+    if lease is None or job.lease is None or lease.worker != job.lease.worker:
+        raise IllegalTransition("the job is no longer this worker's", hint="stop working on it", job_id=job.job_id)
+    renewal = RenewJobLease(job.job_id, lease.worker, lease.expires_at_ms, lease.done, lease.total)
+    ctx.manifest.submit([renewal, *ops]).result()
+
+
+def update(key: ArtifactKey, **changes: Any) -> UpdateArtifact:
+    """The operation that changes what an artifact's row says of its bytes."""
+    return UpdateArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id, **changes)

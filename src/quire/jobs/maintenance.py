@@ -30,7 +30,7 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.jobs.context import JobContext
 from quire.jobs.leftovers import sweep_leftovers
-from quire.jobs.stream_checkpoint.plan import unpublished
+from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.leases import leases_of
@@ -215,7 +215,7 @@ class Upkeep:
 
     def _set_aside(self, done: Round) -> None:
         """Before retention: what is still read does not expire."""
-        from quire.jobs.checkpoint.window import review_set_aside  # pages and numpy: not for stores of streams
+        from quire.jobs.checkpoint.plan import review_set_aside  # pages and numpy: not for stores of streams
 
         done.dropped += review_set_aside(self._ctx)
 

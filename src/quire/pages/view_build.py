@@ -83,7 +83,7 @@ def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, reg
 
 
 def reader_snapshots(txn: ReadTxn, db_id: int) -> Iterator[tuple[int, SnapshotRecord]]:
-    """(id, row) of the snapshots that keep versions for readers which were set aside (`jobs/checkpoint/window.py`)."""
+    """(id, row) of the snapshots that keep versions for readers which were set aside (`jobs/checkpoint/plan.py`)."""
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
         if row.tags.get(WINDOW_TAG) == KEPT_FOR_READER and row.kind is SnapshotKind.ANONYMOUS:
             yield snapshot_id, row

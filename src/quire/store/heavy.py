@@ -25,12 +25,12 @@ from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_re
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Handler, Outcome, Progress
-from quire.jobs.restore.export import need_no_file
+from quire.jobs.registry import HANDLERS
+from quire.jobs.restore.job import need_no_file
 from quire.jobs.retention import apply_many
 from quire.jobs.row_groups import Steady, part
 from quire.jobs.runner import no_tick
-from quire.jobs.stats.compute import Usage, with_disk
-from quire.jobs.stats.handler import stats_job
+from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.jobs.worker import Worker
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
@@ -179,7 +179,7 @@ class Heavy:
     def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
         """What each database and snapshot takes: alone, shared, by tier."""
         found: list[Usage] = []
-        handler = partial(stats_job, runners=self._rooms.runners, into=found.extend)
+        handler = partial(stats_job, into=found.extend)
         self._run_told(JobKind.STATS, 0, {"runner": runner}, progress, handler)
         return with_disk(found, measure(self._store.path))
 
@@ -214,7 +214,7 @@ class Heavy:
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
         """Run a job in this thread; its caller hears how far it is, and gets what it raises: then nobody tries it again."""
-        met, work = list[Exception](), _told(handler or self._rooms.handlers[kind], progress)
+        met, work = list[Exception](), _told(handler or HANDLERS[kind], progress)
 
         def caught(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
             try:
@@ -236,13 +236,13 @@ class Heavy:
         """Run a job in this thread, by the store's own worker unless somebody wants to hear how far it is."""
         worker = self._rooms.worker
         if kind is not None and progress is not no_tick:
-            worker = Worker(self._rooms.context, {kind: _told(self._rooms.handlers[kind], progress)})
+            worker = Worker(self._rooms.context, {kind: _told(HANDLERS[kind], progress)})
         worker.run(job_id)
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
         heard = Steady(progress)
-        jobs = run_many(self._rooms.context, kind, db_ids, self._rooms.runners, wish=runner, progress=heard)
+        jobs = run_many(self._rooms.context, kind, db_ids, wish=runner, progress=heard)
         heard.over()
         return jobs
 

@@ -14,21 +14,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.core.errors import StoreClosed
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
 from quire.jobs.context import JobContext, StorePool, allow
-from quire.jobs.handlers import HANDLERS
 from quire.jobs.leftovers import has_dropped_streams
 from quire.jobs.maintenance import Upkeep
+from quire.jobs.registry import HANDLERS
+from quire.jobs.runner import Runners
 from quire.jobs.uploads import upload_now
 from quire.jobs.worker import Worker
 from quire.lsm.engine import KvEngine
 from quire.manifest.namespaces import collector_of
-from quire.manifest.records import DbKind, JobKind
+from quire.manifest.records import DbKind
 from quire.objects.open import open_store
 from quire.spark.sessions import session
 from quire.store.info import has_open_segment
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
     from quire.core.ids import ArtifactKey
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
-    from quire.jobs.handler import Handler, Outcome, Progress
-    from quire.jobs.runner import Runner, Runners
-    from quire.lsm.verify import Stored
-    from quire.manifest.jobqueue import Job
+    from quire.jobs.runner import Runner
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
     from quire.objects.collector import Collector
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
 
 R = TypeVar("R")
-
-HEAVY = (JobKind.CHECKPOINT, JobKind.MERGE, JobKind.VERIFY, JobKind.AUDIT, JobKind.RESTORE, JobKind.STATS)
-"""Jobs whose bytes may be moved by Spark."""
 
 STORES, FILES, RIGHTS = "stores", "files", "rights"
 """Rooms that others may need while they are closed."""
@@ -240,67 +234,22 @@ class Rooms:
                 settings=self._settings.maintenance,
                 pages=self.pages,
                 before_put=self.rights.before_put if not self._manifest.read_only else allow,
-                kv=self._stored_kv,
+                kv=lambda: self.kv,
+                streams=lambda: self.streams,
+                runners=Runners(self._spark, self._settings.maintenance.runner),
+                bundle_seconds=self._settings.manifest_log.bundle_seconds,
             ),
         )
-
-    def _stored_kv(self, db_id: int, snapshots: Sequence[int]) -> Stored:
-        from quire.lsm.verify import stored  # with the engine, when somebody verifies
-
-        return stored(self.kv, db_id, snapshots)
-
-    @property
-    def runners(self) -> Runners:
-        """Who moves the bytes of heavy jobs."""
-        from quire.jobs.runner import Runners
-
-        return self._once("runners", lambda: Runners(self._spark, self._settings.maintenance.runner))
-
-    @property
-    def handlers(self) -> dict[JobKind, Handler]:
-        """Who does which kind of job."""
-        return self._once("handlers", self._known_handlers)
-
-    def _known_handlers(self) -> dict[JobKind, Handler]:
-        known: dict[JobKind, Any] = dict(HANDLERS)
-        return {
-            **HANDLERS,
-            **{kind: partial(known[kind], runners=self.runners) for kind in HEAVY},
-            JobKind.SWEEP: self._sweep,
-            JobKind.BUNDLE: self._bundle,
-            JobKind.COMPACTION: self._compact,
-        }
 
     @property
     def worker(self) -> Worker:
         """Runs jobs."""
-        return self._once(
-            "worker", lambda: Worker(self.context, self.handlers, threads=self._settings.maintenance.workers)
-        )
+        return self._once("worker", lambda: Worker(self.context, HANDLERS, threads=self._settings.maintenance.workers))
 
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance."""
         return self._once("upkeep", lambda: Upkeep(self.context, self.worker, self._snapshot, self._sweep_versions))
-
-    def _sweep(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        """Listings of object stores against the manifest."""
-        from quire.jobs.sweep.handler import sweep_job
-
-        return sweep_job(ctx, job, progress, runners=self.runners)
-
-    def _compact(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        """Compactions of key-value databases; the engine is loaded with the first of them."""
-        from quire.jobs.compaction.handler import compaction_job
-
-        return compaction_job(ctx, job, progress, runners=self.runners, kvs=lambda: self.kv)
-
-    def _bundle(self, ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        """Bundles of streams' manifest logs; the engine is loaded with the first of them."""
-        from quire.jobs.bundle.handler import bundle_job
-
-        week = self._settings.manifest_log.bundle_seconds
-        return bundle_job(ctx, job, progress, streams=lambda: self.streams, runners=self.runners, period_seconds=week)
 
     def _spark(self) -> Runner:
         """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""

@@ -27,16 +27,23 @@ import msgspec
 from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
 from quire.jobs.batches import HeldJob, Together
-from quire.jobs.checkpoint import handler as one
+from quire.jobs.checkpoint import job as one
 from quire.jobs.checkpoint import plan as limits
-from quire.jobs.checkpoint.plan import CheckpointPlan, inputs_of, plan_checkpoint, plan_merge, shape_of
-from quire.jobs.checkpoint.read import Dirty, SegmentInput, join_pages, split_pages, split_rows
-from quire.jobs.checkpoint.run import SlotResult, join_slot
-from quire.jobs.checkpoint.select import engine_of, select_segments, waiting_for_readers
-from quire.jobs.checkpoint.window import keep_versions
+from quire.jobs.checkpoint.plan import (
+    CheckpointPlan,
+    engine_of,
+    inputs_of,
+    keep_versions,
+    plan_checkpoint,
+    plan_merge,
+    select_segments,
+    shape_of,
+    waiting_for_readers,
+)
+from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotResult, join_pages, join_slot, split_pages, split_rows
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Progress, options
-from quire.jobs.runner import AUTO_BYTES, Runner, Runners, no_tick
+from quire.jobs.runner import AUTO_BYTES, Runner, no_tick
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.jobs import CompleteJob
@@ -66,13 +73,12 @@ def run_many(
     ctx: JobContext,
     kind: JobKind,
     db_ids: Iterable[int],
-    runners: Runners,
     *,
     wish: str = "",
     progress: Progress = no_tick,
 ) -> list[Job]:
     """Checkpoint or merge these databases now; their jobs, as they ended. Those that somebody else is at are not among them."""
-    run = _Run(ctx, kind, runners, wish)
+    run = _Run(ctx, kind, wish)
     with run.alive():
         asked = run.claim(run.enqueue(db_ids))
         run.draft()
@@ -86,11 +92,11 @@ def run_many(
 class _Run(Together[Held]):
     """One run. Drafting has a few threads of its own."""
 
-    def __init__(self, ctx: JobContext, kind: JobKind, runners: Runners, wish: str) -> None:
+    def __init__(self, ctx: JobContext, kind: JobKind, wish: str) -> None:
         super().__init__(ctx.manifest, kind, Held, lease_seconds=LEASE_SECONDS)
         self._ctx = ctx
-        self._wish = wish or runners.usual
-        self._runner_for = one.chooser(ctx, runners, self._wish)
+        self._wish = wish or ctx.runners.usual
+        self._runner_for = one.chooser(ctx, self._wish)
 
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:

@@ -5,38 +5,80 @@ Terms
   covered      the last lsn of the last candidate: what the new artifacts hold everything up to
   dirty        slot → how many of its pages changed, in how many segments; counted before a plan is made (`read.py`)
 
-Rules
-  1. A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
-  2. A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
-     gets a delta. Slots beyond the size at `covered` are cleared (P15).
-  3. The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
-     covers the segments (which never change), what becomes of each slot, and the chain it had; another answer to any of them
-     is another plan. No row of the page index is needed for it: those never come to where plans are made (K2).
-  4. A plan is bounded, whatever waits: `PLAN_FRAMES_MAX` frames of WAL (one segment at least), or `MERGE_SLOTS_MAX` slots to
-     merge, the longest chains first. What is left is the next job's. Only the newest version of a page is written, so a page
-     that was written a million times costs its index entries, and one image.
+  - A floor that was given out never falls again: no reader is let in below it, so the plan stays right while it runs.
+  - A slot is rewritten if it has no base, if more than a quarter of it is dirty, or if its chain is long or heavy; else it
+    gets a delta. Slots beyond the size at `covered` are cleared (P15).
+  - The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
+    covers the segments (which never change), what becomes of each slot, and the chain it had; another answer to any of them
+    is another plan. No row of the page index is needed for it: those never come to where plans are made (K2).
+  - A plan is bounded, whatever waits: `PLAN_FRAMES_MAX` frames of WAL (one segment at least), or `MERGE_SLOTS_MAX` slots to
+    merge, the longest chains first. What is left is the next job's. Only the newest version of a page is written, so a page
+    that was written a million times costs its index entries, and one image.
+
+The window of time travel: what a checkpoint is about to pass is kept first, as an anonymous, expiring snapshot (P14).
+
+Terms
+  window   `maintenance.time_travel_seconds`: how far back every version can be opened
+  kept     such a snapshot: the leaves of before the checkpoint, and every segment from the last absorbed one up to its anchor
+
+  - It is kept before the plan is stored, so no checkpoint is published without it, whatever crashes in between. Whoever comes
+    again finds it by its anchor and makes no second one.
+  - Its anchor is the newest version that is sealed and indexed, at or above everything the checkpoint will cover. It answers
+    for all versions since the last checkpoint, the one that checkpoint ended at included: the segment that it ended in is
+    pinned too, because only that knows its size and time (the truncate job leaves it there for this).
+  - It expires a window after the commit that it is anchored at: by then each version before that was replaced a window ago.
+    One that has expired already is not made at all. Retention drops it, by its time alone.
+  - A reader that stays holds the floor, and with it every checkpoint. When half of the WAL budget is used, its version is set
+    aside in the same way, whatever the window is: the snapshot answers for every version from the last checkpoint to its
+    anchor, and from its commit on readers of those versions hold no floor (`pages/readers.py`, rule 4). So no version is
+    without one of the two. It lives as long as such a reader: each round of upkeep extends it, or drops it if nobody is left;
+    after a crash it expires by itself.
+
+Threads: any. Raises what publishing a snapshot raises: `StalePlan`, `ArtifactGone` and `UnknownArtifact` say that a newer
+attempt has overtaken this one.
+
+Which segments a checkpoint absorbs now, and who keeps it from absorbing more.
+
+  - The floor is asked for after the job's lease was taken: it does not fall while the checkpoint works with it (M10).
+  - With a window of time travel everything up to the floor is sealed and kept before a plan is made: nobody gets a lease below
+    a floor that was given out, and from then on the kept snapshot answers for those versions (P14). What is sealed is kept
+    before the floor is asked for, so that only what was committed at that very moment has to be asked for twice.
+
+The page-versions document calls this `CheckpointPlanner::select_mvcc_segments`; so is its span called.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from quire.core.errors import ConfigMismatch, UnknownDatabase
+from quire.core.errors import ConfigMismatch, InternalError, StoreUnusable, UnknownDatabase, UnknownSnapshot
+from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.durable.failpoints import hit
 from quire.durable.names import object_key
-from quire.jobs.checkpoint.read import Dirty, SegmentInput
-from quire.jobs.checkpoint.run import SlotTask
+from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotTask
+from quire.jobs.context import JobContext, PagesOfStore
 from quire.manifest import tables as t
+from quire.manifest.ops.snapshots import ExtendSnapshot
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
+from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import Chain, place, unpack_leaf
 from quire.pages import databases
+from quire.pages.anchors import anchor_at
+from quire.pages.framemap import Regions
 from quire.pages.locations import chunk_place, segment_place, space_of
+from quire.pages.readers import Lease, is_kept
 from quire.pages.sources import ChunkPlace, SegmentPlace
+from quire.pages.timetravel import newest_sealed
+from quire.pages.tracing import span
+from quire.pages.view_build import FROM_TAG, KEPT_FOR_READER, kept_range, reader_snapshots
 
 DIRTY_RATIO = 0.25
 CHAIN_MAX = 8
@@ -77,7 +119,7 @@ class CheckpointPlan:
     inputs: tuple[SegmentInput, ...] = ()
     """The segments, and where they are to be read; none for a merge."""
     more: bool = False
-    """Whether something is left for the next one (rule 4)."""
+    """Whether something is left for the next one."""
     namespace_id: int = 0
     """Where its artifacts go."""
 
@@ -170,7 +212,7 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
 
 
 def first_step(segments: Sequence[tuple[int, WalRecord]], frames_max: int) -> list[tuple[int, WalRecord]]:
-    """As many of the candidates, from the first, as one plan takes (rule 4)."""
+    """As many of the candidates, from the first, as one plan takes."""
     taken, frames = list(segments[:1]), 0
     for (_, before), each in pairwise(segments):
         frames += before.last_lsn - before.first_lsn + 1
@@ -271,7 +313,7 @@ def _task(
 
 
 def is_rewritten(dirty: int, pages: int, chain: Chain, places: Sequence[ChunkPlace]) -> bool:
-    """Whether a slot gets a new base: it has none, much of it is dirty, or its chain is long or heavy (rule 2)."""
+    """Whether a slot gets a new base: it has none, much of it is dirty, or its chain is long or heavy."""
     if not chain or dirty > DIRTY_RATIO * pages or len(chain) >= CHAIN_MAX:
         return True
     return sum(place.size_bytes for place in places[1:]) >= places[0].size_bytes
@@ -305,7 +347,7 @@ def _digest(
     cleared: Sequence[int],
     held: Slots,
 ) -> bytes:
-    """Identify a plan by its segments, the choice for each slot and the chains it starts from (rule 3)."""
+    """Identify a plan by its segments, the choice for each slot and the chains it starts from."""
     fixed = (shape.page_size, shape.pages_per_chunk, int(shape.compression))
     digest = hashlib.sha256(repr((db_id, shape.generation, covered, size_pages, fixed, tuple(cleared))).encode())
     for segment_id, row in segments:
@@ -372,3 +414,129 @@ def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, .
         chain=places,
         compression=shape.compression,
     )
+
+
+# ── versions kept for the window ──────────────────────────────────────────────────────────────────────────────────────
+ASIDE_MS = 600_000
+"""How long a version that was set aside is kept without a sign of life of its reader: ten rounds of upkeep."""
+
+
+def set_readers_aside(ctx: JobContext, db_id: int, floor: int) -> bool:
+    """Keep the versions of readers that hold a checkpoint back, so that it may pass them; whether it may now."""
+    if ctx.pages is None:
+        return False
+    with ctx.manifest.read() as txn:
+        mark, wal = newest_sealed(txn, Regions(ctx.pages.sources), db_id, ctx.objects_url), txn.wal_state(db_id)
+        if mark is None or wal is None or mark.lsn <= floor:
+            return False
+        if any(row.anchor_lsn >= mark.lsn for _, row in reader_snapshots(txn, db_id)):
+            return False
+        anchor = anchor_at(txn, db_id, mark, with_base=True)
+    readers = [lease.who for lease in ctx.pages.readers(db_id) if lease.lsn <= mark.lsn and not lease.set_aside]
+    tags = {WINDOW_TAG: KEPT_FOR_READER, FROM_TAG: str(wal.checkpointed_lsn)}
+    expires = ctx.clock.now_ms() + ASIDE_MS
+    info = ctx.manifest.snapshots.publish(db_id, anchor=anchor, tags=tags, expires_at_ms=expires)
+    hit("jobs.checkpoint.set_aside")
+    emit("info", "reader.set_aside", db_id=db_id, snapshot_id=info.snapshot_id, lsn=mark.lsn, readers=readers)
+    return True
+
+
+def review_set_aside(ctx: JobContext) -> int:
+    """Keep what readers that were set aside still read, drop what nobody reads any more; how many were dropped."""
+    if ctx.pages is None:
+        return 0
+    with ctx.manifest.read() as txn:
+        kept = [(db_id, *each) for db_id in txn.owners(t.SNAPSHOT_INDEX) for each in reader_snapshots(txn, db_id)]
+    dropped, now = 0, ctx.clock.now_ms()
+    for db_id, snapshot_id, row in kept:
+        if any(is_kept(lease.lsn, [kept_range(row)]) for lease in ctx.pages.readers(db_id)):
+            if row.expires_at_ms < now + ASIDE_MS // 2:
+                ctx.manifest.submit([ExtendSnapshot(db_id, snapshot_id, now + ASIDE_MS)]).result()
+        else:
+            with suppress(UnknownSnapshot):  # somebody was quicker
+                ctx.manifest.snapshots.drop(db_id, snapshot_id)
+                dropped += 1
+    return dropped
+
+
+def keep_versions(ctx: JobContext, db_id: int) -> int:
+    """Keep what is sealed, if a window is configured and nothing keeps it yet; the snapshot's id, or 0."""
+    window_ms = int(ctx.settings.time_travel_seconds * 1000)
+    if not window_ms or ctx.pages is None:
+        return 0
+    with ctx.manifest.read() as txn:
+        mark = newest_sealed(txn, Regions(ctx.pages.sources), db_id, ctx.objects_url)
+        if mark is None or mark.commit_ms + window_ms <= ctx.clock.now_ms():
+            return 0
+        kept = (row for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id) if row.tags.get(WINDOW_TAG) == "window")
+        if any(row.anchor_lsn >= mark.lsn for row in kept):
+            return 0
+        anchor = anchor_at(txn, db_id, mark, with_base=True)
+    info = ctx.manifest.snapshots.publish(
+        db_id, anchor=anchor, tags={WINDOW_TAG: "window"}, expires_at_ms=mark.commit_ms + window_ms
+    )
+    hit("jobs.checkpoint.kept")
+    return info.snapshot_id
+
+
+# ── choosing segments ─────────────────────────────────────────────────────────────────────────────────────────────────
+SPAN = "CheckpointPlanner.select_mvcc_segments"
+
+
+def engine_of(ctx: JobContext) -> PagesOfStore:
+    """The page engine."""
+    if ctx.pages is None:
+        raise InternalError("this worker has no page engine", hint="run the job in the owner's process")
+    return ctx.pages
+
+
+def select_segments(
+    ctx: JobContext, db_id: int, *, frames_max: Callable[[int], int] = lambda _: PLAN_FRAMES_MAX
+) -> tuple[list[tuple[int, WalRecord]], bool]:
+    """(segment, row) of what the next plan absorbs, and whether there is more than it takes.
+
+    `frames_max` says how many frames one plan takes if so many bytes of WAL wait.
+    """
+    pages = engine_of(ctx)
+    keep_versions(ctx, db_id)
+    with span(SPAN, db_id=db_id) as trace:
+        floor = pages.floor(db_id)
+        with ctx.manifest.read() as txn:
+            found = candidates(txn, db_id, floor)
+            indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
+        waiting = len(indexed) - len(found)
+        if waiting and pages.quota.is_half_full(db_id) and set_readers_aside(ctx, db_id, floor):
+            floor = pages.floor(db_id)
+            with ctx.manifest.read() as txn:
+                found = candidates(txn, db_id, floor)
+            waiting = len(indexed) - len(found)
+        chosen = first_step(found, frames_max(sum(row.used_bytes for _, row in found))) if found else []
+        trace.set(
+            floor_lsn=floor,
+            segments=[segment_id for segment_id, _ in chosen],
+            waiting=waiting,
+            blocking_readers=[lease.who for lease in blocking_readers(pages, db_id)] if waiting else [],
+        )
+    if ctx.settings.time_travel_seconds:
+        if floor > max(indexed, default=0):
+            with suppress(StoreUnusable):  # a database that takes no more writes has nothing more to seal
+                pages.flush(db_id)
+        keep_versions(ctx, db_id)
+    return chosen, len(chosen) < len(found)
+
+
+def blocking_readers(pages: PagesOfStore, db_id: int) -> list[Lease]:
+    """The readers that hold the floor, oldest version first; those that were set aside do not."""
+    return [lease for lease in pages.readers(db_id) if not lease.set_aside]
+
+
+def waiting_for_readers(ctx: JobContext, db_id: int) -> dict[str, Any]:
+    """What a checkpoint had to leave in the WAL because somebody reads below it, and who: for the job's result."""
+    leases = blocking_readers(engine_of(ctx), db_id)
+    with ctx.manifest.read() as txn:
+        indexed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
+    held = [row for row in indexed if leases and row.last_lsn > leases[0].lsn]
+    if not held:
+        return {}
+    readers = [lease.info for lease in leases if lease.lsn < max(row.last_lsn for row in held)]
+    return {"waiting_segments": len(held), "waiting_bytes": sum(row.used_bytes for row in held), "readers": readers}

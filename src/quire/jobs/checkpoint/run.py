@@ -3,37 +3,71 @@
 Terms
   part    what one segment has for one slot: the newest frame in it of each page (`read.py`)
 
-Rules
-  1. A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at
-     once, write the same artifact, and the second adopts what the first put (P11).
-  2. So a slot is written only from all of its parts: with one of them missing an older version of a page would get a name that
-     the next attempt believes in. The plan says how many parts and pages there are.
-  3. Page bodies are read once and written once (K2), a window of pages at a time (`bodies.py`).
-  4. Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), one window, the rows of the
-     slot's changed pages (24 bytes each), and for a rewrite one open reader per chunk of the chain.
+  - A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at
+    once, write the same artifact, and the second adopts what the first put (P11).
+  - So a slot is written only from all of its parts: with one of them missing an older version of a page would get a name that
+    the next attempt believes in. The plan says how many parts and pages there are.
+  - Page bodies are read once and written once (K2), a window of pages at a time (`bodies.py`).
+  - Memory is one chunk's compressed bytes (twice while it is put together: at most 128 MiB), one window, the rows of the
+    slot's changed pages (24 bytes each), and for a rewrite one open reader per chunk of the chain.
 
 Safe to run on an executor.
+
+The page images of a slot, many at a time: changed pages from frames of the WAL, the others from the chain.
+
+Terms
+  window   as many pages of a slot, in rising order, as fit `WINDOW_BYTES`: their offsets, and one buffer with their images
+
+  - Images are moved by numpy, a window at a time; what is done for each page in Python is its checksum. A loop by hand does no
+    less, and a checkpoint must not be slower than one.
+  - Every frame is verified with its segment's salt before its page goes anywhere; pages of chunks as `ChunkReader` does it.
+  - Page bodies are read once, but for the one frame of a chunk that lies across the end of a window.
+  - Memory is one window, used again for the next, and one run of frames (`RUN_BYTES`): both stay in the processor's cache.
+
+Safe to run on an executor. Raises `Corruption`, `ChecksumMismatch`, and what reading raises.
+
+Reading the index regions of WAL segments: what each has for which slot (K2). No page body is looked at.
+
+Terms
+  input   a segment that a plan absorbs, and up to where
+  part    what a segment has for one slot: the newest frame in it of each page that changed
+  dirty   how many pages of a slot changed, and how many segments have a part of it
+
+  - Both passes read the same regions: the first counts, so that the plan can decide between a base and a delta and be stored
+    (P10); the second brings the parts of a slot to who writes it.
+  - A part has 8 bytes for each page: a frame's lsn follows from its number, so a slot that was written in a thousand segments
+    takes 32 MiB at most.
+
+Safe to run on an executor. Raises `Corruption`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from pyroaring import BitMap
 
 from quire.core.errors import InternalError
 from quire.core.ids import ArtifactKey
+from quire.core.limits import MIB
+from quire.durable.checksums import crc64, crc64_rows
 from quire.durable.failpoints import hit
-from quire.jobs.checkpoint.bodies import windows
-from quire.jobs.checkpoint.read import Part, newest_frames, packed
 from quire.jobs.locations import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
 from quire.pages.chunk_adopt import adopts
+from quire.pages.chunk_chain import check_chain
 from quire.pages.chunk_format import ChunkIdentity
+from quire.pages.chunk_reader import ChunkReader
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
+from quire.pages.segment import FRAME_CHECKED_BYTES, FRAME_HEAD_BYTES, ZERO
+from quire.pages.segment_file import SegmentFile
+from quire.pages.segment_scan import HEAD_DTYPE, page_map, sealed_entries
 from quire.pages.sources import ChunkPlace, SegmentPlace, Sources
 
 
@@ -57,7 +91,7 @@ class SlotTask:
     """What a rewrite starts from; empty for a delta."""
     dirty: int = 0
     parts: int = 0
-    """How many pages of the slot changed, in how many segments (rule 2)."""
+    """How many pages of the slot changed, in how many segments."""
     base_generation: int = 0
     lsn_start: int = 0
     compression: Compression = Compression.ZSTD
@@ -135,3 +169,218 @@ def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInf
 
     store = open_store(task.url)
     return describe(lambda offset, length: store.get_range(task.object_key, offset, length), size_bytes)
+
+
+# ── chunk bodies ──────────────────────────────────────────────────────────────────────────────────────────────────────
+WINDOW_BYTES = 4 * MIB
+RUN_BYTES = 4 * MIB
+"""Neighbouring frames are read this much at a time."""
+
+Places = Mapping[tuple[int, int], SegmentPlace]
+Images = NDArray[np.uint8]
+"""One row for each page."""
+Window = tuple[NDArray[np.uint32], Images]
+
+
+def windows(
+    frames: NDArray[np.void],
+    places: Places,
+    chain: Sequence[ChunkReader],
+    sources: Sources,
+    *,
+    page_size: int,
+    pages_per_chunk: int,
+    pages_below: int,
+) -> Iterator[Window]:
+    """The pages of a slot in rising order: those of `frames` (`FRAME_DTYPE`, by page) over what the chain holds.
+
+    Of the chain, pages from `pages_below` on are left out: a shrunk database no longer has them (P15).
+    """
+    fresh = (frames["page"] % np.uint32(pages_per_chunk)).astype(np.uint32)
+    owned = _owned(chain, fresh, pages_below)
+    offsets = np.concatenate([fresh, *(pages for _, pages in owned)])
+    offsets.sort()
+    step = max(WINDOW_BYTES // page_size, 1)
+    room = np.empty((min(step, len(offsets)), page_size), np.uint8)
+    for start in range(0, len(offsets), step):
+        here = offsets[start : start + step]
+        images = room[: len(here)]
+        first, last = np.searchsorted(fresh, [here[0], here[-1] + np.uint32(1)])
+        _copy_frames(frames[first:last], np.searchsorted(here, fresh[first:last]), images, places, sources)
+        for chunk, pages in owned:
+            first, last = np.searchsorted(pages, [here[0], here[-1] + np.uint32(1)])
+            _copy_chunk(chunk, pages[first:last], here, images)
+        yield here, images
+
+
+def _owned(
+    chain: Sequence[ChunkReader], fresh: NDArray[np.uint32], pages_below: int
+) -> list[tuple[ChunkReader, NDArray[np.uint32]]]:
+    """(chunk, the pages of it that are the newest), for those that have any."""
+    if not chain:
+        return []
+    check_chain(chain)
+    taken = BitMap(packed(fresh))
+    taken.add_range(pages_below, chain[0].identity.pages_per_chunk)
+    found = []
+    for chunk in reversed(chain):
+        pages = BitMap(chunk.pages) - taken
+        if pages:
+            found.append((chunk, np.array(pages.to_array(), np.uint32)))
+            taken |= pages
+    return found
+
+
+def _copy_chunk(chunk: ChunkReader, pages: NDArray[np.uint32], here: NDArray[np.uint32], images: Images) -> None:
+    if not len(pages):
+        return
+    size = images.shape[1]
+    for offsets, indexes, plain in chunk.iter_frames(pages.tolist()):
+        rows = np.frombuffer(plain, np.uint8).reshape(-1, size)
+        images[np.searchsorted(here, np.array(offsets, np.uint32))] = rows[indexes]
+
+
+def _copy_frames(
+    frames: NDArray[np.void], rows: NDArray[np.intp], images: Images, places: Places, sources: Sources
+) -> None:
+    """Put the page of each frame into its row."""
+    keys = (frames["origin_db_id"].astype(np.uint64) << np.uint64(32)) | frames["segment_id"]
+    for key in np.unique(keys).tolist():
+        origin, segment_id = key >> 32, key & 0xFFFFFFFF
+        # Opened by its place: the file may not be here.
+        segment = sources.segment(origin, segment_id, places[origin, segment_id])
+        of_segment = np.flatnonzero(keys == np.uint64(key))
+        order = of_segment[np.argsort(frames["frame_no"][of_segment], kind="stable")]
+        numbers = frames["frame_no"][order].astype(np.int64)
+        for start, stop in _runs(numbers, max(RUN_BYTES // segment.header.geometry.stride, 1)):
+            _copy_run(segment, int(numbers[start]), rows[order[start:stop]], images)
+
+
+def _runs(numbers: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of neighbours.
+
+    >>> list(_runs(np.array([3, 4, 5, 9, 10]), 2))
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    breaks = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+    for start, stop in pairwise(breaks):
+        for first in range(start, stop, longest):
+            yield first, min(first + longest, stop)
+
+
+def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: Images) -> None:
+    """Read, verify and place the pages of neighbouring frames."""
+    header, count = segment.header, len(rows)
+    stride, data = header.geometry.stride, segment.read_raw(first, count)
+    if len(data) == count * stride:
+        heads = np.ndarray((count,), HEAD_DTYPE, data, strides=(stride,))
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        checked = np.ndarray((count, FRAME_CHECKED_BYTES), np.uint8, data, strides=(stride, 1))
+        seeds = crc64_rows(checked, np.uint64(header.crc64) ^ numbers).tolist()
+        view, is_zero = memoryview(data), (heads["flags"] & np.uint32(ZERO)) != 0
+        bodies = range(FRAME_HEAD_BYTES, len(data), stride)
+        size = stride - FRAME_HEAD_BYTES
+        if is_zero.any():
+            found = [seed if zero else crc64(view[at : at + size], seed)
+                     for at, seed, zero in zip(bodies, seeds, is_zero.tolist())]  # fmt: skip
+        else:
+            found = [crc64(view[at : at + size], seed) for at, seed in zip(bodies, seeds)]
+        lsns = numbers + np.uint64(header.first_lsn)
+        if heads["crc64"].tolist() == found and np.array_equal(heads["lsn"], lsns):
+            images[rows] = np.ndarray((count, size), np.uint8, data, FRAME_HEAD_BYTES, strides=(stride, 1))
+            images[rows[is_zero]] = 0
+            return
+    # One by one: that says where the damage is, and goes on if only the reading was bad.
+    for number, row in enumerate(rows.tolist(), first):
+        images[row] = np.frombuffer(segment.read_frame(number), np.uint8)
+
+
+# ── reading segments ──────────────────────────────────────────────────────────────────────────────────────────────────
+PART_DTYPE = np.dtype([("page", "<u4"), ("frame_no", "<u4")])
+FRAME_DTYPE = np.dtype(
+    [("page", "<u4"), ("frame_no", "<u4"), ("lsn", "<u8"), ("segment_id", "<u4"), ("origin_db_id", "<u4")]
+)
+"""A version of a page, and where its frame is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentInput:
+    """A segment, as the checkpoint of a database absorbs it."""
+
+    db_id: int
+    place: SegmentPlace
+    last_lsn: int
+    """Of the segment, as this database tracks it: a fork may have inherited less of it than it has."""
+    covered_lsn: int
+    size_pages: int
+    """The database's at `covered_lsn`: pages from there on are not there any more (P15)."""
+    pages_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one segment has for one slot."""
+
+    place: SegmentPlace
+    first_lsn: int
+    rows: NDArray[np.void]
+    """`PART_DTYPE`, by page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dirty:
+    """What changed of one slot."""
+
+    pages: int
+    parts: int
+
+
+def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, Part]]:
+    """The parts of a segment, slot by slot."""
+    for slot, newest, first_lsn in _by_slot(given, tools):
+        rows = np.zeros(len(newest), PART_DTYPE)
+        rows["page"], rows["frame_no"] = newest["page"], newest["lsn"] - np.uint64(first_lsn)
+        yield (given.db_id, slot), Part(given.place, first_lsn, rows)
+
+
+def split_pages(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, bytes]]:
+    """Which pages of each slot a segment has, as bitmaps: all that counting needs."""
+    for slot, newest, _ in _by_slot(given, tools):
+        yield (given.db_id, slot), BitMap(packed(newest["page"] % np.uint32(given.pages_per_chunk))).serialize()
+
+
+def packed(pages: NDArray[np.uint32]) -> array[int]:
+    """The same pages as roaring takes them all at once; those of a numpy array it takes one by one."""
+    return array("I", np.ascontiguousarray(pages, np.uint32).tobytes())
+
+
+def join_pages(_key: Key, _task: None, bitmaps: list[bytes], _tools: Tools) -> Dirty:
+    """Count the pages of a slot, each once."""
+    return Dirty(len(BitMap.union(*(BitMap.deserialize(each) for each in bitmaps))), len(bitmaps))
+
+
+def newest_frames(parts: list[Part], covered_lsn: int) -> NDArray[np.void]:
+    """The newest version of each page of a slot, by page."""
+    frames = np.zeros(sum(len(part.rows) for part in parts), FRAME_DTYPE)
+    start = 0
+    for part in parts:
+        into = frames[start : start + len(part.rows)]
+        into["page"], into["frame_no"] = part.rows["page"], part.rows["frame_no"]
+        into["lsn"] = part.rows["frame_no"].astype(np.uint64) + np.uint64(part.first_lsn)
+        into["segment_id"], into["origin_db_id"] = part.place.segment_id, part.place.origin_db_id
+        start += len(part.rows)
+    return page_map(frames, covered_lsn)
+
+
+def _by_slot(given: SegmentInput, tools: Tools) -> Iterator[tuple[int, NDArray[np.void], int]]:
+    """(slot, its newest entries by page, the segment's first lsn)."""
+    place = given.place
+    file = tools.sources.segment(place.origin_db_id, place.segment_id, place)
+    count = given.last_lsn - file.header.first_lsn + 1
+    entries = sealed_entries(file.header, file.read_index(count), count, path=file.path)
+    newest = page_map(entries, given.covered_lsn)
+    newest = newest[newest["page"] < np.uint32(given.size_pages)]
+    slots = newest["page"] // np.uint32(given.pages_per_chunk)
+    starts = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist()] if len(slots) else []
+    for start, end in pairwise([*starts, len(newest)]):
+        yield int(slots[start]), newest[start:end], file.header.first_lsn

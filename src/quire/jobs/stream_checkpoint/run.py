@@ -1,12 +1,26 @@
 """Seeing that the segments which are to be published are there: nothing is written, and no body is read.
 
-Rules
-  1. A copy is enough: the file as it was written, the compressed one, or the object. Which bytes it has is verification's
-     business (`jobs/stream_verify`).
-  2. A segment of which no copy is seen is told, and not published: it may have moved between two looks, or is damage that
-     whoever reads the stream hears of.
+  - A copy is enough: the file as it was written, the compressed one, or the object. Which bytes it has is verification's
+    business (`jobs/stream_verify`).
+  - A segment of which no copy is seen is told, and not published: it may have moved between two looks, or is damage that
+    whoever reads the stream hears of.
 
 Safe to run on an executor. Raises what disk and object store raise.
+
+Chunks that borrow their bytes: what a stream's checkpoint publishes (docs/decisions/009-stream-chunks.md).
+
+Terms
+  borrowed   a base chunk whose row names a segment's object (`suffix` has the variant `wal`): its bytes are the segment's
+
+  - Where the bytes are is said once, in the segment's row in `wal_catalog` (M6); a borrowed row has a fixed residency that
+    nobody acts on, and a size of 0: whoever adds up chunks and segments counts the bytes once.
+  - Nobody moves, verifies, counts or deletes bytes by a borrowed row: the stream does, by its own log (S1).
+
+Pure; safe to import on an executor.
+
+    >>> from quire.manifest.verification import borrows
+    >>> borrows(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
+    True
 """
 
 from __future__ import annotations
@@ -15,9 +29,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.core.errors import ObjectNotFound
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.durable.names import object_key
 from quire.jobs.locations import OpenStore
+from quire.manifest.records import ChunkRecord, Compression, Residency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +78,17 @@ def _size(disk: Disk, path: str) -> int:
         return file.size()
     finally:
         file.close()
+
+
+# ── rows of stream chunks ─────────────────────────────────────────────────────────────────────────────────────────────
+def row_of(stream_id: int, segment_id: int, *, first_lsn: int, last_lsn: int, at_ms: int) -> ChunkRecord:
+    """The row of a segment's chunk. It is the same whenever it is made, but for `at_ms`."""
+    return ChunkRecord(
+        Residency.LOCAL,
+        0,
+        at_ms,
+        lsn_start=first_lsn,
+        lsn_end=last_lsn,
+        compression=Compression.NONE,
+        suffix=object_key(ArtifactKey(stream_id, ArtifactKind.WAL, segment_id, 0)),
+    )

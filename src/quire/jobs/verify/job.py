@@ -1,20 +1,25 @@
 """The verify job: of one artifact (the one it names), of a database (payload `{"scope": "database"}`), or of the whole store
 (`{"scope": "store"}`: `whole.py`).
 
-Rules
-  1. A bad verdict is given only if a second look, at the row as it is by then, comes to the same.
-  2. Verdicts are committed every few artifacts, and an attempt that is interrupted loses only what came after the last commit.
-  3. One attempt looks at a bounded number of artifacts, then lets other jobs run.
-  4. What cannot be read now keeps nothing else from being verified; if something of that is left, the attempt has failed.
+  - A bad verdict is given only if a second look, at the row as it is by then, comes to the same.
+  - Verdicts are committed every few artifacts, and an attempt that is interrupted loses only what came after the last commit.
+  - One attempt looks at a bounded number of artifacts, then lets other jobs run.
+  - What cannot be read now keeps nothing else from being verified; if something of that is left, the attempt has failed.
 
 Durable are only the verdicts, in rows: a crash anywhere leaves those that were committed, and the repeat looks at the others.
+
+What a verification tells the manifest: findings that are still about what the row says.
+
+  - A verdict counts only if its artifact is where it was when its bytes were looked at, and is not about to be deleted: else a
+    file that was evicted meanwhile would be called missing.
+  - A moment of verification is never before the moment it was asked for, whatever the clock does: else it would be repeated
+    for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,21 +29,25 @@ from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, options
+from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, commit_step, options, update
+from quire.jobs.locations import Place
 from quire.jobs.partial_failure import Trouble
-from quire.jobs.runner import Runner, Runners
-from quire.jobs.steps import commit_step
-from quire.jobs.stream_verify.logs import verify_logs
-from quire.jobs.stream_verify.run import LogTask
-from quire.jobs.threads import thread_runner
-from quire.jobs.verify.files import verify_files
-from quire.jobs.verify.plan import LISTED_MAX, bitmap_of, place_to_verify, plan_verification, summary
-from quire.jobs.verify.publish import still_holds, verdict_ops
+from quire.jobs.runner import Runner
+from quire.jobs.stream_verify.run import LogTask, verify_logs
+from quire.jobs.verify.plan import (
+    LISTED_MAX,
+    bitmap_of,
+    place_to_verify,
+    plan_verification,
+    summary,
+)
 from quire.jobs.verify.run import Finding, VerifyTask, verify
-from quire.jobs.verify.whole import plan_aged, verify_store
+from quire.jobs.verify.whole import plan_aged, verify_files, verify_store
 from quire.manifest.jobqueue import Job
+from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordVerification
-from quire.manifest.records import DbKind, DbStatus
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, DbStatus, VerifyState
 from quire.manifest.verification import told
 from quire.stream.projection import witness_in
 
@@ -48,20 +57,18 @@ STEP_ARTIFACTS = 16
 ATTEMPT_ARTIFACTS = 1_024
 """Looked at in one attempt: 64 GiB of full chunks."""
 
-THREADS = Runners()
-
 LOGS = "manifest log of a stream"
 
 PAUSE_MS = 1_000
 """For how long the others may run between two attempts."""
 
 
-def verify_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
+def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Compare rows, files and objects, and record what was found."""
     given = options(job, scope="", runner="", max_age_seconds=0.0, max_duration_seconds=0.0)
     scope = given["scope"]
     if scope == "store" and not job.db_id:
-        return _verify_store(ctx, job, progress, runners, given)
+        return _verify_store(ctx, job, progress, given)
     if scope == "database" and job.record.artifact is None:
         return _verify_database(ctx, job, progress)
     if scope:
@@ -71,10 +78,10 @@ def verify_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runner
     return _verify_artifact(ctx, job)
 
 
-def _verify_store(ctx: JobContext, job: Job, progress: Progress, runners: Runners, given: dict[str, Any]) -> Outcome:
+def _verify_store(ctx: JobContext, job: Job, progress: Progress, given: dict[str, Any]) -> Outcome:
     with ctx.manifest.read() as txn:
         due = plan_aged(txn, job.record.created_at_ms, given["max_age_seconds"])
-    runner = runners.choose(given["runner"], due.size_bytes, partial(thread_runner, ctx, label="quire-verify"))
+    runner = ctx.choose_runner(given["runner"], due.size_bytes, label="quire-verify")
     limits = (given["max_age_seconds"], given["max_duration_seconds"])
 
     def settle(findings: list[Finding]) -> list[Finding]:
@@ -115,7 +122,7 @@ def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: b
         ]
     if not tasks:
         return [], 0
-    here = thread_runner(ctx, label="quire-verify")
+    here = ctx.thread_runner("quire-verify")
     found = [each for each in verify_logs(tasks, runner, here, deep=deep, tick=progress) if not each[1].leak]
     for stream_id, problem in found:
         emit("error", "verify.log_damaged", stream=stream_id, rule=problem.rule, what=problem.what, where=problem.where)
@@ -162,7 +169,7 @@ def _verify_database(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _unspared(ctx: JobContext, keys: Iterator[ArtifactKey], trouble: Trouble) -> Iterator[ArtifactKey]:
-    """The keys that are worth a look now (rule 4)."""
+    """The keys that are worth a look now."""
     for key in keys:
         if trouble.first is not None:
             with ctx.manifest.read() as txn:
@@ -173,12 +180,12 @@ def _unspared(ctx: JobContext, keys: Iterator[ArtifactKey], trouble: Trouble) ->
 
 
 def _look(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[Finding]:
-    """What these artifacts are, by the rows as they are now; bad ones by a second look (rule 1)."""
+    """What these artifacts are, by the rows as they are now; bad ones by a second look."""
     return _second_look(ctx, _look_once(ctx, keys))
 
 
 def _second_look(ctx: JobContext, findings: Sequence[Finding]) -> list[Finding]:
-    """Keep a bad verdict only if a second look, at the row as it is by then, gives the same (rule 1)."""
+    """Keep a bad verdict only if a second look, at the row as it is by then, gives the same."""
     doubtful = [each.place.key for each in findings if each.is_bad]
     return [each for each in findings if not each.is_bad] + (_look_once(ctx, doubtful) if doubtful else [])
 
@@ -203,3 +210,19 @@ def _publish(ctx: JobContext, job: Job, findings: list[Finding]) -> None:
         except UnknownArtifact:
             return  # one was deleted in between: the step's verdicts are not recorded, and the next attempt looks again
         hit("jobs.verify.published")
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def verdict_ops(ctx: JobContext, txn: ReadTxn, findings: Iterable[Finding], asked_at_ms: int) -> list[Op]:
+    """The operations that record the findings that count."""
+    at_ms = max(ctx.clock.now_ms(), asked_at_ms)
+    return [
+        update(each.place.key, verify_state=each.state, verified_at_ms=at_ms, sha256=each.sha256 or None)
+        for each in findings
+        if each.state is not VerifyState.UNVERIFIED and still_holds(ctx, txn, each.place)
+    ]
+
+
+def still_holds(ctx: JobContext, txn: ReadTxn, place: Place) -> bool:
+    """Whether the artifact is where it was when its bytes were looked at, and is not about to be deleted."""
+    return place_to_verify(ctx, txn, place.key) == place

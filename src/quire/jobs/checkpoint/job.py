@@ -7,15 +7,16 @@ What is there after a crash, step by step
                            and adopts them (P11), or abandons it and has them deleted (P10)
   published                everything, in one transaction with the end of the job
 
-Rules
-  1. A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned.
-  2. Another job's plan is abandoned when that job has ended, and waited for until then.
-  3. Every commit on the way holds the job's lease (`steps.commit_step`), and publishing needs the running attempt: a zombie
-     stores, abandons and publishes nothing.
-  4. What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
-  5. An attempt that is stopped, or fails, starts no more slots; those under way are waited for.
-  6. Who does the reading and writing is a `Runner`: threads, or Spark (the payload's `runner`, else `maintenance.runner`). One
-     that does not see the store's files gets the segments as objects, which are uploaded first.
+  - A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned.
+  - Another job's plan is abandoned when that job has ended, and waited for until then.
+  - Every commit on the way holds the job's lease (`steps.commit_step`), and publishing needs the running attempt: a zombie
+    stores, abandons and publishes nothing.
+  - What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
+  - An attempt that is stopped, or fails, starts no more slots; those under way are waited for.
+  - Who does the reading and writing is a `Runner`: threads, or Spark (the payload's `runner`, else `maintenance.runner`). One
+    that does not see the store's files gets the segments as objects, which are uploaded first.
+
+The one batch that makes a checkpoint or merge true: catalog rows, slots, references, segments, the mark of the WAL.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.core.errors import IllegalTransition
+from quire.core.errors import IllegalTransition, StalePlan
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.tracing import span
@@ -34,32 +35,44 @@ from quire.jobs.checkpoint import plan as limits
 from quire.jobs.checkpoint.plan import (
     MERGE_ALL,
     CheckpointPlan,
+    engine_of,
     inputs_of,
     is_long,
+    keep_versions,
     plan_checkpoint,
     plan_merge,
+    select_segments,
     shape_of,
+    waiting_for_readers,
 )
-from quire.jobs.checkpoint.publish import chain_after, publish_ops
-from quire.jobs.checkpoint.read import Dirty, SegmentInput, join_pages, split_pages, split_rows
-from quire.jobs.checkpoint.run import SlotResult, join_slot
-from quire.jobs.checkpoint.select import engine_of, select_segments, waiting_for_readers
-from quire.jobs.checkpoint.window import keep_versions
+from quire.jobs.checkpoint.run import (
+    Dirty,
+    SegmentInput,
+    SlotResult,
+    SlotTask,
+    join_pages,
+    join_slot,
+    split_pages,
+    split_rows,
+)
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Later, Outcome, Progress, options
-from quire.jobs.runner import Runner, Runners
-from quire.jobs.steps import commit_step
-from quire.jobs.threads import thread_runner
-from quire.jobs.tiers.handler import upload_job
+from quire.jobs.handler import Done, Later, Outcome, Progress, commit_step, options
+from quire.jobs.runner import Runner
+from quire.jobs.stream_checkpoint.job import stream_checkpoint_job
+from quire.jobs.tiers.job import upload_job
 from quire.jobs.uploads import upload_now
 from quire.jobs.worker import Worker
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
+from quire.manifest.ops.artifacts import PutChunk, PutDelta, RecordUploads
 from quire.manifest.ops.base import Counter, Op
 from quire.manifest.ops.jobs import EnsureJob
-from quire.manifest.ops.plans import AbandonPlan, BeginPlan
+from quire.manifest.ops.plans import AbandonPlan, BeginPlan, FinishPlan
+from quire.manifest.ops.slots import SetSlots
+from quire.manifest.ops.wal import AdvanceCheckpoint
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import JobKind, PlanRecord, WalRecord
+from quire.manifest.records import ChunkRecord, DbKind, DeltaRecord, JobKind, PlanRecord, Residency, WalRecord
+from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
 from quire.pages.locations import chunk_place, segment_place
 
 TAKEN_MS = 1_000
@@ -69,34 +82,34 @@ TAKEN_MS = 1_000
 Choose = Callable[[int], Runner]
 """The runner for so many bytes."""
 
-THREADS = Runners()
 
-
-def checkpoint_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
-    """Absorb what is sealed and below the floor into chunks."""
+def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Absorb what is sealed and below the floor into chunks; of a stream, publish its sealed segments as chunks."""
     given = options(job, sealed_only=False, runner="")
+    with ctx.manifest.read() as txn:
+        record = txn.database(job.db_id)
+    if record is not None and record.kind is DbKind.STREAM:
+        return stream_checkpoint_job(ctx, job, progress)
     if not given["sealed_only"]:
         engine_of(ctx).flush(job.db_id)
-    return _run(ctx, job, progress, chooser(ctx, runners, given["runner"]))
+    return _run(ctx, job, progress, chooser(ctx, given["runner"]))
 
 
-def merge_job(ctx: JobContext, job: Job, progress: Progress, *, runners: Runners = THREADS) -> Outcome:
+def merge_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Rewrite slots whose chains have grown."""
     wish = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")["runner"]
-    return _run(ctx, job, progress, chooser(ctx, runners, wish))
+    return _run(ctx, job, progress, chooser(ctx, wish))
 
 
-def chooser(ctx: JobContext, runners: Runners, wish: str) -> Choose:
-    """Choose the runner by wish and size, once: an attempt counts and writes with the same one (rule 6)."""
+def chooser(ctx: JobContext, wish: str) -> Choose:
+    """Choose the runner by wish and size, once: an attempt counts and writes with the same one."""
     chosen: list[Runner] = []
-
-    def threads() -> Runner:
-        engine_of(ctx)
-        return thread_runner(ctx, label="quire-checkpoint")
 
     def runner_for(size_bytes: int) -> Runner:
         if not chosen:
-            chosen.append(runners.choose(wish, size_bytes, threads))
+            chosen.append(ctx.choose_runner(wish, size_bytes, label="quire-checkpoint"))
+            if chosen[0].name == "threads":
+                engine_of(ctx)
         return chosen[0]
 
     return runner_for
@@ -134,7 +147,7 @@ def is_merge(job: Job) -> bool:
 def counter_for(ctx: JobContext, runner: Runner, segments: Iterable[tuple[int, WalRecord]]) -> Runner:
     """Who counts what changed: this process, unless there is so much that it is better shared (docs/decisions/010)."""
     frames = sum(row.last_lsn - row.first_lsn + 1 for _, row in segments)
-    return thread_runner(ctx, label="quire-count") if frames <= limits.COUNT_HERE_FRAMES else runner
+    return ctx.thread_runner("quire-count") if frames <= limits.COUNT_HERE_FRAMES else runner
 
 
 def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dirty]:
@@ -144,7 +157,7 @@ def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dir
 
 
 def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -> list[SegmentInput]:
-    """The same inputs, at places where the runner can read them: those that are only files are uploaded first (rule 6)."""
+    """The same inputs, at places where the runner can read them: those that are only files are uploaded first."""
     inputs = list(inputs)
     wanted = {(each.place.origin_db_id, each.place.segment_id) for each in inputs if not each.place.object_key}
     if runner.shares_disk or not wanted:
@@ -290,7 +303,7 @@ def merge_rule(job: Job) -> dict[str, Any]:
 
 
 def _resume(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
-    """The plan an earlier attempt has stored, built again; abandoned if it comes out differently (rules 1 and 2)."""
+    """The plan an earlier attempt has stored, built again; abandoned if it comes out differently."""
     db_id = job.db_id
     for generation, record in stored_plans(ctx, db_id):
         if record.job_id == job.job_id:
@@ -333,7 +346,7 @@ def has_ended(ctx: JobContext, job_id: int) -> bool:
 def _rebuild(
     ctx: JobContext, job: Job, generation: int, record: PlanRecord, runner_for: Choose
 ) -> CheckpointPlan | None:
-    """Build a stored plan again; `None` if its digest or names come out differently (rule 1)."""
+    """Build a stored plan again; `None` if its digest or names come out differently."""
     db_id = job.db_id
     with ctx.manifest.read() as txn:
         if is_merge(job):
@@ -353,6 +366,74 @@ def segments_of(txn: ReadTxn, db_id: int, record: PlanRecord) -> list[tuple[int,
 
 
 def is_same(plan: CheckpointPlan, record: PlanRecord) -> bool:
-    """Whether a plan that was built again is the one that was stored (rule 1)."""
+    """Whether a plan that was built again is the one that was stored."""
     again = plan.record(record.job_id, record.attempt, record.created_at_ms)
     return plan.digest == record.digest and again.artifacts == record.artifacts
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def publish_ops(
+    txn: ReadTxn, plan: CheckpointPlan, results: Sequence[SlotResult], attempt: int, now_ms: int
+) -> tuple[list[Op], set[int]]:
+    """The batch, planned on what `txn` shows, and the databases whose artifacts it lets go.
+
+    It fails as a whole (`StalePlan`) if the job's attempt is over, or a leaf is not the one the plan saw.
+    """
+    ops: list[Op] = []
+    leaves: dict[int, Leaf] = {}
+    origins = {plan.db_id}
+    for task, result in zip(plan.tasks, results, strict=True):
+        leaf, offset = place(task.key.id)
+        before = txn.chain(plan.db_id, task.key.id)
+        origins.update(link.origin_db_id for link in before)
+        ops.append(_row(task, result, before, now_ms))
+        leaves.setdefault(leaf, {})[offset] = chain_after(task, before)
+    cleared: dict[int, bytearray] = {}
+    for slot in plan.cleared:
+        leaf, offset = place(slot)
+        cleared.setdefault(leaf, bytearray()).append(offset)
+        leaves.setdefault(leaf, {})
+        origins.update(link.origin_db_id for link in txn.chain(plan.db_id, slot))
+    for leaf, changes in sorted(leaves.items()):
+        held = plan.leaves[leaf]
+        origins.add(held.origin_db_id or plan.db_id)
+        gone = bytes(cleared.get(leaf, b""))
+        ops.append(
+            SetSlots(plan.db_id, leaf, plan.generation, held.origin_db_id, held.generation, pack_leaf(changes), gone)
+        )
+    if plan.tasks:
+        written = [(int(task.key.kind), task.key.id, task.key.generation, task.key.delta_id) for task in plan.tasks]
+        ops.append(RecordUploads(plan.db_id, written))
+    if plan.segments:
+        ops.append(AdvanceCheckpoint(plan.db_id, plan.generation, plan.covered_lsn))
+    ops.append(FinishPlan(plan.db_id, plan.generation, attempt))
+    return ops, origins
+
+
+def _row(task: SlotTask, result: SlotResult, before: Chain, now_ms: int) -> Op:
+    key, remote, size = task.key, Residency.REMOTE_ARCHIVED, result.size_bytes
+    common: dict[str, Any] = {
+        "lsn_start": task.lsn_start,
+        "lsn_end": task.covered_lsn,
+        "page_count": result.page_count,
+        "sha256": result.sha256,
+        "bitmap_hash": result.bitmap_hash,
+        "plan_digest": task.digest,
+        "compression": task.compression,
+        "uploaded_at_ms": now_ms,
+        "namespace_id": task.namespace_id,
+    }
+    if key.kind is ArtifactKind.BASE:
+        return PutChunk(key.origin_db_id, key.id, key.generation, ChunkRecord(remote, size, now_ms, **common))
+    if not before or before[0].generation != task.base_generation:
+        raise StalePlan("the base that a delta was made for is gone", hint="plan again", artifact=key)
+    base = before[0]
+    record = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
+    return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, record)
+
+
+def chain_after(task: SlotTask, before: Chain) -> Chain:
+    """The chain of a slot once its task is published."""
+    key = task.key
+    link = Link(key.kind, key.origin_db_id, key.generation, task.covered_lsn, key.delta_id)
+    return (link,) if key.kind is ArtifactKind.BASE else (*before, link)

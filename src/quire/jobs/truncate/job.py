@@ -1,15 +1,14 @@
 """The truncate job: what a checkpoint absorbed leaves the page index, then its segments are let go.
 
-Rules
-  1. Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in
-     commits of at most 8,192 rows, between which others write, found in transactions that look at 65,536 at most (M4).
-  2. A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
-     and forks hold their own (P12). At most 256 of them in one commit.
-  3. With a window of time travel the segment that the last checkpoint ended in stays until the next one: it knows the size and
-     the time of the version that the chunks hold (P14).
-  4. Every step may be repeated, and needs the job's lease.
-  5. Rows above `checkpointed_lsn` all stay, superseded or not: any of their versions may be opened by lsn or time. That bounds
-     the index by the WAL budget; a page's chain is cut by the checkpoint that absorbs it.
+- Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in
+  commits of at most 8,192 rows, between which others write, found in transactions that look at 65,536 at most (M4).
+- A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
+  and forks hold their own (P12). At most 256 of them in one commit.
+- With a window of time travel the segment that the last checkpoint ended in stays until the next one: it knows the size and
+  the time of the version that the chunks hold (P14).
+- Every step may be repeated, and needs the job's lease.
+- Rows above `checkpointed_lsn` all stay, superseded or not: any of their versions may be opened by lsn or time. That bounds
+  the index by the WAL budget; a page's chain is cut by the checkpoint that absorbs it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.jobs.handler import Done, Outcome, Progress
-from quire.jobs.steps import commit_step
+from quire.jobs.handler import Done, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Op

@@ -1,15 +1,22 @@
-"""What an audit compares: rows of one transaction, as blocks of numbers, and the floors, which are few.
+"""The audit job: reference counts, heads and floors computed again from rows, by the runner, and compared with what is stored.
 
-Rules
-  1. All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
-  2. They are made a few thousand rows at a time and say only what is compared: 24 bytes for the references of some rows to one
-     artifact, a count or a catalog row, 32 for a version of a page. They are compared a wave after the other, and what is
-     about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same: in memory are at most `REFERENCE_ROWS` or `WAVE_ROWS`, or
-     one piece if that is more, and 16 bytes for each piece of references. Pages come in order, so they are read once;
-     references do not, so they are read once more for each wave if there are several (`jobs/row_groups.py`).
-  3. A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
-     and no reader was promised a version that is not there.
-  4. Where rows cannot be read that is a difference, too (K1), and what else there is to compare is compared.
+  - It changes nothing. `quire manifest check --fix` mends what can be mended.
+  - Rows are read in one transaction, and sent to the runner as numbers, a wave at a time (`plan.py`), so that the driver's
+    memory does not grow with them; grouping and comparing is done there, and only differences come back. The result has the
+    first `LISTED_MAX` of them, and how many there were.
+  - Who runs it is chosen by the sizes of the tables that are read.
+
+What an audit compares: rows of one transaction, as blocks of numbers, and the floors, which are few.
+
+  - All blocks are of one transaction: what is committed meanwhile cannot look like a difference.
+  - They are made a few thousand rows at a time and say only what is compared: 24 bytes for the references of some rows to one
+    artifact, a count or a catalog row, 32 for a version of a page. They are compared a wave after the other, and what is
+    about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same: in memory are at most `REFERENCE_ROWS` or `WAVE_ROWS`, or
+    one piece if that is more, and 16 bytes for each piece of references. Pages come in order, so they are read once;
+    references do not, so they are read once more for each wave if there are several (`jobs/row_groups.py`).
+  - A floor's row (`pages/floors.py`) lies between what was absorbed and what was published: readers above it find everything,
+    and no reader was promised a version that is not there.
+  - Where rows cannot be read that is a difference, too (K1), and what else there is to compare is compared.
 """
 
 from __future__ import annotations
@@ -26,12 +33,45 @@ from numpy.typing import NDArray
 from quire.core.errors import Corruption
 from quire.core.ids import KINDS_WITH_OBJECTS
 from quire.durable.names import object_key
-from quire.jobs.audit.run import PIECE_BITS, Block, Difference, piece_of
-from quire.jobs.row_groups import cut
+from quire.jobs.audit.run import PIECE_BITS, Block, Difference, join_blocks, piece_of, split_block
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.row_groups import cut, part
 from quire.manifest import tables as t
 from quire.manifest.holders import decode, inventory
+from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 
+LISTED_MAX = 1_000
+BYTES_A_ROW = 256
+"""What comparing a row costs, as if it were so many bytes of a file: a million rows are worth a cluster."""
+
+
+def audit_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Compare what rows say with what they add up to."""
+    wish = options(job, runner="")["runner"]
+    with ctx.manifest.read() as txn:
+        total, done, rows = work(txn), 0, 0
+        progress(0, total)
+        runner = ctx.choose_runner(wish, total * BYTES_A_ROW, label="quire-audit")
+        found: list[dict[str, Any]] = [told(each) for each in floors(txn)]
+        differences = len(found)
+        for wave in waves(txn):
+            rows += wave.rows
+            if wave.unread:
+                differences += 1
+                found.append(told_unread(wave))
+            tick = part(progress, done, wave.done, total)
+            for answer in runner.regroup(split_block, wave.blocks, join_blocks, tick=tick) if wave.blocks else ():
+                result = answer.result()
+                differences += len(result)
+                found += [told(each) for each in result[: max(0, LISTED_MAX - len(found))]]
+            done = wave.done
+    progress(total, total)
+    return Done({"rows": rows, "differences": differences, "found": found, "runner": runner.name})
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_ROWS = 8_192
 WAVE_ROWS = 4_000_000
 """Versions of pages that are compared in one run of the runner: 128 MB of numbers."""
@@ -66,7 +106,7 @@ class Wave:
     done: int
     """How much of `work` is done when this is."""
     unread: str = ""
-    """Why there is no more of it (rule 4)."""
+    """Why there is no more of it."""
 
     @property
     def rows(self) -> int:
@@ -80,7 +120,7 @@ def work(txn: ReadTxn) -> int:
 
 
 def waves(txn: ReadTxn) -> Iterator[Wave]:
-    """Everything that is compared by the runner, as much at a time as memory should hold (rule 2)."""
+    """Everything that is compared by the runner, as much at a time as memory should hold."""
     referring = sum(txn.count(table) for table in _REFERRING)
     for compared, done, found in (("references", referring, _reference_waves), ("pages", work(txn), _page_waves)):
         try:
@@ -166,7 +206,7 @@ def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[Block]:
 
 
 def floors(txn: ReadTxn) -> Iterator[Difference]:
-    """Floors outside the range between what was absorbed and what was published (rule 3)."""
+    """Floors outside the range between what was absorbed and what was published."""
     for (db_id,), row in txn.scan(t.SNAPSHOT_FLOOR):
         wal = txn.wal_state(db_id)
         low, high = (wal.checkpointed_lsn, wal.last_applied_lsn) if wal is not None else (0, 0)

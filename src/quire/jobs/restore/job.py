@@ -1,10 +1,15 @@
-"""Restoring a snapshot to a file, in parallel: for a SQLite database, the file is one that SQLite opens.
+"""The restore job: a snapshot of a page database becomes a file, in parallel.
 
-Rules
-  1. The file gets its name when it is whole and synced; until then it is `<file>.tmp`, which the next restore overwrites.
-  2. An existing file is not replaced unless that was asked for. A repeated attempt may find the file of an earlier one, which
-     died before it could say so: it is adopted if it is the same, byte for byte.
-  3. Parts are slots: each chunk is read by one task.
+  - An existing file is not replaced unless that was asked for: then the job has failed for good, waiting does not help. Only a
+    later attempt, which may find what an earlier one has made, looks whether it is the same (`export.py`).
+  - What is there after a crash is `<file>.tmp`, whole or in part, which the next attempt writes anew, or the file.
+
+Restoring a snapshot to a file, in parallel: for a SQLite database, the file is one that SQLite opens.
+
+  - The file gets its name when it is whole and synced; until then it is `<file>.tmp`, which the next restore overwrites.
+  - An existing file is not replaced unless that was asked for. A repeated attempt may find the file of an earlier one, which
+    died before it could say so: it is adopted if it is the same, byte for byte.
+  - Parts are slots: each chunk is read by one task.
 
 Threads: any. Raises `AlreadyExists`, and what reading the snapshot raises.
 """
@@ -14,14 +19,36 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from quire.core.errors import AlreadyExists, InvalidConfig
+from quire.core.errors import AlreadyExists, InvalidConfig, InvalidInput
 from quire.core.limits import CHUNK_BYTES, MIB
 from quire.durable.files import Disk
 from quire.durable.names import TEMPORARY
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.restore.run import RestoreTask, write_pages
 from quire.jobs.runner import Runner, Tick, no_tick
+from quire.manifest.jobqueue import Job
+from quire.pages.anchors import find_snapshot
 from quire.pages.view import SnapshotView
+from quire.pages.view_build import view_of
 
+
+def restore_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Write a snapshot (payload `snapshot`, an id) to a file (payload `path`)."""
+    given = options(job, snapshot=0, path="", replace=False, runner="")
+    with ctx.manifest.read() as txn:
+        snapshot_id, record = find_snapshot(txn, job.db_id, given["snapshot"])
+        view = view_of(txn, job.db_id, snapshot_id, record, ctx.objects_url)
+    size = view.size_pages * view.page_size
+    runner = ctx.choose_runner(given["runner"], size, label="quire-restore")
+    how = {"replace": given["replace"], "adopt": job.record.attempt > 1}
+    try:
+        return Done(restore(view, given["path"], runner, ctx.disk, **how, tick=progress))
+    except AlreadyExists as error:
+        raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # rule 1
+
+
+# ── writing the file ──────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_BYTES = 8 * MIB
 """Two files are compared this much at a time."""
 
@@ -64,7 +91,7 @@ def restore(
 
 
 def need_no_file(disk: Disk, target: str) -> None:
-    """Refuse to replace an existing file (rule 2)."""
+    """Refuse to replace an existing file."""
     if disk.exists(target):
         raise AlreadyExists("there is a file of this name already", hint="name another, or replace it", path=target)
 
@@ -83,7 +110,7 @@ def _are_same(disk: Disk, one: str, two: str) -> bool:
 
 
 def parts(view: SnapshotView, path: str) -> list[RestoreTask]:
-    """One task for each slot, so that each chunk is read by one task (rule 3)."""
+    """One task for each slot, so that each chunk is read by one task."""
     step = view.pages_per_chunk or max(CHUNK_BYTES // max(view.page_size, 1), 1)
     return [
         RestoreTask(view=view, first=first, stop=min(first + step, view.size_pages), path=path)

@@ -1,4 +1,9 @@
-"""Where the bytes are: what each database and snapshot holds alone and shares, how well it compresses, in which tier it lies.
+"""The stats job: what each database and snapshot takes, added up by the runner.
+
+  - It reads rows of one transaction, a wave at a time, and changes nothing; what it holds meanwhile is said in `compute.py`.
+  - The job's result has the first `LISTED_MAX` databases and snapshots; `store.heavy.stats()` all.
+
+Where the bytes are: what each database and snapshot holds alone and shares, how well it compresses, in which tier it lies.
 
 Terms
   holds       the artifacts that a database, as it is now, or a snapshot is made of: chunks of its leaves, segments of its WAL
@@ -6,19 +11,18 @@ Terms
               would free. Of a snapshot: what nothing else holds, its own database included: what dropping it alone would free
   churn       bytes of artifacts that were made within the last day
 
-Rules
-  1. Rows are read in one transaction, as numbers: 56 bytes for what is said of an artifact, 32 for each that holds it. Adding
-     them up (`run.py`) is done by a runner, or here where there is none.
-  2. They are never all in memory: at most `WAVE_ROWS` of them (80 MB) with what is about one piece in one wave, and read once
-     more for each wave if there are several (`jobs/row_groups.py`).
-  3. What comes back, and is held, is a line of sums for each holder (`run.LINE_BYTES`) and each key of a wave: what the result
-     is made of, one `Usage` for each database and snapshot.
+  - Rows are read in one transaction, as numbers: 56 bytes for what is said of an artifact, 32 for each that holds it. Adding
+    them up (`run.py`) is done by a runner, or here where there is none.
+  - They are never all in memory: at most `WAVE_ROWS` of them (80 MB) with what is about one piece in one wave, and read once
+    more for each wave if there are several (`jobs/row_groups.py`).
+  - What comes back, and is held, is a line of sums for each holder (`run.LINE_BYTES`) and each key of a wave: what the result
+    is made of, one `Usage` for each database and snapshot.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -28,17 +32,53 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from quire.core.ids import ArtifactKind
+from quire.core.json_values import plain
 from quire.durable.space import Space
-from quire.jobs.row_groups import Waves, cut
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.row_groups import Waves, cut, part
 from quire.jobs.runner import Key
 from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Rows, Shares, added, join_shares, piece_of, split_rows
 from quire.manifest import tables as t
 from quire.manifest.holders import encode, named_by
+from quire.manifest.jobqueue import Job
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.verification import artifacts
 
+LISTED_MAX = 1_000
+BYTES_A_ROW = 256
+"""What adding a row costs, as if it were so many bytes of a file: a million rows are worth a cluster."""
+
+
+def stats_job(
+    ctx: JobContext,
+    job: Job,
+    progress: Progress,
+    *,
+    into: Callable[[list[Usage]], object] = len,
+) -> Outcome:
+    """Add up where the bytes are; `into` gets all of it."""
+    wish = options(job, runner="")["runner"]
+    with ctx.manifest.read() as txn:
+        found = waves(txn, ctx.clock.now_ms())
+        total, done, sums = max(found.rows, 1), 0, Totals()
+        progress(0, total)
+        runner = ctx.choose_runner(wish, found.rows * BYTES_A_ROW, label="quire-stats")
+        for wave in found:
+            ends = done + sum(len(each.rows) for each in wave)
+            for answer in runner.regroup(split_rows, wave, join_shares, tick=part(progress, done, ends, total)):
+                sums.add(answer.result())
+            done = ends
+        told = described(txn, sums)
+    into(told)
+    progress(total, total)
+    listed = [plain(each) for each in told[:LISTED_MAX]]
+    return Done({"rows": found.rows, "holders": len(told), "usage": listed, "runner": runner.name})
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 DAY_MS = 86_400_000
 STEP_ROWS = 8_192
 LEAF_ROWS = 64
@@ -83,8 +123,8 @@ def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
     total = Totals()
     for wave in waves(txn, now_ms):
         parts: dict[Key, list[tuple[str, Numbers]]] = defaultdict(list)
-        for key, part in chain.from_iterable(split_rows(block, nothing) for block in wave):
-            parts[key].append(part)
+        for key, piece in chain.from_iterable(split_rows(block, nothing) for block in wave):
+            parts[key].append(piece)
         for key in list(parts):
             total.add(join_shares(key, None, parts.pop(key), nothing))
     return described(txn, total)
@@ -143,7 +183,7 @@ def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:
 
 # ── rows as numbers ───────────────────────────────────────────────────────────────────────────────────────────────────
 def waves(txn: ReadTxn, now_ms: int) -> Waves[Rows]:
-    """Every fact and every holding, as many at a time as memory should hold (rule 2)."""
+    """Every fact and every holding, as many at a time as memory should hold."""
     return cut(lambda: blocks(txn, now_ms), piece_of, WAVE_ROWS)
 
 

@@ -1,0 +1,118 @@
+"""The compaction job of a key-value database: everything into one level (`{"major": True}`), or what is due.
+
+  - A major compaction is planned here, run by threads or Spark (`runner`), and published here with one event of the database's
+    manifest. Writes, flushes and reads go on meanwhile; no other compaction of the database begins.
+  - Jobs that are not major are those of the engine's background (`lsm/compaction_jobs.py`): the worker meets one only if
+    its process died, or gave up. Then what is due by now is merged, which may be nothing.
+  - The database's manifest is the truth: a job that is repeated after its event was written finds nothing to do.
+
+    before the event: files that nobody names · after it: the new tables are the database · the job's row follows
+
+Raises what opening the database and reading and writing tables raise, `InvalidConfig` if executors do not see the store.
+
+What a compaction has to merge, and in how many pieces.
+
+  - A major compaction is cut into ranges of keys of about `TASK_BYTES`, but at least one for each worker as long as that
+    is worth a task.
+  - Ids for what the tasks write are reserved before the first of them leaves (`quire.lsm.remote_compaction`).
+
+Pure. Raises nothing.
+
+A compaction that was done elsewhere becomes the database's: one event in its own manifest, after all of its tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from quire.core.errors import InvalidConfig
+from quire.core.limits import MIB
+from quire.durable.failpoints import hit
+from quire.jobs.compaction.run import merge_range
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.runner import Answer, Runner
+from quire.lsm.kv import Kv
+from quire.lsm.remote_compaction import MajorCompaction, plan_major
+from quire.manifest.jobqueue import Job
+
+SPARK_WORKERS = 8
+"""Executors that a compaction on Spark counts with; how many there are is Spark's business."""
+
+
+def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Merge tables of a database."""
+    given = options(job, major=False, runner="", level=0, inputs=0, size_bytes=0)
+    assert ctx.kv is not None, "a worker of a store has the key-value engine"
+    kv = ctx.kv().open(job.db_id)
+    if not given["major"]:
+        return Done(_merge_due(kv, progress))
+    kv.flush()
+    before = kv.stats()
+    runner = ctx.choose_runner(given["runner"], before.table_bytes, label="quire-compact")
+    _require_disk(runner)
+    workers = ctx.settings.workers if runner.name == "threads" else SPARK_WORKERS
+    with plan_major(kv, tasks=tasks_for(before.table_bytes, workers)) as plan:
+        tasks = len(plan.tasks)
+        tables = publish(plan, runner.map(merge_range, plan.tasks, tick=progress)) if tasks else before.tables
+    after = kv.stats()
+    return Done(
+        {
+            "tasks": tasks,
+            "tables": tables,
+            "before_bytes": before.table_bytes,
+            "after_bytes": after.table_bytes,
+            "runner": runner.name,
+        }
+    )
+
+
+def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
+    """Do what the background of a dead process left; nothing, if nothing is due by now."""
+    done = 0
+    while kv.upkeep.compact_due(told=False):
+        done += 1
+        progress(done, 0)
+    return {"compactions": done}
+
+
+def _require_disk(runner: Runner) -> None:
+    if not runner.shares_disk:
+        raise InvalidConfig(
+            "executors do not see the directory of the store, and a compaction reads and writes there",
+            hint="`--runner threads`, or mount it there and set maintenance.executors_see_store",
+        )
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+TASK_BYTES = 128 * MIB
+"""Of tables, for one task."""
+
+TASK_BYTES_MIN = 4 * MIB
+"""Less than this is not worth another task."""
+
+TASKS_MAX = 1_024
+
+
+def tasks_for(size_bytes: int, workers: int) -> int:
+    """Into how many ranges so many bytes are cut.
+
+    >>> tasks_for(1 << 30, 2), tasks_for(64 << 20, 2), tasks_for(1 << 20, 8), tasks_for(1 << 40, 8)
+    (8, 2, 1, 1024)
+    """
+    wanted = max(-(-size_bytes // TASK_BYTES), min(workers, size_bytes // TASK_BYTES_MIN))
+    return max(1, min(wanted, TASKS_MAX))
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def publish(plan: MajorCompaction, answers: Iterable[Answer[int, tuple[int, ...]]]) -> int:
+    """Wait for every answer, then have the new tables live and the old ones not; how many new ones.
+
+    The first task that failed fails all of it, and nothing has changed.
+    """
+    written = [sst_id for answer in answers for sst_id in answer.result()]
+    hit("jobs.compaction.written")
+    plan.publish(written)
+    hit("jobs.compaction.published")
+    return len(written)

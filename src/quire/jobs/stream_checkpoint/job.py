@@ -1,0 +1,152 @@
+"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form (the catalog document).
+
+What is there after a crash, step by step
+  planned, seen            nothing; the next attempt plans anew
+  generation reserved      a number that nothing has; the next attempt takes another
+  published                rows and slots, in one transaction with the end of the job; the next job finds nothing to do
+
+  - No byte is read beyond a look that a copy is there, and none is written: threads do it, whatever the runner.
+  - A stream that retires segments of the plan meanwhile makes the attempt fail as a whole, and the next one plans on what
+    is there by then.
+  - Who owns the bytes: docs/decisions/009-stream-chunks.md.
+
+Which segments of a stream a checkpoint publishes: those that are sealed, and have no chunk yet.
+
+  - Read from the manifest alone: the projection of the stream's log. What it does not have yet is published by the next one.
+  - A segment that is published, or retired, has left the state SEALED: it is found once, and never again.
+  - Slot and chunk id are the segment's id, which is never used again.
+
+The one batch that makes a stream's sealed segments chunks: rows and slots, no bytes.
+
+  - A published segment moves from SEALED to INDEXED in the same batch, which so fails as a whole (`IllegalTransition`) if
+    retention has ended one meanwhile; and (`StalePlan`) if a leaf is not the one that was planned on.
+  - It goes no further, and the mark of the WAL stays: snapshots go on pinning segments, which is what retention asks
+    (docs/decisions/009-stream-chunks.md).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from quire.core.events import emit
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import hit
+from quire.durable.names import StreamSegmentFile, Tier
+from quire.jobs.context import JobContext
+from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.stream_checkpoint.run import SegmentToSee, row_of, see
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.artifacts import PutChunk
+from quire.manifest.ops.base import Counter, Op
+from quire.manifest.ops.jobs import EnsureJob
+from quire.manifest.ops.slots import SetSlots
+from quire.manifest.ops.wal import MoveWalState
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import JobKind, LeafRef, WalFormat, WalRecord, WalState
+from quire.manifest.slots import Leaf, Link, pack_leaf, place
+
+
+def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Publish the sealed segments of a stream that are no chunks yet."""
+    options(job, runner="", sealed_only=False)
+    manifest = ctx.manifest
+    with manifest.read() as txn:
+        plan = plan_stream(txn, job.db_id)
+        wanted = to_see(ctx, txn, plan)
+    progress(0, len(wanted))
+    hit("jobs.stream_checkpoint.planned")
+    if not wanted:
+        return Done({"chunks": 0, "bytes": 0, "missing": 0})
+    seen = see(wanted, disk=ctx.disk, open_store=ctx.open_store)
+    progress(len(seen), len(wanted))
+    generation = manifest.reserve_generation(job.db_id)
+    hit("jobs.stream_checkpoint.reserved")
+    with manifest.read() as txn:
+        ops = publish_ops(txn, plan, seen, generation)
+    missing = [each.segment_id for each in wanted if each.segment_id not in seen]
+    for segment_id in missing:
+        emit("error", "stream.checkpoint_copy_missing", stream=job.db_id, segment_id=segment_id)
+    after: tuple[Op, ...] = ()
+    if plan.more:
+        record = manifest.jobs.record(JobKind.CHECKPOINT, job.db_id, None)
+        after = (EnsureJob(manifest.allocate(Counter.JOB), record),)
+    size = sum(row.used_bytes for segment_id, row in plan.segments if segment_id in seen)
+    emit("info", "stream.checkpointed", stream=job.db_id, chunks=len(seen), bytes=size, generation=generation)
+    return Done({"chunks": len(seen), "bytes": size, "missing": len(missing)}, ops=tuple(ops), after=after)
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+SEGMENTS_MAX = 4_096
+"""Published by one job: its batch has as many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """What a checkpoint of a stream publishes."""
+
+    stream_id: int
+    segments: tuple[tuple[int, WalRecord], ...]
+    more: bool
+    """Whether there are more than one job takes."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(row.used_bytes for _, row in self.segments)
+
+
+def unpublished(txn: ReadTxn, stream_id: int) -> list[tuple[int, WalRecord]]:
+    """(segment, row) of sealed segments without a chunk, oldest first."""
+    return [
+        (segment_id, row)
+        for (_, segment_id), row in txn.scan(t.WAL_CATALOG, stream_id)
+        if row.state is WalState.SEALED and row.format is WalFormat.APPEND_ONLY
+    ]
+
+
+def plan_stream(txn: ReadTxn, stream_id: int) -> StreamPlan:
+    """The next segments to publish."""
+    found = unpublished(txn, stream_id)
+    return StreamPlan(stream_id, tuple(found[:SEGMENTS_MAX]), len(found) > SEGMENTS_MAX)
+
+
+def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee]:
+    """Where a copy of each segment is to be seen."""
+    found = []
+    for segment_id, row in plan.segments:
+        key = ArtifactKey(plan.stream_id, ArtifactKind.WAL, segment_id, 0)
+        where = ctx.place_of(txn, key, row)
+        warm = StreamSegmentFile(stream_id=plan.stream_id, tier=Tier.WARM, segment_id=segment_id).path
+        found.append(
+            SegmentToSee(
+                segment_id=segment_id,
+                hot=where.local,
+                warm=os.path.join(ctx.root, warm),
+                url=where.url,
+                object_key=where.object_key if where.has_remote else "",
+                used_bytes=row.used_bytes,
+            )
+        )
+    return found
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def publish_ops(txn: ReadTxn, plan: StreamPlan, seen: set[int], generation: int) -> list[Op]:
+    """The batch, planned on what `txn` shows. The moment of a row is that of its sealing: a repeat makes the same row."""
+    ops: list[Op] = []
+    leaves: dict[int, Leaf] = {}
+    for segment_id, row in plan.segments:
+        if segment_id not in seen:
+            continue
+        lsns = {"first_lsn": row.first_lsn, "last_lsn": row.last_lsn}
+        chunk = row_of(plan.stream_id, segment_id, at_ms=row.sealed_at_ms, **lsns)
+        ops.append(MoveWalState(plan.stream_id, segment_id, WalState.INDEXED))
+        ops.append(PutChunk(plan.stream_id, segment_id, generation, chunk))
+        leaf, offset = place(segment_id)
+        leaves.setdefault(leaf, {})[offset] = (Link(ArtifactKind.BASE, plan.stream_id, generation, row.last_lsn),)
+    for leaf, changes in sorted(leaves.items()):
+        held = txn.get(t.LIVE_LEAF, plan.stream_id, leaf) or LeafRef(0, 0)
+        before = (held.origin_db_id, held.generation)
+        ops.append(SetSlots(plan.stream_id, leaf, generation, *before, pack_leaf(changes)))
+    return ops

@@ -1,0 +1,409 @@
+"""The sweep job: object listings compared with the manifest, both ways; orphans are deleted if that was asked for.
+
+  - `plan.py` says what is an orphan. Nothing can come to refer to one: generations are burned before anything is written under
+    them and never used again (M5, P10), so deleting it needs no intent.
+  - Listings are made by the runner, a range of keys in each task, and joined there with the names that the manifest knows:
+    only differences come here, a few thousand at a time, and are looked up in the manifest as it is then.
+  - What was deleted stays deleted if an attempt is interrupted; the next one finds what is left.
+  - Where an object store is a directory, what puts that crashed left in its staging goes too, if it is old.
+  - The result names the first `LISTED_MAX` of each sort, and says whether there were more.
+  - What is missing is looked up, and asked for once more, when its wave is listed: rows of a wave are read twice at most.
+  - An object store that fails ends the attempt: without a whole listing nothing is known to be missing.
+  - Orphans that are not this store's to delete, in a place that it shares and has no claim to, are told and stay (A3).
+
+What a sweep lists, and which of the differences are real.
+
+Terms
+  space     (URL of an object store, prefix in it): of each namespace, and of each owner epoch before the current one. Below it
+            are objects of this store only: a sweep never sees another store's (A1)
+  former    the space of a store that is older than epochs: no prefix. Others may have objects there too
+  range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, about `RANGE_NAMES` of them that should be
+            there. Ranges cover every possible key, and each is listed by one task
+  orphan    an object with an artifact's name that nothing speaks of
+
+  - List first, read the manifest after (O3): what a listing calls a stray is one only if the manifest, read after it, knows no
+    row of that name and no plan that may be writing it; what it calls missing only if the row still promises it.
+  - Spared are also names of generations that are not burned yet, and objects younger than a grace by the store's own clock.
+  - Names that are no artifacts' (manifest logs, tables, other people's files) are never orphans.
+  - The driver has the hashes of one wave of ranges in memory, 8 bytes a name, and some differences; never a listing.
+  - The former space is listed database by database, never as a whole: it is swept by whoever has the claim to it, and others
+    only tell what they find (A1).
+  - Ranges of one wave are read in one short transaction; the next wave goes on where that ended, in another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.errors import ObjectNotFound
+from quire.core.events import emit
+from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
+from quire.durable.failpoints import hit
+from quire.durable.names import object_key
+from quire.durable.remote_names import parse_epoch_key
+from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.locations import Place
+from quire.jobs.row_groups import part
+from quire.jobs.runner import Runner
+from quire.jobs.sweep.run import Listed, ListTask, Stray, artifact_of, list_range, name_hash
+from quire.jobs.verify.plan import place_to_verify
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.base import Counter
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import Residency
+from quire.objects.guarded import path_store
+
+WAVE_RANGES = 256
+"""Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
+
+SETTLED_AT_ONCE = 4_096
+"""Differences that are looked up, asked for or deleted together."""
+
+ASKED_AT_ONCE = 16
+"""Objects that are asked for at a time: what takes time is the way there and back."""
+
+LISTED_MAX = 1_000
+GRACE_SECONDS = 3_600.0
+"""Objects younger than this, by their store's clock, are left alone: clocks differ (M8)."""
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """A sweep that runs: what it goes by, and what it has found."""
+
+    ctx: JobContext
+    before_ms: int
+    delete: bool
+    total: dict[str, Any] = field(
+        default_factory=lambda: {
+            **dict.fromkeys(("objects", "bytes_listed", "orphaned", "bytes", "deleted", "lost", "staged"), 0),
+            "more": False,
+            "orphans": [],
+            "missing": [],
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Ranges of one space that are compared together."""
+
+    ranges: Sequence[Range]
+    space: Space
+    namespaces: set[int]
+    since: Mark
+
+    @property
+    def next(self) -> Mark | None:
+        return self.ranges[-1].next
+
+    @property
+    def names(self) -> int:
+        return sum(len(each.known) for each in self.ranges)
+
+
+def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Find objects that nothing speaks of, and rows whose objects are gone."""
+    given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
+    sweep = _Sweep(ctx, ctx.clock.now_ms() - int(given["grace_seconds"] * 1000), given["delete"])
+    with ctx.manifest.read() as txn:
+        found, rows = spaces(ctx, txn), promising(txn)
+    total, done = len(found) * (rows + 1), 0
+    progress(0, total)
+    runner = ctx.choose_runner(given["runner"], rows * 1024, label="quire-sweep")
+    for number, (space, namespaces) in enumerate(found.items(), 1):
+        for wave in _waves(ctx, space, namespaces):
+            ends = min(done + wave.names, number * (rows + 1)) if wave.next else number * (rows + 1)
+            _compare(sweep, runner, wave, part(progress, done, ends, total))
+            done = ends
+    if sweep.delete:
+        sweep.total["staged"] = sum(_unstage(ctx, url) for url in {url for url, _ in found})
+    progress(total, total)
+    return Done(sweep.total)
+
+
+def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wave]:
+    """The ranges of a space, so many at a time: no transaction is open meanwhile."""
+    mark: Mark | None = Mark()
+    while mark is not None:
+        with ctx.manifest.read() as txn:
+            wave = _Wave(list(islice(ranges(txn, namespaces, space, mark), WAVE_RANGES)), space, namespaces, mark)
+        yield wave
+        mark = wave.next
+
+
+def _unstage(ctx: JobContext, url: str) -> int:
+    """Remove old staging files of puts that crashed, where the object store is a directory; how many there were."""
+    store = ctx.open_store(url)
+    return local.sweep_temporary() if (local := path_store(store)) is not None else 0
+
+
+def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None:
+    """Have the runner join listings with known names, and look up the differences that come back."""
+    total, strays, missing = sweep.total, list[Stray](), array("Q")
+    names = np.unique(np.concatenate([each.known for each in wave.ranges]))
+    for number, told in runner.unmatched(list_range, [each.task for each in wave.ranges], names, tick=tick):
+        if isinstance(told, Listed):
+            total["objects"] += told.objects
+            total["bytes_listed"] += told.size_bytes
+        elif told is not None:
+            strays.append(told)
+        elif number is not None:
+            missing.append(number)
+        if len(strays) >= SETTLED_AT_ONCE:
+            _settle(sweep, strays, wave)
+            strays.clear()
+    _settle(sweep, strays, wave)
+    _tell_missing(sweep, np.sort(np.array(missing, np.uint64)), wave)
+    total["more"] = total["orphaned"] > len(total["orphans"]) or total["lost"] > len(total["missing"])
+
+
+def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
+    """Look missing objects up once more, and report those that are still missing."""
+    ctx, total = sweep.ctx, sweep.total
+    with ctx.manifest.read() as txn:
+        places = still_promised(ctx, txn, missing, wave.namespaces, wave.space, wave.since, wave.next)
+        for place in _not_there(ctx, places):
+            total["lost"] += 1
+            if len(total["missing"]) < LISTED_MAX:
+                told = {"artifact": object_key(place.key), "object": place.object_key, "size_bytes": place.size_bytes}
+                total["missing"].append(told)
+
+
+def _not_there(ctx: JobContext, places: Iterator[Place]) -> Iterator[Place]:
+    """Those whose object is not there when it is asked for by its name."""
+
+    def is_there(place: Place) -> bool:
+        try:
+            ctx.open_store(place.url).head(place.object_key)
+        except ObjectNotFound:
+            return False
+        return True
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="quire-sweep-ask") as pool:
+        while some := list(islice(places, SETTLED_AT_ONCE)):
+            yield from (place for place, there in zip(some, pool.map(is_there, some)) if not there)
+
+
+def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
+    """What became of strays, by the manifest as it is after the listing."""
+    ctx, total = sweep.ctx, sweep.total
+    with ctx.manifest.read() as txn:
+        orphans = list(real_orphans(txn, strays, wave.space[1], sweep.before_ms))
+    for stray, key in orphans:
+        total["orphaned"] += 1
+        total["bytes"] += stray.size_bytes
+        if len(total["orphans"]) < LISTED_MAX:
+            told = {"artifact": object_key(key), "object": stray.key, "size_bytes": stray.size_bytes, "url": stray.url}
+            total["orphans"].append(told)
+    gone: set[str] = set()
+    if sweep.delete and orphans:
+        for url in {stray.url for stray, _ in orphans}:
+            may_go = ctx.collector.deletable(url, [stray.key for stray, _ in orphans if stray.url == url])
+            ctx.collector.delete(url, may_go)
+            gone |= {f"{url} {key}" for key in may_go}
+        hit("jobs.sweep.deleted")
+        total["deleted"] += len(gone)
+    for stray, _ in orphans:
+        emit(
+            "warning",
+            "sweep.orphan",
+            object=stray.key,
+            store=stray.url,
+            size_bytes=stray.size_bytes,
+            deleted=f"{stray.url} {stray.key}" in gone,
+        )
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+RANGE_NAMES = 16_384
+RANGE_DATABASES = 256
+LOOKED_UP = 4_096
+"""Names that are looked up together among those that are missing."""
+
+Space = tuple[str, str]
+Hashes = NDArray[np.uint64]
+
+
+class Mark(NamedTuple):
+    """Where a range begins."""
+
+    after: str = ""
+    """The key behind which it begins."""
+    database: int = 0
+    """The first of the databases that its group of `RANGE_DATABASES` has."""
+    row: tuple[int, int] = (0, 0)
+    """(origin, id) of the first rows that may promise a name of it."""
+
+
+FORMER = ""
+"""The prefix of what is older than owner epochs."""
+
+END = (U32_MAX + 1, 0)
+"""Behind all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A part of a space's keys."""
+
+    task: ListTask
+    known: Hashes
+    """Of the names that should be there."""
+    next: Mark | None
+    """`None`: this is the last one."""
+
+
+def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
+    """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
+    from quire.pages.locations import space_of
+
+    found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
+    is_old = "" in txn.object_prefixes()
+    for (number,), space in txn.scan(t.REMOTE_NAMESPACE):
+        if space.name:  # a stream's rows name the place, whatever epoch its objects are of
+            for prefix in txn.object_prefixes(number):
+                found.setdefault((space.url, prefix), set())
+        if space.owner_epoch or is_old:  # else nothing is in a place itself, only below it
+            found.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
+    if is_old:
+        found.setdefault((ctx.objects_url, FORMER), set()).add(0)
+    return found
+
+
+def promising(txn: ReadTxn) -> int:
+    """How many rows may promise an object."""
+    tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
+    return sum(txn.count(table) for table in tables)
+
+
+def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: Mark) -> Iterator[Range]:
+    """The ranges of a space, one after the other, from a mark on."""
+    url, prefix = space
+    known = array("Q")
+    start, first, row = mark
+    last = END
+
+    def cut(border: str, row: tuple[int, int]) -> Range:
+        nonlocal known, start
+        databases = (_database(start, 1), _database(border, txn.next_id(Counter.DB) - 1)) if prefix == FORMER else None
+        task = ListTask(url=url, prefix=prefix, start_after=start, until=border, databases=databases)
+        made = Range(task, np.array(known, np.uint64), Mark(border, first, row) if border else None)
+        known, start = array("Q"), border
+        return made
+
+    for key, name in _names(txn, namespaces, space, row):
+        place = key.origin_db_id, key.id
+        while place[0] >= first + RANGE_DATABASES:
+            first += RANGE_DATABASES
+            yield cut(_under(prefix, f"{first:08x}"), place)
+        if len(known) >= RANGE_NAMES and place != last:
+            yield cut(_under(prefix, f"{place[0]:08x}/{place[1]:08x}"), place)
+        known.append(name_hash(name))
+        last = place
+    while first + RANGE_DATABASES < txn.next_id(Counter.DB):
+        first += RANGE_DATABASES
+        yield cut(_under(prefix, f"{first:08x}"), END)
+    yield cut("", END)
+
+
+def _database(border: str, otherwise: int) -> int:
+    """The database that a border of the former space is in."""
+    return int(border[:8], 16) if border else otherwise
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name
+
+
+def _names(
+    txn: ReadTxn, namespaces: Set[int], space: Space, row: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[ArtifactKey, str]]:
+    """(artifact, name) of every object that a row promises in these namespaces, in the order of (origin, id), from one on."""
+    if row >= END:
+        return
+    url, prefix = space
+    places = (key[0] for key, place in txn.scan(t.REMOTE_NAMESPACE) if place.name and place.url == url)
+    place_id = next(places, 0)
+    every = merge(
+        _chunks(txn, row), _deltas(txn, row), _segments(txn, row), key=lambda item: (item[0].origin_db_id, item[0].id)
+    )
+    for key, record in every:
+        if record.residency is Residency.LOCAL:
+            continue
+        if parse_epoch_key(record.suffix) is not None:
+            if record.namespace_id == place_id and prefix and record.suffix.startswith(f"{prefix}/"):
+                yield key, record.suffix  # a stream's: its log has whole keys
+        elif record.namespace_id in namespaces:
+            yield key, _under(prefix, record.suffix or object_key(key))
+
+
+def _chunks(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (origin, slot, generation), record in txn.scan(t.CHUNK_CATALOG, start=(*row, 0)):
+        yield ArtifactKey(origin, ArtifactKind.BASE, slot, generation), record
+
+
+def _deltas(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (origin, slot, generation, number), record in txn.scan(t.CHUNK_DELTA_INDEX, start=(*row, 0, 0)):
+        yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, number), record
+
+
+def _segments(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey, Any]]:
+    for (db_id, segment_id), record in txn.scan(t.WAL_CATALOG, start=row):
+        if record.origin_db_id == db_id:
+            yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), record
+
+
+# ── after the listing ─────────────────────────────────────────────────────────────────────────────────────────────────
+def real_orphans(
+    txn: ReadTxn, strays: Iterable[Stray], prefix: str, before_ms: int
+) -> Iterator[tuple[Stray, ArtifactKey]]:
+    """Those strays that are orphans by the manifest as it is now (rules 1 to 3)."""
+    for stray in strays:
+        key = artifact_of(stray.key, prefix)
+        if key is not None and stray.modified_ms < before_ms and not _is_spoken_of(txn, key):
+            yield stray, key
+
+
+def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
+    if key.origin_db_id in txn.refused_databases():
+        return True  # its rows are damaged: what they would say is not known
+    if artifact_row(txn, key) is not None or txn.refcount(key) is not None:
+        return True
+    if key.kind is ArtifactKind.WAL:
+        return txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None
+    record = txn.database(key.origin_db_id)
+    if record is not None and key.generation >= record.next_generation:
+        return True  # rule 2: nobody has burned it yet
+    return txn.get(t.CHECKPOINT_PLAN, key.origin_db_id, key.generation) is not None
+
+
+def still_promised(
+    ctx: JobContext, txn: ReadTxn, missing: Hashes, namespaces: Set[int], space: Space, since: Mark, until: Mark | None
+) -> Iterator[Place]:
+    """Where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
+
+    `missing` are rising. The rows of the wave are read once, however much of it is missing.
+    """
+    if not len(missing):
+        return
+    end = until.row if until is not None else END
+    names = takewhile(lambda item: (item[0].origin_db_id, item[0].id) < end, _names(txn, namespaces, space, since.row))
+    while step := list(islice(names, LOOKED_UP)):
+        hashes = np.array([name_hash(name) for _, name in step], np.uint64)
+        places = np.minimum(np.searchsorted(missing, hashes), len(missing) - 1)
+        for place in np.flatnonzero(missing[places] == hashes).tolist():
+            found = place_to_verify(ctx, txn, step[place][0])
+            if found is not None:  # else it is about to be deleted
+                yield found

@@ -1,0 +1,307 @@
+"""The jobs that move an artifact's bytes: upload, evict, hydrate.
+
+  - A row never promises a copy that is not there: it says LOCAL_AND_REMOTE after the copy is complete and durable, and EVICTED
+    before the file goes.
+  - A row tells of every copy that may be there: an object is announced (by the row's suffix) before its first byte is sent,
+    and whoever deletes an artifact removes its file whatever the row says. So a job that is given up half-way leaks nothing.
+  - The job holds the artifact's `pending_upload`: nothing is deleted under it (M8).
+  - One move of an artifact at a time in this process, the last steps of a handler that has lost its job included: else it
+    could remove the file that its successor has just fetched.
+
+What is there after each durable step, and what a crash behind it leads to. Every job is run again from its start; steps that
+were done are found done.
+
+  upload   announce       row LOCAL with suffix; file                  sent again to the same name
+           put            … and an object nobody is promised           found under its name: adopted, if it is ours (P11)
+           complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
+  evict    publish        row EVICTED; file, object                    a stray file: the repeat removes it
+           remove, sync   row EVICTED; object                          the repeat finds nothing to remove
+           complete       the same                                     the job is done
+  hydrate  stage          row EVICTED; object, `<file>.tmp`            overwritten
+           rename, sync   row EVICTED; object, a stray file            compared with the row: adopted
+           complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
+
+If the job is cancelled there instead, what is stray stays until the next move or the deletion of the artifact.
+
+What an upload, an eviction or a hydration has to do now.
+
+  - A goal that has been reached is a success without work, so repeating a finished job is one: an upload wants an object, a
+    hydration wants a file, an eviction wants no file.
+  - That a goal has been reached is believed of the row, unless the last verification found a copy missing or altered: then
+    the move is made again, which is how a copy is repaired from the other one.
+  - Impossible are: evicting what has no object; uploading a WAL segment that is still written; moving what has no bytes.
+  - Segments of streams are not moved here: their object is the compressed form, which the stream makes (`stream/tiers.py`),
+    and its own log is the truth about where copies are (S1).
+  - An object's place is decided once, when it is announced: the current owner epoch's in the place that its row names, or
+    else its database. A repeated upload goes to the same place.
+
+What a move of an artifact's bytes tells the manifest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.core.errors import Corruption, InvalidInput, UnknownArtifact
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import hit
+from quire.durable.names import object_key
+from quire.jobs.context import JobContext, artifact_row
+from quire.jobs.copies import Tick
+from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, commit_step, options, update
+from quire.jobs.locations import Place
+from quire.jobs.tiers.run import MoveTask, Uploaded, check_before_eviction, hydrate, remove_local, upload
+from quire.manifest import tables as t
+from quire.manifest.jobqueue import Job
+from quire.manifest.ops.base import Op
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import JobKind, JobState, Residency, VerifyState, WalFormat, WalRecord, WalState
+from quire.manifest.verification import borrows
+
+WAIT_MS = 1_000
+"""How long a move waits for another one of the same artifact before it looks again."""
+
+_lock = threading.Lock()
+_moving: set[tuple[str, ArtifactKey]] = set()
+"""(store, artifact) that a thread of this process is moving; guarded by `_lock`."""
+
+MakePlan = Callable[[JobContext, ReadTxn, ArtifactKey], "MovePlan"]
+Work = Callable[[JobContext, Job, "MovePlan", Tick], Done]
+
+
+def upload_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Give an artifact an object. Its payload may tell a `bitmap_hash` to be recorded with it."""
+    options(job, bitmap_hash=0)
+    ctx.manifest.ensure_owner_epoch()
+    return _move(ctx, job, progress, plan_upload, _upload)
+
+
+def evict_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Take an artifact's file away; its object stays."""
+    options(job)
+    return _move(ctx, job, progress, plan_eviction, _evict)
+
+
+def hydrate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+    """Give an artifact its file back."""
+    options(job)
+    return _move(ctx, job, progress, plan_hydration, _hydrate)
+
+
+def _move(ctx: JobContext, job: Job, progress: Progress, make_plan: MakePlan, work: Work) -> Outcome:
+    key = artifact_of(job)
+    with _alone(ctx, key) as alone:
+        if not alone:
+            return Later(ctx.clock.now_ms() + WAIT_MS)
+        with ctx.manifest.read() as txn:
+            plan = make_plan(ctx, txn, key)
+        if plan.must_wait:
+            return Later(ctx.clock.now_ms() + WAIT_MS)
+        size = plan.task.place.size_bytes
+        progress(0, size)
+        return work(ctx, job, plan, lambda done: progress(done, size))
+
+
+@contextmanager
+def _alone(ctx: JobContext, key: ArtifactKey) -> Iterator[bool]:
+    """Whether nobody else in this process moves the artifact; if so, nobody will."""
+    name = (ctx.root, key)
+    with _lock:
+        is_free = name not in _moving
+        if is_free:
+            _moving.add(name)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            with _lock:
+                _moving.discard(name)
+
+
+def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Done:
+    task, place = plan.task, plan.task.place
+    if plan.is_done:
+        return Done({"moved_bytes": 0})
+    if plan.announce is not None:
+        commit_step(ctx, job, [announcement(plan)])
+        hit("jobs.upload.announced")
+    done = upload(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
+    if _is_gone(ctx, place):
+        # Its row went while it was sent: nobody else would ever look for it.
+        ctx.collector.delete(place.url, [place.object_key])
+    op = uploaded(task, done, bitmap_hash=options(job, bitmap_hash=0)["bitmap_hash"], at_ms=ctx.clock.now_ms())
+    return Done({"moved_bytes": 0 if done.was_there else done.size_bytes}, ops=(op,))
+
+
+def _evict(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Done:
+    task, place = plan.task, plan.task.place
+    if not plan.is_done:
+        check_before_eviction(task, open_store=ctx.open_store, tick=tick)
+        commit_step(ctx, job, [evicted(task)])
+        hit("jobs.evict.published")
+    remove_local(place, disk=ctx.disk)  # also if it is done: an earlier attempt may have ended before this
+    return Done({"moved_bytes": 0 if plan.is_done else place.size_bytes})
+
+
+def _hydrate(ctx: JobContext, _job: Job, plan: MovePlan, tick: Tick) -> Done:
+    task, place = plan.task, plan.task.place
+    if plan.is_done:
+        return Done({"moved_bytes": 0})
+    fetched = hydrate(task, disk=ctx.disk, open_store=ctx.open_store, tick=tick)
+    if _is_gone(ctx, place):
+        remove_local(place, disk=ctx.disk)
+    return Done({"moved_bytes": place.size_bytes if fetched else 0}, ops=(hydrated(task, fetched=fetched),))
+
+
+def _is_gone(ctx: JobContext, place: Place) -> bool:
+    """Whether the artifact is deleted, or about to be: then this job was cancelled, and what it has just made is nobody's."""
+    with ctx.manifest.read() as txn:
+        counts = txn.refcount(place.key)
+    return counts is None or not (counts.in_use or counts.pending_upload)
+
+
+# ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """One move."""
+
+    task: MoveTask
+    is_done: bool = False
+    """Its goal has been reached: a success without work."""
+    must_wait: bool = False
+    """What has to come first is on its way."""
+    announce: tuple[int, str] | None = None
+    """(namespace, suffix) to be written into the row before the first byte is sent."""
+
+
+def plan_upload(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
+    """LOCAL → LOCAL_AND_REMOTE."""
+    row = _row(txn, key)
+    if key.kind is ArtifactKind.WAL and row.state is WalState.OPEN:
+        raise InvalidInput("a WAL segment is uploaded when it is sealed", hint="seal it first", artifact=key)
+    task = _task(ctx, txn, key, row)
+    if task.place.has_remote and not task.is_suspect:
+        return MovePlan(task, is_done=True)
+    if not task.place.has_local:
+        raise Corruption(
+            "the artifact's object is damaged, and there is no file to upload again",
+            hint="restore the object from a backup",
+            artifact=key,
+        )
+    if task.place.may_have_remote:
+        return MovePlan(task)
+    database = txn.database(key.origin_db_id)
+    namespace_id, _ = txn.current_namespace(row.namespace_id or (database.namespace_id if database else 0))
+    suffix = object_key(key)
+    return MovePlan(
+        _task(ctx, txn, key, replace(row, namespace_id=namespace_id, suffix=suffix)), announce=(namespace_id, suffix)
+    )
+
+
+def plan_eviction(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
+    """LOCAL_AND_REMOTE → EVICTED."""
+    row = _row(txn, key)
+    task = _task(ctx, txn, key, row)
+    if row.residency is Residency.LOCAL:
+        if _is_uploading(txn, key):
+            return MovePlan(task, must_wait=True)
+        raise InvalidInput(
+            "the artifact has no object: evicting it would lose it", hint="upload it first", artifact=key
+        )
+    if task.place.has_local and task.is_suspect and not (task.place.sha256 or task.place.crc64):
+        raise no_digest(key)
+    return MovePlan(task, is_done=not task.place.has_local)
+
+
+def plan_hydration(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
+    """EVICTED, REMOTE_ARCHIVED → LOCAL_AND_REMOTE."""
+    task = _task(ctx, txn, key, _row(txn, key))
+    place = task.place
+    if not place.has_local:
+        return MovePlan(task)
+    if not (task.is_suspect and place.has_remote):
+        return MovePlan(task, is_done=True)
+    if not (place.sha256 or place.crc64):
+        raise no_digest(key)  # the file may be the good copy: it is not overwritten
+    return MovePlan(task)
+
+
+def no_digest(key: ArtifactKey) -> Corruption:
+    """The error for an artifact with a bad copy, of which nobody knows which."""
+    return Corruption(
+        "a copy of the artifact is damaged, and no digest says which copy is good",
+        hint="compare file and object by hand",
+        artifact=key,
+    )
+
+
+def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
+    if key.kind not in (ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.WAL):
+        raise InvalidInput("only chunks, deltas and WAL segments have bytes", artifact=key)
+    row = artifact_row(txn, key)
+    if row is None:
+        raise UnknownArtifact("no such artifact in the catalog", artifact=key)
+    if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or borrows(key, row):  # rule 4
+        hint = "`quire stream tier` moves it, and the stream's upkeep does"
+        raise InvalidInput("a stream's segment is moved by its stream", hint=hint, artifact=key)
+    return row
+
+
+def _task(ctx: JobContext, txn: ReadTxn, key: ArtifactKey, row: Any) -> MoveTask:
+    return MoveTask(ctx.place_of(txn, key, row), ctx.root, is_suspect=row.verify_state in DAMAGED)
+
+
+def _is_uploading(txn: ReadTxn, key: ArtifactKey) -> bool:
+    """Whether an upload of the artifact is outstanding."""
+    named = (key.origin_db_id, key.kind, key.id, key.generation, key.delta_id)
+    for state in (JobState.IN_FLIGHT, JobState.PENDING):
+        for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
+            record = txn.job(job_id)
+            if record is not None and record.kind is JobKind.UPLOAD and record.artifact == named:
+                return True
+    return False
+
+
+# ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def announcement(plan: MovePlan) -> Op:
+    """An object will be put: before its first byte is sent."""
+    assert plan.announce is not None, "it was announced before"
+    namespace_id, suffix = plan.announce
+    return update(plan.task.place.key, namespace_id=namespace_id, suffix=suffix)
+
+
+def uploaded(task: MoveTask, done: Uploaded, *, bitmap_hash: int, at_ms: int) -> Op:
+    """There is an object, and this is what it is."""
+    return update(
+        task.place.key,
+        residency=Residency.LOCAL_AND_REMOTE,
+        sha256=done.sha256,
+        uploaded_at_ms=at_ms,
+        bitmap_hash=bitmap_hash or None,
+        verify_state=_doubt_removed(task),  # the file was read, and the object is it
+    )
+
+
+def evicted(task: MoveTask) -> Op:
+    """There is no file any more: before it goes."""
+    return update(task.place.key, residency=Residency.EVICTED)
+
+
+def hydrated(task: MoveTask, *, fetched: bool) -> Op:
+    """There is a file, complete and on disk. One that was there already says nothing about the object: doubt stays."""
+    doubt = _doubt_removed(task) if fetched else None
+    return update(task.place.key, residency=Residency.LOCAL_AND_REMOTE, verify_state=doubt)
+
+
+def _doubt_removed(task: MoveTask) -> VerifyState | None:
+    """A repaired artifact is not damaged any more, and not verified either: both copies have been seen to be the same."""
+    return VerifyState.UNVERIFIED if task.is_suspect else None
