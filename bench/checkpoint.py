@@ -192,9 +192,9 @@ def spark_runner(world: World) -> Any:
 
 def run(world: World, kind: quire.JobKind, db_ids: Sequence[int], runner: Runner) -> list[Job]:
     jobs = run_many(replace(context_of(world), runners=Runners(lambda: runner, "spark")), kind, db_ids)
-    assert {job.state for job in jobs} == {JobState.SUCCEEDED}, [job.record.error for job in jobs if job.record.error][
-        :3
-    ]
+    assert {job.state for job in jobs} == {quire.JobState.SUCCEEDED}, [
+        job.record.error for job in jobs if job.record.error
+    ][:3]
     return jobs
 
 

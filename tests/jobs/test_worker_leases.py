@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.jobs import handler
-from quire.jobs import worker as worker_module
+from quire.jobs import leases as leases_module
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, commit_step
 from quire.manifest import tables as t
@@ -21,7 +21,7 @@ from tests.manifest.helpers import eventually
 
 
 def test_the_heart_renews_and_tells_progress(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(leases_module, "PROGRESS_SECONDS", 0.01)
     slow, job_id = Slow(), enqueue(local)
     with started(worker_with(local, slow)) as worker:
         assert slow.begun.wait(60)
@@ -45,15 +45,16 @@ def test_the_heart_renews_and_tells_progress(local: World, monkeypatch: pytest.M
 def test_a_heartbeat_is_not_a_commit_each_time(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """M10: nothing has moved and the lease is young."""
     renewals = []
-    monkeypatch.setattr(local.manifest.jobs, "renew", lambda *_, **more: renewals.append(more))
+    monkeypatch.setattr(leases_module, "RenewJobLease", lambda *given: renewals.append(given))
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         for _ in range(100):
             progress(1, 2)
-            worker.beat()
+            keeper.beat()
         return Done()
 
     worker = worker_with(local, work)
+    keeper = worker._new_keeper()
     enqueue(local)
     worker.drain()
     assert renewals == []

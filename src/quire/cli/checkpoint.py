@@ -20,7 +20,7 @@ from quire.cli.exit_codes import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bench, failure_of
 from quire.cli.jobs import job_json
-from quire.cli.lookup import names_of, need_pages, settled
+from quire.cli.lookup import names_of, need_pages
 from quire.cli.output import Listing, Note, Report, Row
 from quire.cli.progress_bar import bar
 from quire.core.errors import InvalidInput
@@ -30,7 +30,6 @@ from quire.manifest.records import DbKind, JobKind, WalState
 
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
-    from quire.store.store import Store
 
 RUNNERS = ("auto", "threads", "spark")
 
@@ -130,10 +129,8 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
         if kind == "CHECKPOINT" and found.kind.name == "STREAM":
             return published(store, database)
         need_pages(found, need)
-        db_id = settled(store, database).db_id
-        bench = Bench(store)
-        _ask(store, JobKind[kind], db_id, runner)
-        job = bench.run(JobKind[kind], db_id)
+        db_id, bench = found.db_id, Bench(store)
+        job = bench.run(JobKind[kind], db_id, runner)
         if (failure := failure_of(job, f"the {kind.lower()} of {database}")) is not None:
             raise failure
         if then and store.manifest.jobs.outstanding(db_id, JobKind[then]):
@@ -141,12 +138,6 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
         with store.manifest.read() as txn:
             names = names_of(txn)
     return Note(text=sentence(job, database), data=job_json(job, names))
-
-
-def _ask(store: Store, kind: JobKind, db_id: int, runner: str) -> None:
-    """Enqueue a job with this runner, unless one is outstanding: that was asked for as it is."""
-    if runner and not store.manifest.jobs.outstanding(db_id, kind):
-        store.manifest.jobs.enqueue(kind, db_id, {"runner": runner})
 
 
 def sentence(job: Job, database: str) -> str:

@@ -27,6 +27,7 @@ from quire.cli.lookup import names_of
 from quire.core import errors
 from quire.core.clock import SystemClock
 from quire.core.errors import InternalError, QuireError, Unavailable
+from quire.jobs.enqueue import start
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Counter
@@ -116,10 +117,10 @@ class Bench:
                 display.stopping()
                 worker.stop()
 
-    def run(self, kind: JobKind, db_id: int) -> Job:
+    def run(self, kind: JobKind, db_id: int, runner: str = "") -> Job:
         """The job of an exclusive kind for a database, run now: the outstanding one, else a new one. As it ended."""
         jobs, worker = self.store.manifest.jobs, worker_of(self.store)
-        job_id = jobs.outstanding(db_id, kind) or jobs.enqueue(kind, db_id)
+        job_id = start(self.store.context, kind, db_id, runner=runner)
 
         def work() -> None:
             if not worker.run(job_id):

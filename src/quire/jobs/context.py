@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,7 @@ from quire.pages.sources import Sources
 
 if TYPE_CHECKING:
     from quire.lsm.engine import KvEngine
+    from quire.pages.pagestore import PageStore
     from quire.pages.quota import StorageQuota
     from quire.pages.readers import Lease
     from quire.stream.engine import StreamEngine
@@ -42,6 +43,13 @@ class PagesOfStore(Protocol):
 
     @property
     def sources(self) -> Sources: ...
+
+    def stores(self) -> Sequence[PageStore]:
+        """The databases that are open."""
+
+    def open(self, db: int | str) -> PageStore: ...
+
+    def close_database(self, db_id: int) -> None: ...
 
     def flush(self, db_id: int) -> None:
         """Have everything that is written sealed, durable and published; nothing if the database is not open."""

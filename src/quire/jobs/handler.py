@@ -16,9 +16,10 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,16 +29,26 @@ from quire.core.errors import (
     IllegalTransition,
     InvalidInput,
     NotFound,
+    QuireError,
+    StoreClosed,
+    StoreUnusable,
     WouldDropEverything,
 )
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.jobs.context import JobContext
 from quire.manifest import tables as t
+from quire.manifest.guard import ManifestGuard
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.artifacts import UpdateArtifact
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.jobs import RenewJobLease
+from quire.manifest.store import ManifestStore
+
+T = TypeVar("T")
+
+PIPELINE = 1_024
+"""Batches of `commit_each` that are under way at once."""
 
 HOPELESS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
 """Errors that the next attempt would meet again: somebody has to do something first (rule 3). Other conflicts are not here: the
@@ -123,3 +134,41 @@ def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
 def update(key: ArtifactKey, **changes: Any) -> UpdateArtifact:
     """The operation that changes what an artifact's row says of its bytes."""
     return UpdateArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id, **changes)
+
+
+def commit_each(
+    manifest: ManifestStore, batches: Iterable[tuple[T, Sequence[Op]]]
+) -> Iterator[tuple[T, QuireError | None]]:
+    """Commit batches as they come, up to `PIPELINE` under way at once; each with its error or `None`, in their order."""
+    under_way: deque[tuple[T, ManifestGuard | QuireError]] = deque()
+    for subject, batch in batches:
+        under_way.append((subject, _submitted(manifest, batch)))
+        while under_way and (len(under_way) >= PIPELINE or _is_decided(under_way[0][1])):
+            yield _decided(*under_way.popleft())
+    while under_way:
+        yield _decided(*under_way.popleft())
+
+
+def _submitted(manifest: ManifestStore, batch: Sequence[Op]) -> ManifestGuard | QuireError:
+    try:
+        return manifest.submit(list(batch))
+    except (StoreClosed, StoreUnusable):
+        raise
+    except QuireError as error:  # it is too large, say
+        return error
+
+
+def _is_decided(guard: ManifestGuard | QuireError) -> bool:
+    return isinstance(guard, QuireError) or guard.done
+
+
+def _decided(subject: T, guard: ManifestGuard | QuireError) -> tuple[T, QuireError | None]:
+    if isinstance(guard, QuireError):
+        return subject, guard
+    try:
+        guard.result()
+        return subject, None
+    except (StoreClosed, StoreUnusable):
+        raise
+    except QuireError as error:
+        return subject, error

@@ -26,9 +26,10 @@ import msgspec
 
 from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StoreClosed, StoreUnusable, UnknownSnapshot
 from quire.durable.failpoints import hit
-from quire.jobs.batches import HeldJob, Together
+from quire.jobs.batches import BatchRun
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress, options
+from quire.jobs.leases import LeasedJob
 from quire.jobs.runner import no_tick
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
@@ -42,7 +43,7 @@ NAMED_MAX = 100
 PLANS_MAX = 5
 """How often a database is planned whose snapshots others drop meanwhile."""
 
-Batch = tuple[HeldJob, list[Op]]
+Batch = tuple[LeasedJob, list[Op]]
 
 
 def retention_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
@@ -96,14 +97,14 @@ def apply_many(
     return [manifest.jobs.get(job_id) for job_id in asked]
 
 
-class _Run(Together[HeldJob]):
+class _Run(BatchRun[LeasedJob]):
     """One run."""
 
     def __init__(self, manifest: ManifestStore, force: bool, only: Mapping[int, Collection[int]]) -> None:
-        super().__init__(manifest, JobKind.RETENTION, HeldJob, payload=self._asked, lease_seconds=LEASE_SECONDS)
+        super().__init__(manifest, JobKind.RETENTION, LeasedJob, payload=self._asked, lease_seconds=LEASE_SECONDS)
         self._force = force
         self._only = only
-        self._failures: list[tuple[HeldJob, QuireError]] = []
+        self._failures: list[tuple[LeasedJob, QuireError]] = []
 
     def _asked(self, db_id: int) -> dict[str, object] | None:
         asked: dict[str, object] = {"force": True} if self._force else {}
@@ -116,7 +117,7 @@ class _Run(Together[HeldJob]):
         waiting, total = list(self.held.values()), len(self.held)
         progress(0, total)
         for plans_left in reversed(range(PLANS_MAX)):
-            overtaken: list[HeldJob] = []
+            overtaken: list[LeasedJob] = []
             for held, error in self.commit(self._batches(waiting)):
                 if error is None:
                     self.held.pop(held.db_id, None)
@@ -131,7 +132,7 @@ class _Run(Together[HeldJob]):
         self.fail_all(self._failures)
         progress(total, total)
 
-    def _batches(self, waiting: Iterable[HeldJob]) -> Iterator[Batch]:
+    def _batches(self, waiting: Iterable[LeasedJob]) -> Iterator[Batch]:
         """The batch of each database (rule 2); one that cannot be planned has none, and fails at the end."""
         for held in waiting:
             job = held.job

@@ -12,6 +12,7 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 
 if TYPE_CHECKING:
+    from quire.jobs.context import JobContext
     from quire.jobs.worker import Worker
     from quire.lsm.engine import KvEngine
     from quire.manifest.records import DbKind
@@ -48,6 +49,9 @@ class StoreApi(Protocol):
 
     @property
     def pages(self) -> PageEngine: ...
+
+    @property
+    def context(self) -> JobContext: ...
 
     @property
     def worker(self) -> Worker: ...

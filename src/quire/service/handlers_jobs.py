@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from quire.core.errors import InvalidInput, JobAlreadyPending, QuireError, UnknownReader
+from quire.core.errors import InvalidInput, QuireError, UnknownReader
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.jobs.enqueue import start
 from quire.manifest.jobqueue import OWNER_PREFIX, Job
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, RequeueJob, StartJob
 from quire.manifest.ops.local import PutReader
-from quire.manifest.records import DbKind, JobKind, JobState
+from quire.manifest.records import JobKind, JobState
 from quire.pages.remote import RemoteReader
 from quire.service import messages as m
 from quire.service.api import StoreApi
@@ -61,16 +62,7 @@ class JobHandlers:
             raise InvalidInput("only a checkpoint or a merge is started so", hint="enqueue it", kind=request.kind.name)
 
         def do() -> int:
-            database = store.database(request.name)
-            db_id = database.db_id
-            if request.kind is JobKind.CHECKPOINT and database.kind is DbKind.PAGES:
-                store.pages.open(db_id)  # a crashed owner may have left a segment that must be recovered first
-            elif request.kind is JobKind.CHECKPOINT and database.kind is DbKind.STREAM:
-                store.stream(request.name).ledger.project_now()  # the job reads rows, which follow the stream's log
-            try:
-                return jobs.enqueue(request.kind, db_id)
-            except JobAlreadyPending:
-                return jobs.outstanding(db_id, request.kind)
+            return start(store.context, request.kind, store.database(request.name).db_id)
 
         job_id = once(self._manifest, asked.key, "start", (EnqueueJob,), _job_id, do, _same)
         record = jobs.get(job_id).record

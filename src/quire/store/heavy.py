@@ -15,28 +15,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.core.errors import IllegalTransition, JobAlreadyPending, WrongKind
+from quire.core.errors import WrongKind
 from quire.durable.space import measure
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
-from quire.jobs.context import JobContext
-from quire.jobs.handler import Handler, Outcome, Progress
-from quire.jobs.registry import HANDLERS
+from quire.jobs.enqueue import prepare_checkpoint, start
+from quire.jobs.handler import Handler, Progress
 from quire.jobs.restore.job import need_no_file
 from quire.jobs.retention import apply_many
 from quire.jobs.row_groups import Steady, part
 from quire.jobs.runner import no_tick
 from quire.jobs.stats.job import Usage, stats_job, with_disk
-from quire.jobs.worker import Worker
 from quire.manifest.check import check
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import DbKind, JobKind
 from quire.pages.anchors import find_snapshot
-from quire.store.info import has_open_segment, live_databases
+from quire.store.info import live_databases
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,8 +56,6 @@ class Heavy:
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
         """Bring what is in a database's WAL into chunks; the job, as it ended."""
         db_id = self._id_of(name)
-        self._recover(db_id)
-        self._project(db_id)
         return self._run_now(JobKind.CHECKPOINT, db_id, runner)
 
     def merge(self, name: str, *, runner: str = "") -> Job:
@@ -78,7 +73,7 @@ class Heavy:
         """Checkpoint these page databases, or all of them, in one run; their jobs, as they ended (rule 2)."""
         db_ids = self._ids_of(names)
         for db_id in db_ids:
-            self._recover(db_id, leave_open=False)
+            prepare_checkpoint(self._rooms.context, db_id, leave_open=False)
         return self._run_many(JobKind.CHECKPOINT, db_ids, runner, progress)
 
     def merge_all(
@@ -106,7 +101,7 @@ class Heavy:
             "max_age_seconds": float(max_age_seconds),
             "max_duration_seconds": float(max_duration_seconds),
         }
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload), JobKind.VERIFY, progress)
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload), progress)
 
     def sweep(
         self,
@@ -118,7 +113,7 @@ class Heavy:
     ) -> Job:
         """Compare listings of objects with the manifest, both ways; with `delete`, orphans go. The job, as it ended."""
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), JobKind.SWEEP, progress)
+        return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), progress)
 
     def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
         """Make bundles of old chunks of a stream's manifest log, or of all streams'; the job, as it ended.
@@ -146,14 +141,14 @@ class Heavy:
         its differences would look as if there were none.
         """
         counted = self.recount(runner=runner, progress=part(progress, 0, HALF, 2 * HALF))
-        swept = self._run_told(JobKind.SWEEP, 0, {"runner": runner}, part(progress, HALF, 2 * HALF, 2 * HALF))
+        swept = self._run_to_end(JobKind.SWEEP, 0, {"runner": runner}, part(progress, HALF, 2 * HALF, 2 * HALF))
         with self._manifest.read() as txn:
             problems = list(check(txn, without=COUNTED_RULES))
         return audit_table(problems, self.damaged(), swept.result or {}, counted)
 
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
         """Reference counts, heads and floors that are not what rows add up to: rows of the audit's table."""
-        found: list[dict[str, Any]] = self._run_told(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
+        found: list[dict[str, Any]] = self._run_to_end(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
         return found
 
     def restore(
@@ -173,14 +168,14 @@ class Heavy:
         if not replace:
             need_no_file(self._rooms.context.disk, path)
         payload = {"snapshot": snapshot_id, "path": path, "replace": replace, "runner": runner}
-        result: dict[str, Any] = self._run_told(JobKind.RESTORE, db_id, payload, progress).result
+        result: dict[str, Any] = self._run_to_end(JobKind.RESTORE, db_id, payload, progress).result
         return result
 
     def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
         """What each database and snapshot takes: alone, shared, by tier."""
         found: list[Usage] = []
         handler = partial(stats_job, into=found.extend)
-        self._run_told(JobKind.STATS, 0, {"runner": runner}, progress, handler)
+        self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, handler)
         return with_disk(found, measure(self._store.path))
 
     def retention_all(
@@ -200,44 +195,19 @@ class Heavy:
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
         """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
-        return self._run_job(self._outstanding(kind, db_id, {"runner": runner} if runner else None))
+        return self._run_job(start(self._rooms.context, kind, db_id, runner=runner))
 
-    def _outstanding(self, kind: JobKind, db_id: int, payload: dict[str, Any] | None) -> int:
-        """A new job of an exclusive kind; or the one that there is."""
-        jobs = self._manifest.jobs
-        try:
-            return jobs.enqueue(kind, db_id, payload)
-        except JobAlreadyPending:
-            return jobs.outstanding(db_id, kind)
-
-    def _run_told(
+    def _run_to_end(
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
-        """Run a job in this thread; its caller hears how far it is, and gets what it raises: then nobody tries it again."""
-        met, work = list[Exception](), _told(handler or HANDLERS[kind], progress)
+        """Run a new job in this thread; if it fails, its error is raised and it is not tried again."""
+        job_id = self._manifest.jobs.enqueue(kind, db_id, payload)
+        self._rooms.worker.run(job_id, handler=handler, watch=progress, reraise=True)
+        return self._manifest.jobs.get(job_id)
 
-        def caught(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
-            try:
-                return work(ctx, job, tell)
-            except Exception as error:
-                met.append(error)
-                raise
-
-        jobs = self._manifest.jobs
-        job_id = jobs.enqueue(kind, db_id, payload)
-        Worker(self._rooms.context, {kind: caught}).run(job_id)
-        if met:
-            with suppress(IllegalTransition):  # it has failed for good
-                jobs.cancel(job_id)
-            raise met[0]
-        return jobs.get(job_id)
-
-    def _run_job(self, job_id: int, kind: JobKind | None = None, progress: Progress = no_tick) -> Job:
-        """Run a job in this thread, by the store's own worker unless somebody wants to hear how far it is."""
-        worker = self._rooms.worker
-        if kind is not None and progress is not no_tick:
-            worker = Worker(self._rooms.context, {kind: _told(HANDLERS[kind], progress)})
-        worker.run(job_id)
+    def _run_job(self, job_id: int, progress: Progress | None = None) -> Job:
+        """Run a job in this thread; the job, as it ended."""
+        self._rooms.worker.run(job_id, watch=progress)
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
@@ -245,26 +215,6 @@ class Heavy:
         jobs = run_many(self._rooms.context, kind, db_ids, wish=runner, progress=heard)
         heard.over()
         return jobs
-
-    def _recover(self, db_id: int, *, leave_open: bool = True) -> None:
-        """A crashed owner may have left a segment that must be recovered before anything of it can be absorbed."""
-        pages = self._rooms.pages
-        with self._manifest.read() as txn:
-            if not has_open_segment(txn, db_id):
-                return
-        is_open = any(store.db_id == db_id for store in pages.stores())
-        if not is_open:
-            pages.open(db_id)
-            if not leave_open:  # ten thousand open databases would be as many open files
-                pages.flush(db_id)
-                pages.close_database(db_id)
-
-    def _project(self, db_id: int) -> None:
-        """A checkpoint of a stream reads rows: they are brought up to its log first. Its open segment is not its business."""
-        with self._manifest.read() as txn:
-            record = txn.database(db_id)
-        if record is not None and record.kind is DbKind.STREAM:
-            self._rooms.streams.open(db_id).ledger.project_now()
 
     def _id_of(self, name: str) -> int:
         with self._manifest.read() as txn:
@@ -283,20 +233,3 @@ class Heavy:
             return [self._id_of(name) for name in names]
         with self._manifest.read() as txn:
             return [each.db_id for each in live_databases(txn) if each.kind is DbKind.PAGES]
-
-
-def _told(work: Handler, progress: Progress) -> Handler:
-    """A handler whose progress somebody else hears, too."""
-
-    def both(ctx: JobContext, job: Job, tell: Progress) -> Outcome:
-        heard = Steady(progress)
-
-        def told(done: int, total: int) -> None:
-            tell(done, total)
-            heard(done, total)
-
-        outcome = work(ctx, job, told)
-        heard.over()
-        return outcome
-
-    return both

@@ -342,14 +342,6 @@ def _number(txn: ReadTxn, name: str, default: int) -> int:
     return row.number if row else default
 
 
-def has_open_segment(txn: ReadTxn, db_id: int) -> bool:
-    """Whether a page database has commits, or a crashed owner's remains of them, that no sealed segment holds."""
-    record = txn.database(db_id)
-    if record is None or record.kind is not DbKind.PAGES:
-        return False
-    return any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, db_id))
-
-
 # ── words of people ───────────────────────────────────────────────────────────────────────────────────────────────────
 def kind_named(name: str) -> DbKind:
     """The kind of databases that a word stands for."""

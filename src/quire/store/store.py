@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.core.settings import StoreSettings
+from quire.jobs.enqueue import has_open_segment
 from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus
@@ -35,7 +36,6 @@ from quire.store.info import (
     StoreInfo,
     compression_named,
     database_info,
-    has_open_segment,
     kind_named,
     live_databases,
     status_named,

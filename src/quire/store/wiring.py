@@ -20,6 +20,7 @@ from quire.core.errors import StoreClosed
 from quire.durable.files import descriptor_limits
 from quire.durable.open_files import OpenFiles
 from quire.jobs.context import JobContext, StorePool, allow
+from quire.jobs.enqueue import has_open_segment
 from quire.jobs.leftovers import has_dropped_streams
 from quire.jobs.maintenance import Upkeep
 from quire.jobs.registry import HANDLERS
@@ -31,7 +32,6 @@ from quire.manifest.namespaces import collector_of
 from quire.manifest.records import DbKind
 from quire.objects.open import open_store
 from quire.spark.sessions import session
-from quire.store.info import has_open_segment
 from quire.store.object_location import options_by_url, options_of
 from quire.store.write_permission import ObjectRights
 from quire.stream.engine import StreamEngine

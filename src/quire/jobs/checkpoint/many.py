@@ -26,7 +26,7 @@ import msgspec
 
 from quire.core.errors import QuireError
 from quire.durable.failpoints import hit
-from quire.jobs.batches import HeldJob, Together
+from quire.jobs.batches import BatchRun
 from quire.jobs.checkpoint import job as one
 from quire.jobs.checkpoint import plan as limits
 from quire.jobs.checkpoint.plan import (
@@ -43,6 +43,7 @@ from quire.jobs.checkpoint.plan import (
 from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotResult, join_pages, join_slot, split_pages, split_rows
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Progress, options
+from quire.jobs.leases import LeasedJob
 from quire.jobs.runner import AUTO_BYTES, Runner, no_tick
 from quire.manifest.jobqueue import LEASE_SECONDS, Job
 from quire.manifest.ops.base import Op
@@ -54,7 +55,7 @@ DRAFTS = 16
 
 
 @dataclass(slots=True, eq=False)
-class Held(HeldJob):
+class Held(LeasedJob):
     """A job of the run."""
 
     segments: list[tuple[int, WalRecord]] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Held(HeldJob):
     plan: CheckpointPlan | None = None
     dirty: dict[int, Dirty] = field(default_factory=dict)
     results: dict[int, SlotResult] = field(default_factory=dict)
-    done: Done | None = None
+    outcome: Done | None = None
     """What its publication makes true, and logs once it is committed."""
 
 
@@ -89,7 +90,7 @@ def run_many(
     return [ctx.manifest.jobs.get(job_id) for job_id in asked]
 
 
-class _Run(Together[Held]):
+class _Run(BatchRun[Held]):
     """One run. Drafting has a few threads of its own."""
 
     def __init__(self, ctx: JobContext, kind: JobKind, wish: str) -> None:
@@ -197,7 +198,7 @@ class _Run(Together[Held]):
 
         def batch(held: Held) -> list[Op]:
             assert held.plan is not None
-            return [self.renewal(held), one.begin_op(ctx, held.job, held.plan)]
+            return [self.leases.renewal(held), one.begin_op(ctx, held.job, held.plan)]
 
         for held, error in self.commit((held, batch(held)) for held in new):
             if error is not None:
@@ -235,8 +236,8 @@ class _Run(Together[Held]):
                 self.fail(held, error)
             else:
                 self.held.pop(held.db_id, None)
-                if held.done is not None:
-                    held.done.log()
+                if held.outcome is not None:
+                    held.outcome.log()
         hit("jobs.checkpoint.published")
 
     def _publication(self, held: Held) -> list[Op] | None:
@@ -248,7 +249,7 @@ class _Run(Together[Held]):
         except QuireError as error:
             self.fail(held, error)
             return None
-        held.done = done
+        held.outcome = done
         packed = msgspec.msgpack.encode(done.result)
         end = CompleteJob(held.job.job_id, JobState.SUCCEEDED, held.job.record.attempt, result=packed)
         return [*done.ops, end, *done.after]
