@@ -293,6 +293,34 @@ def test_what_was_begun_is_gone_on_with_and_not_begun_again(world: StreamWorld, 
     assert len([each for page in world.objects.list_pages(named(world, "00000001")) for each in page]) == 1
 
 
+@pytest.mark.parametrize("state", [Remote.UPLOADING, Remote.FAILED])
+def test_an_upload_that_was_begun_in_a_former_owner_epoch_gets_a_new_key(world: StreamWorld, state: Remote) -> None:
+    """Below the former epoch's prefix somebody else may be writing: a copy of the store, say."""
+    world.fill(1)
+    if state is Remote.UPLOADING:
+        with armed("stream.upload.started", die), pytest.raises(Died):
+            world.stream.upload()
+    else:
+        world.objects.down = True
+        with pytest.raises(ObjectStoreUnavailable):
+            world.stream.upload()
+        world.objects.down = False
+    former = named(world, "")
+    world.manifest.begin_owner_epoch()
+    world.crash()
+    assert world.segments()[0].state.remote is state
+    payloads = world.payloads()
+    world.stream.tick()
+    segment = world.segments()[0]
+    assert segment.is_remote
+    assert segment.key.startswith(named(world, ""))
+    assert not [info for page in world.objects.list_pages(former) for info in page if "wal:" in info.key]
+    world.stream.evict()
+    assert world.payloads() == payloads
+    world.reopen()
+    assert world.segments()[0].key == segment.key
+
+
 @pytest.mark.parametrize("point", ["stream.retire.queued", "stream.retire.deleted", "stream.retire.told"])
 def test_a_segment_that_was_going_is_gone_after_the_next_round(world: StreamWorld, point: str) -> None:
     world.fill(2)

@@ -221,8 +221,11 @@ class Tiers:
                 return segment
             if not segment.is_warm:
                 segment = self.compress(segment_id)
-            key = segment.key or self._new_key(segment_id)
-            if segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
+            key = self._upload_key(segment)
+            if key != segment.key or segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
+                if segment.state.remote is Remote.UPLOADING:  # begun in a former owner epoch
+                    given_up = UploadFailed(segment.key, Reason.GIVEN_UP)
+                    self._ledger.tell((given_up, segment_id, segment.base_record))
                 self._ledger.tell((UploadStarted(key), segment_id, segment.base_record))
                 self._ledger.project()  # announced, before a byte is sent
                 hit("stream.upload.started")
@@ -238,10 +241,16 @@ class Tiers:
             self._ledger.project()
             return self._need(segment_id)
 
-    def _new_key(self, segment_id: int) -> str:
-        """The whole key: the log records it, so the object is found in every later owner epoch."""
+    def _upload_key(self, segment: Segment) -> str:
+        """The whole key, below the current owner epoch's prefix: the log records it, so every later epoch finds the object.
+
+        An upload that was begun in a former epoch gets a new key: below the old prefix somebody else may be the owner now.
+        What it left there is an orphan, which a sweep removes.
+        """
         prefix = self._ledger.projection.prefixes()[0]
-        return f"{prefix}/{object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment_id, 0))}"
+        if segment.key.startswith(f"{prefix}/"):
+            return segment.key
+        return f"{prefix}/{object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment.segment_id, 0))}"
 
     def objects_there(self) -> dict[str, int]:
         """The objects in the places of this stream's segments, with their sizes; one listing for each origin."""
