@@ -38,7 +38,7 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import inspect as rows_of
 from quire.stream.mlog_verify import minimal_rows
 from quire.stream.projection import witness_in
-from quire.stream.state import begins_of
+from quire.stream.state import log_objects
 
 if TYPE_CHECKING:
     from quire.jobs.runner import ThreadRunner
@@ -246,8 +246,7 @@ def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tupl
         place_id, url = txn.place_of(stream_id, objects_url(os.path.abspath(cli.path), cli.settings()))
         prefixes, store_id = txn.object_prefixes(place_id), txn.store_id()
     files = LogFiles(OsDisk(), os.path.abspath(cli.path), stream_id, store_id=store_id)
-    begins = begins_of(StreamFiles(files.disk, files.root, stream_id))
-    return files, LogObjects(stores(url), stream_id, prefixes, store_id, begins)
+    return files, log_objects(StreamFiles(files.disk, files.root, stream_id), stores(url), prefixes, store_id)
 
 
 def _threads(root: str, stores: Callable[[str], ObjectStore]) -> ThreadRunner:

@@ -11,11 +11,12 @@ Raises: `InvalidConfig`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import InvalidConfig
 from quire.core.object_settings import ObjectSettings
+from quire.core.settings import StoreSettings
 from quire.objects.retry import RetryPolicy
 
 FROM_ENVIRONMENT = "env:"
@@ -62,6 +63,24 @@ def options_of(settings: ObjectSettings, section: str) -> StoreOptions:
             name: _resolved(value, f"{section}.credentials.{name}") for name, value in settings.credentials.items()
         },
     )
+
+
+def options_at(url: str, settings: StoreSettings, namespaces: Iterable[tuple[str, str]]) -> StoreOptions:
+    """How the object store at `url` is reached: by the section of the namespace that is there, or by `[objects]`.
+
+    `namespaces` are (URL, name). One without a section is reached like the store's own objects if both are of one kind, else
+    by the environment.
+    """
+    for place, name in namespaces:
+        if name and place == url and name in settings.namespaces:
+            return options_of(settings.namespaces[name], f"namespaces.{name}")
+    if _scheme(url) == _scheme(settings.object_store):
+        return options_of(settings.objects, "objects")
+    return StoreOptions()
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower() if "://" in url else ""
 
 
 def _resolved(value: str, setting: str) -> str:

@@ -22,6 +22,7 @@ from quire.core.errors import AccessDenied, InvalidInput, QuireError, TimedOut, 
 from quire.core.json_values import plain
 from quire.core.tracing import continued
 from quire.manifest import feed
+from quire.manifest import tables as t
 from quire.manifest.change import ChangePage
 from quire.manifest.guard import ManifestGuard
 from quire.manifest.leases import leases_of
@@ -42,7 +43,7 @@ from quire.service.idempotency import once, prepare
 from quire.service.kv_loads import KvLoads
 from quire.service.loads import Loads
 from quire.service.tables import cuts
-from quire.service.values import DatabaseInfo, Hello
+from quire.service.values import DatabaseInfo, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
 
 WAIT_PIECE_SECONDS = 0.25
@@ -86,6 +87,8 @@ class Handlers:
         settings = self._store.settings.service
         with self._manifest.read() as txn:
             prefixes = txn.object_prefixes()
+            named = [(key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.name]
+            places = [NamespacePlace(row.name, row.url, txn.object_prefixes(number)) for number, row in named]
         return Hello(
             WIRE_VERSION,
             version("quire"),
@@ -97,6 +100,7 @@ class Handlers:
             settings.wait_seconds_max,
             self._store.objects_url,
             prefixes,
+            tuple(places),
         )
 
     def do_info(self, _: m.Nothing, __: Asked) -> Any:

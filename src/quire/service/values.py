@@ -12,6 +12,14 @@ from quire.core.reader_info import ReaderInfo
 from quire.manifest.records import DbKind, DbStatus
 
 
+class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where the objects of a namespace are; how they are reached is in the quire.toml of whoever reads them."""
+
+    name: str
+    url: str
+    prefixes: tuple[str, ...]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Who answers."""
 
@@ -26,6 +34,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     objects_url: str
     object_prefixes: tuple[str, ...] = ("",)
     """Below which of its prefixes the store's objects are, the current owner epoch's first."""
+    namespaces: tuple[NamespacePlace, ...] = ()
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):

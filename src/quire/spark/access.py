@@ -22,14 +22,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.core.errors import InvalidInput, StoreNotFound, Unavailable
+from quire.core.errors import AccessDenied, InvalidInput, StoreNotFound, Unavailable
+from quire.core.settings import load
 from quire.durable import names
-from quire.durable.files import OsDisk
+from quire.durable.files import OsDisk, read_all
 from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 
 if TYPE_CHECKING:
+    from quire.objects.options import StoreOptions
     from quire.service.channel import Channel
     from quire.service.client import Client
+    from quire.service.values import Hello
 
 CALL_SECONDS = 30.0
 """How long an owner may be away before a query fails."""
@@ -62,6 +65,22 @@ class Access:
         from quire.service.channel import Channel
 
         return Channel(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, call_seconds=CALL_SECONDS)
+
+
+def object_options(hello: Hello) -> dict[str, StoreOptions]:
+    """How each of the owner's object stores is reached, by its URL: as quire.toml says, if it is seen where a query is planned.
+
+    Else, and on every executor, the environment decides. What `env:NAME` stands for is read here.
+    """
+    from quire.objects.options import options_at
+
+    try:
+        settings = load(read_all(OsDisk(), os.path.join(hello.path, names.CONFIG)))
+    except (FileNotFoundError, AccessDenied):
+        return {}
+    named = [(place.url, place.name) for place in hello.namespaces]
+    urls = {hello.objects_url, *(url for url, _ in named)}
+    return {url: options_at(url, settings, named) for url in urls if "://" in url}
 
 
 def options_of(store: Served) -> dict[str, str]:

@@ -109,18 +109,10 @@ def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
 
 
 def options_of(txn: ReadTxn, settings: StoreSettings, url: str) -> StoreOptions:
-    """How the object store at `url` is reached: by the section of the namespace that is there, or by `[objects]`.
+    """How the object store at `url` is reached (`objects.options.options_at`)."""
+    from quire.objects.options import options_at  # readers of a local store have no use for it
 
-    A namespace without a section is reached like the store's own objects if both are of one kind, else by the environment.
-    """
-    from quire.objects.options import StoreOptions, options_of  # readers of a local store have no use for them
-
-    for _, row in txn.scan(t.REMOTE_NAMESPACE):
-        if row.name and row.url == url and row.name in settings.namespaces:
-            return options_of(settings.namespaces[row.name], f"namespaces.{row.name}")
-    if _scheme(url) == _scheme(settings.object_store):
-        return options_of(settings.objects, "objects")
-    return StoreOptions()
+    return options_at(url, settings, [(row.url, row.name) for _, row in txn.scan(t.REMOTE_NAMESPACE)])
 
 
 def options_by_url(txn: ReadTxn, root: str, settings: StoreSettings) -> dict[str, StoreOptions]:
@@ -133,10 +125,6 @@ def open_place(txn: ReadTxn, root: str, settings: StoreSettings, url: str = "") 
     """The object store at `url`, or the store's own, for a process that does not own the store."""
     url = url or objects_url(root, settings)
     return open_store(url, options=options_of(txn, settings, url))
-
-
-def _scheme(url: str) -> str:
-    return url.partition("://")[0].lower() if "://" in url else ""
 
 
 def remember(manifest: ManifestStore, place: str) -> None:

@@ -57,11 +57,10 @@ from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.maintenance import Moved
 from quire.stream.mlog_metrics import LogFigures
 from quire.stream.mlog_modes import Mode
-from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.projection import StreamProjection
 from quire.stream.repair import Repair
 from quire.stream.sources import StreamCache
-from quire.stream.state import begins_of, load_mode, save_mode
+from quire.stream.state import load_mode, log_objects, save_mode
 from quire.stream.stream import Stream
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ class StreamEngine:
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
             projection = StreamProjection(self._manifest, files)
             store = self._open_store(self.objects_url(stream_id))
-            objects = LogObjects(store, stream_id, projection.prefixes(), projection.store_id(), begins_of(files))
+            objects = log_objects(files, store, projection.prefixes(), projection.store_id())
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
             found = repair.survey()
             if apply and found.steps:

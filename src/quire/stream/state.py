@@ -30,6 +30,7 @@ from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCurso
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.names import STREAMS, check_name
+from quire.objects.api import ObjectStore
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
 from quire.stream.segments import StreamSegment
@@ -105,6 +106,11 @@ def believed_end(files: StreamFiles) -> int | None:
 def begins_of(files: StreamFiles) -> tuple[EpochBegin, ...]:
     """Where the manifest log went on for owner epochs that took over, for whoever only reads."""
     return _load(files).begins
+
+
+def log_objects(files: StreamFiles, store: ObjectStore, prefixes: tuple[str, ...], store_id: str = "") -> LogObjects:
+    """The objects of a stream's manifest log, for whoever only reads them, with what stream.json says of owner epochs."""
+    return LogObjects(store, files.stream_id, prefixes, store_id, begins_of(files))
 
 
 class _StoreWide(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import LogProblem, verify
 from quire.stream.segment_scan import sealed_blocks
-from quire.stream.state import begins_of
+from quire.stream.state import log_objects
 from quire.stream.warm import bounded, reader_of
 from quire.stream.witnesses import Witness
 
@@ -157,8 +157,8 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
     """Every rule of a log that needs no body of an object."""
     store = tools.open_store(task.url)
     files = LogFiles(tools.disk, task.root, task.stream_id, store_id=task.store_id)
-    begins = begins_of(StreamFiles(tools.disk, task.root, task.stream_id))
-    objects = LogObjects(store, task.stream_id, task.prefixes, task.store_id, begins)
+    stream_files = StreamFiles(tools.disk, task.root, task.stream_id)
+    objects = log_objects(stream_files, store, task.prefixes, task.store_id)
     exists = partial(_exists, store)
     found = tuple(
         verify(files, objects, settings=task.settings, object_exists=exists, deep=False, witness=task.witness)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
@@ -39,7 +39,8 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
-from quire.spark.access import Access
+from quire.objects.options import StoreOptions
+from quire.spark.access import Access, object_options
 from quire.spark.sources.options import Options
 from quire.spark.sources.shapes import arrow_schema, default_partitions, fitted, spark_schema
 from quire.stream.arrow_batches import SCHEMA
@@ -67,6 +68,8 @@ class Part:
     stop: int
     share: SharedStream
     """The segments they are in."""
+    options: StoreOptions | None = field(default=None, repr=False)
+    """How their object store is reached."""
 
 
 class StreamPartition(InputPartition):
@@ -108,6 +111,8 @@ class Records:
         self.wanted = options.number("partitions", default_partitions(), least=1)
         self.since_ms = 0
         """The option `since` (rule 4); streaming queries have none, they begin where their consumer stands."""
+        self._options: dict[str, StoreOptions] | None = None
+        """How object stores are reached, when they were asked for where a query is planned."""
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
         """Where records are; no more segments than one answer has room for."""
@@ -132,7 +137,12 @@ class Records:
             segments += more
         while segments and 0 < segments[0].sealed_ms < self.since_ms:  # rule 4: nothing in it is as young as that
             first = max(first, segments.pop(0).end_record)
-        return split(whole, segments, first, last, self.wanted)
+        if self._options is None:
+            from quire.service.messages import Nothing
+
+            self._options = object_options(channel.call("hello", Nothing()))
+        options = self._options.get(whole.objects_url)
+        return [replace(part, options=options) for part in split(whole, segments, first, last, self.wanted)]
 
     def read(self, part: Part | None) -> Iterator[pa.RecordBatch]:
         """The records of a part."""
@@ -143,7 +153,7 @@ class Records:
         try:
             reader = SharedReader(
                 StreamFiles(OsDisk(), share.root, share.stream_id),
-                partial(_opened, stores, share.objects_url),
+                partial(_opened, stores, share.objects_url, part.options),
                 share.stream_id,
                 partial(self._locate, channel, share.stream_id),
                 uploads=self.upload != "false",
@@ -243,10 +253,10 @@ def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
     return batch.filter(pc.greater_equal(batch.column("timestamp"), pa.scalar(since_ms, pa.int64()).cast(kind)))
 
 
-def _opened(stores: list[ObjectStore], url: str) -> ObjectStore:
+def _opened(stores: list[ObjectStore], url: str, options: StoreOptions | None) -> ObjectStore:
     """The object store, opened when the first object is wanted."""
     if not stores:
-        stores.append(open_store(url))
+        stores.append(open_store(url, options=options))
     return stores[0]
 
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -32,10 +32,12 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
+from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader, without_object
+from quire.spark.access import object_options
 from quire.spark.sources.leases import KEEP_SECONDS
 from quire.spark.sources.options import Options
 
@@ -69,6 +71,8 @@ class Version:
     """The store's directory, for who sees it; empty if everything is in objects."""
     lease_id: int = 0
     """What keeps it, if no snapshot does."""
+    options: Mapping[str, StoreOptions] = field(default_factory=dict, repr=False)
+    """How object stores are reached, by their URLs."""
 
     @property
     def size_bytes(self) -> int:
@@ -134,7 +138,8 @@ class Asked:
             if upload and (bare := [name for name in some if without_object(views[name])]):
                 lent = client.lend(bare, self.keep_seconds, lease_id=lease_id, upload=True)
                 views.update(zip(bare, lent.views, strict=True))
-        return [Version(name, view, root, lease_id) for name, view in views.items()]
+        options = object_options(client.server)
+        return [Version(name, view, root, lease_id, options) for name, view in views.items()]
 
     def _reading(self, client: Client) -> tuple[bool, str]:
         """(whether executors read objects alone, the directory that they read otherwise): rule 2."""
@@ -154,7 +159,7 @@ class Asked:
             if not wanted.isdecimal():
                 raise
             view = _view(client, name, int(wanted), upload)
-        return Version(name, view, root)
+        return Version(name, view, root, options=object_options(client.server))
 
 
 def _view(client: Client, name: str, snapshot: int | str, upload: bool) -> SnapshotView:
@@ -170,7 +175,7 @@ def opened(version: Version) -> Iterator[ViewReader]:
 
     def store_of(url: str) -> ObjectStore:
         if url not in stores:
-            stores[url] = open_store(url)
+            stores[url] = open_store(url, options=version.options.get(url))
         return stores[url]
 
     if not version.root or not os.path.isdir(version.root):

@@ -1,0 +1,104 @@
+"""Where sources find objects, and how: places of namespaces, quire.toml's endpoint and credentials, former owner epochs."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import quire
+from quire.objects.api import list_objects
+from quire.spark.access import object_options, options_of
+from quire.spark.sources import manifest_log, pages, stream
+from quire.spark.sources.options import Options
+from tests.objects.conftest import fresh_url, s3_server
+from tests.spark.test_source_records import SETTINGS
+
+__all__ = ["s3_server"]  # a fixture
+
+
+def rows(reader: Any) -> list[dict[str, Any]]:
+    """What a reader has, by way of a pickle as executors get it."""
+    parts = pickle.loads(pickle.dumps(list(reader.partitions())))
+    return [
+        row for part in parts for batch in pickle.loads(pickle.dumps(reader)).read(part) for row in batch.to_pylist()
+    ]
+
+
+def asked(module: Any, options: dict[str, str], **more: str) -> Options:
+    return Options({**options, **more}, source="a source", known=module.OPTIONS)
+
+
+def test_sources_reach_object_stores_as_quire_toml_says(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = "http://{}:{}".format(*request.getfixturevalue("s3_server"))
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ALLOW_HTTP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KEY_OF_COLD", "testing")
+    reached = [f'endpoint = "{endpoint}"', "allow_http = true", 'region = "us-east-1"']
+    (tmp_path / "store").mkdir()
+    lines = [
+        f'object_store = "{fresh_url()}"',
+        *("[objects]", *reached, 'credentials = { access_key_id = "testing", secret_access_key = "testing" }'),
+        *("[namespaces.cold]", *reached),
+        'credentials = { access_key_id = "testing", secret_access_key = "env:KEY_OF_COLD" }',
+    ]
+    (tmp_path / "store" / "quire.toml").write_text("\n".join(lines) + "\n")
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        cold = fresh_url()
+        store.namespaces.create("cold", cold)
+        store.create("clicks", "stream", namespace="cold")
+        clicks = store.stream("clicks")
+        clicks.append([b"one", b"two"]).result()
+        clicks.seal()
+        clicks.upload()
+        clicks.evict(warm=True)
+        clicks.ledger.log.rotate()
+        clicks.tick()
+        assert list_objects(clicks.store), "the objects are in the namespace's place"
+        with store.sqlite("shop", create=True) as db:
+            db.execute("create table t(x)")
+        store.checkpoint("shop")
+        options = options_of(store)
+
+        records = stream.StreamReader(given := asked(stream, options, stream="clicks"), stream.shape(given))
+        assert [row["payload"] for row in rows(records)] == [b"one", b"two"]
+        logs = manifest_log.ManifestLogTable(asked(manifest_log, options, tier="object"), manifest_log.SCHEMA)
+        assert "UploadDone" in {row["type"] for row in rows(logs)}
+        source = pages.PagesSource(dict(options, database="shop", upload="true"))
+        assert rows(source.reader(source.schema()))
+
+        with quire.connect(store.path) as client:
+            by_url = object_options(client.server)
+            assert by_url[cold].settings["secret_access_key"] == "testing"
+            assert "testing" not in repr(by_url[cold])
+            elsewhere = msgspec.structs.replace(client.server, path=str(tmp_path / "not-here"))
+            assert object_options(elsewhere) == {}
+
+
+def test_a_log_of_a_former_owner_epoch_is_read_as_far_as_the_stream_went_on_from_it(tmp_path: Path) -> None:
+    """stream.json remembers where: what a deposed owner has written beyond that is no part of the log."""
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        clicks = store.stream("clicks", create=True)
+        log = clicks.ledger.log
+        clicks.append(b"x").result()
+        clicks.seal()
+        log.rotate()
+        log.upload()
+        count, first = log.index.records, log.objects
+        assert first is not None
+        foreign = first.store.get(first.chunk_key(0))
+        store.streams.close()
+        store.manifest.begin_owner_epoch()
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        clicks = store.stream("clicks")
+        (begin,) = clicks.ledger.log.objects.begins  # type: ignore[union-attr]
+        clicks.store.put(first.chunk_key(begin.chunk), foreign)  # the deposed owner goes on
+        options = options_of(store)
+        logs = manifest_log.ManifestLogTable(asked(manifest_log, options, tier="object"), manifest_log.SCHEMA)
+        found = rows(logs)
+        assert [row["ordinal"] for row in found] == list(range(count))
