@@ -241,7 +241,7 @@ class Tiers:
             self._ledger.project()
             return self._need(segment_id)
 
-    def _upload_key(self, segment: Segment) -> str:
+    def _upload_key(self, segment: StreamSegment) -> str:
         """The whole key, below the current owner epoch's prefix: the log records it, so every later epoch finds the object.
 
         An upload that was begun in a former epoch gets a new key: below the old prefix somebody else may be the owner now.
