@@ -104,7 +104,7 @@ def test_rows_in_order_are_written_once(kv: Kv, monkeypatch: pytest.MonkeyPatch)
 def test_a_key_that_a_writer_has_twice_is_refused(kv: Kv, buffer_bytes: int) -> None:
     with begin_load(kv) as load:
         writer = writer_for(load, kv, buffer_bytes=buffer_bytes)
-        with pytest.raises(InvalidInput, match="comes twice"):  # noqa: PT012 - whichever step finds it
+        with pytest.raises(InvalidInput, match="occurs twice"):  # noqa: PT012 - whichever step finds it
             for keys in ([b"b", b"a"], [b"c", b"b"]):
                 writer.add(column([*keys]), column([b"1", b"2"]))
             writer.finish()
@@ -118,7 +118,7 @@ def test_a_key_that_two_writers_have_is_refused_and_nothing_is_loaded(kv: Kv) ->
             writer = writer_for(load, kv)
             writer.add(column([*keys]), column([b"x"] * len(keys)))
             ids += writer.finish()
-        with pytest.raises(InvalidInput, match=r"comes twice.*b'm'"):
+        with pytest.raises(InvalidInput, match=r"occurs twice.*b'm'"):
             load.publish(ids)
     assert list(kv.scan()) == []
     assert kv.disk.names(f"{kv.home.path}/sst") == []
@@ -129,8 +129,8 @@ def test_a_key_that_two_writers_have_is_refused_and_nothing_is_loaded(kv: Kv) ->
     [
         (pa.array([None], pa.binary()), pa.array([b""]), "a key is null"),
         (pa.array([b"k" * 70_000]), pa.array([b""]), "a key is too long"),
-        (pa.array([1]), pa.array([b""]), "bytes or text"),
-        (pa.array(["k"]), pa.array([1.5]), "bytes or text"),
+        (pa.array([1]), pa.array([b""]), "binary or string"),
+        (pa.array(["k"]), pa.array([1.5]), "binary or string"),
     ],
 )
 def test_what_is_no_pair_is_refused(kv: Kv, keys: pa.Array, values: pa.Array, error: str) -> None:
@@ -277,7 +277,7 @@ def test_late_files_of_a_load_that_is_over_go_with_the_next_look(kv: Kv) -> None
     load.close()
     writer._take_ids = lambda _: taken  # ids that it had asked for before
     (sst_id, *_) = writer.finish()
-    with pytest.raises(InvalidInput, match="not of this load"):
+    with pytest.raises(InvalidInput, match="do not belong to this load"):
         load.publish([sst_id])
     assert kv.disk.exists(kv.home.sst(sst_id))
     kv.upkeep.collect()

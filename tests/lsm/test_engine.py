@@ -105,7 +105,7 @@ def test_lost_files_are_an_error_and_not_a_new_database(tmp_path: Path) -> None:
         fill(store, "cart", 0, 5)
         home = store.kv("cart").home.path
     shutil.rmtree(home)
-    with opened(tmp_path) as store, pytest.raises(Corruption, match="files are gone"):
+    with opened(tmp_path) as store, pytest.raises(Corruption, match="files are missing"):
         store.kv("cart")
 
 

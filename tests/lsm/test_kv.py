@@ -272,7 +272,7 @@ def test_a_lost_manifest_beside_tables_is_noticed(tmp_path: Path) -> None:
         kv.put(b"a", b"1")
         kv.flush()
     os.remove(kv.home.manifest_log)
-    with pytest.raises(Corruption, match="manifest is behind"):
+    with pytest.raises(Corruption, match="manifest is outdated"):
         open_kv(tmp_path)
     assert os.path.exists(kv.home.sst(1))
 

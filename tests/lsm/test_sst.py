@@ -92,7 +92,7 @@ def test_rows_out_of_order_are_refused() -> None:
     for wrong in ((b"a", 9, b""), (b"b", 5, b""), (b"b", 6, b"")):
         with pytest.raises(InternalError, match="out of order"):
             writer.add(batch_of([wrong]))
-    with pytest.raises(InternalError, match="has rows"):
+    with pytest.raises(InternalError, match="must have rows"):
         TableWriter(1).finish()
 
 
@@ -134,7 +134,7 @@ def test_an_altered_byte_is_found_wherever_we_read(tmp_path: Path) -> None:
 
 def test_a_missing_and_a_swapped_table_are_named(tmp_path: Path) -> None:
     path = make_table(tmp_path, numbered(5), sst_id=2).path
-    with pytest.raises(Corruption, match="another table than its name says"):
+    with pytest.raises(Corruption, match="a different table than its name says"):
         SSTable.open(OsDisk(), path, 3)
     os.remove(path)
     with pytest.raises(Corruption, match="missing") as caught:

@@ -1,4 +1,4 @@
-"""Doorbells and waiters: no ring is lost, none is heard by the wrong process."""
+"""Doorbells: no ring is lost, none is heard by the wrong process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from quire.manifest.wakeups import Doorbell, Waiters, mine
-from tests.manifest.helpers import eventually
+from quire.manifest.wakeups import Doorbell, mine
 
 
 def test_a_ring_before_the_sleep_is_heard() -> None:
@@ -74,55 +73,3 @@ def test_a_doorbell_that_cannot_be_made_leaves_nothing_to_clean_up(monkeypatch: 
         with pytest.raises(OSError, match="open files"):
             Doorbell()
     assert Doorbell().sleep(0) is False
-
-
-# ── waiters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_all_waiters_look_again_when_they_are_woken() -> None:
-    waiters, happened, results = Waiters(), threading.Event(), []
-    threads = [
-        threading.Thread(target=lambda: results.append(waiters.sleep_until(happened.is_set, 30))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    assert eventually(lambda: len(waiters) == 4)
-    waiters.wake()
-    time.sleep(0.02)
-    assert not results, "woken for nothing, they sleep on"
-    happened.set()
-    waiters.wake()
-    for thread in threads:
-        thread.join(30)
-    assert results == [True] * 4
-    assert not waiters
-
-
-def test_what_happened_before_is_not_waited_for() -> None:
-    assert Waiters().sleep_until(lambda: True, None)
-    assert Waiters().sleep_until(lambda: True, 0)
-    assert Waiters().sleep_until(lambda: True, -1)
-
-
-def test_a_waiters_patience_ends() -> None:
-    waiters, started = Waiters(), time.monotonic()
-    assert not waiters.sleep_until(lambda: False, 0.02)
-    assert time.monotonic() - started >= 0.02
-    assert not waiters.sleep_until(lambda: False, -1)
-    assert not waiters
-
-
-def test_a_patience_beyond_all_clocks_is_no_error() -> None:
-    waiters, happened, results = Waiters(), threading.Event(), []
-    thread = threading.Thread(target=lambda: results.append(waiters.sleep_until(happened.is_set, float("inf"))))
-    thread.start()
-    assert eventually(lambda: len(waiters) == 1)
-    happened.set()
-    waiters.wake()
-    thread.join(30)
-    assert results == [True]
-
-
-def test_a_waiter_whose_question_fails_leaves_no_trace() -> None:
-    waiters = Waiters()
-    with pytest.raises(ZeroDivisionError):
-        waiters.sleep_until(lambda: 1 // 0 == 0, 1)
-    assert not waiters

@@ -281,14 +281,11 @@ def test_a_sleeper_that_is_interrupted_leaves_its_turn_to_another() -> None:
     class Interrupted:
         """A ring whose waiting a signal ends, just when the lane is free."""
 
-        def acquire(self) -> None:
+        def sleep(self) -> None:
             assert woken.wait(30)
             raise KeyboardInterrupt
 
-        def locked(self) -> bool:
-            return not woken.is_set()
-
-        def release(self) -> None:
+        def wake(self) -> None:
             woken.set()
 
     woken, asleep = threading.Event(), log.lanes._go_to_sleep
@@ -320,7 +317,7 @@ def _interrupting(at: int) -> Callable[[FrameType, str, Any], Any]:
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
-        if frame.f_code.co_filename != sync_lanes.__file__ or frame.f_code.co_name in ("_leave", "_wake"):
+        if frame.f_code.co_filename != sync_lanes.__file__ or frame.f_code.co_name == "_leave":
             return None
         # What a signal cannot do either: come between a block and the release of its lock.
         if event == "line" and not _is_with(frame.f_lineno):

@@ -95,7 +95,7 @@ def test_an_owner_that_restarts_answers_for_what_it_did_and_refuses_what_it_lost
             with pytest.raises(quire.NotFound, match="is over"):
                 take(client)
             fresh = take(client, load=LOAD + 1)
-            with pytest.raises(quire.InvalidInput, match="not of this load"):
+            with pytest.raises(quire.InvalidInput, match="do not belong to this load"):
                 client.publish_tables(LOAD + 1, "cart", [*written(fresh, {b"c": b"1"}), *lost])
             client.drop_tables(LOAD + 1)
             assert dict(store.kv("cart").scan()) == {b"a": b"1"}

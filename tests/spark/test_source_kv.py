@@ -183,7 +183,7 @@ def test_a_key_that_comes_twice_is_refused_wherever_it_is(owner: Owned, partitio
     frame = owner.spark.range(0, 300, numPartitions=partitions).selectExpr(
         "CAST(id % 250 AS STRING) AS key", "'x' AS value"
     )
-    with pytest.raises(Exception, match="comes twice in a load"):
+    with pytest.raises(Exception, match="occurs twice in a load"):
         write(owner, frame)
     assert [key for key, _ in owner.store.kv("cart").scan()] == [b"a", b"id-000007"]
 

@@ -168,7 +168,7 @@ def elsewhere(parts: Any) -> list[stream.StreamPartition]:
 def test_executors_that_see_no_directory_read_objects(tmp_path: Path) -> None:
     with made(tmp_path / "store") as clicks:
         never = reader(tmp_path / "store", columns="id", upload="false")
-        with pytest.raises(InvalidInput, match="no object yet"):
+        with pytest.raises(InvalidInput, match="not uploaded yet"):
             read(never, elsewhere(never.partitions()))
         some = reader(tmp_path / "store", columns="id", start=60, end=80)
         assert read(some, elsewhere(some.partitions())) == [(n,) for n in range(60, 80)]

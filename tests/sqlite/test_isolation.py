@@ -247,13 +247,13 @@ def test_who_gives_the_turn_back_wakes_the_one_that_has_slept_longest() -> None:
     ended = []
     for number in range(3):
         ended.append(run(sleeper, number))
-        wait_until(lambda number=number: len(turn._sleepers) == number + 1)  # type: ignore[misc]
+        wait_until(lambda number=number: len(turn._waiters) == number + 1)  # type: ignore[misc]
     for number in range(3):
         turn.give(holder)
         ended[number]()
         assert woken == list(range(number + 1))
         assert turn.take(holder)
-    assert not turn._sleepers
+    assert not turn._waiters
 
 
 def test_who_loses_again_and_again_sleeps_as_long_as_sqlite_says(

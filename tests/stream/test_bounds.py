@@ -284,7 +284,7 @@ def test_an_object_of_the_log_that_is_too_large_is_not_fetched(tmp_path: Path) -
     world.stream.upload()
     objects = LogObjects(world.objects, world.stream_id)
     world.objects.put(objects.chunk_key(0), bytes(8 * MIB))
-    with pytest.raises(Corruption, match="larger than it can be"):
+    with pytest.raises(Corruption, match="exceeds its maximum size"):
         objects.get_chunk(0)
     world.stream.abandon()
     world.manifest.close()

@@ -120,7 +120,7 @@ def test_what_is_not_records_is_refused(world: StreamWorld, records: Any) -> Non
 @pytest.mark.parametrize("form", [lambda one: one, lambda one: [one], lambda one: pa.array([one])])
 def test_a_record_that_is_too_large_is_refused(world: StreamWorld, form: Any) -> None:
     world.stream.append(form(bytes(SMALL.record_bytes_max))).result()
-    with pytest.raises(OutOfRange, match="larger than this stream takes"):
+    with pytest.raises(OutOfRange, match="exceeds the stream's size limit"):
         world.stream.append(form(bytes(SMALL.record_bytes_max + 1)))
 
 
@@ -291,7 +291,7 @@ def test_after_a_doubtful_write_the_stream_takes_nothing_more_until_it_is_opened
     guard = world.stream.append(b"b")
     with pytest.raises((StorageFault, StoreUnusable)):
         guard.result()
-    with pytest.raises(StoreUnusable, match="open the stream again"):
+    with pytest.raises(StoreUnusable, match="reopen the stream"):
         world.stream.append(b"c")
     assert world.payloads() == [b"a"], "what is durable can still be read"
     live.file = inner

@@ -256,7 +256,7 @@ def test_a_chunk_is_refused_if_what_it_says_of_itself_is_known_to_be_wrong(said:
     # A torn header or an interrupted commit does not hide whose the chunk is.
     for header in (data[:64], bytes(64), copy.header._replace(committed_len=120).encode()):
         if foreign:
-            with pytest.raises(ManifestIntegrityError, match="of another"):
+            with pytest.raises(ManifestIntegrityError, match="to another"):
                 settle(header + data[64:], chunk_index=2, path="x", owner=owner)
         else:
             settle(header + data[64:], chunk_index=2, path="x", owner=owner)

@@ -79,11 +79,13 @@ def test_a_chunk_of_somebody_else_is_refused_on_disk(log: Named, store_id: str, 
         path = Path(log.files.chunk(index))
         before = path.read_bytes()
         as_of(path, store_id, stream_id)
-        with pytest.raises(ManifestIntegrityError, match=f"of another {whose}"):
+        with pytest.raises(ManifestIntegrityError, match=f"to another {whose}"):
             log.open()
-        with pytest.raises(ManifestIntegrityError, match=f"of another {whose}"):
+        with pytest.raises(ManifestIntegrityError, match=f"to another {whose}"):
             local_facts(log.files.disk, log.files, index)
-        assert [each.what for each in verify(log.files) if each.rule == "L1"] == [f"the chunk is of another {whose}"]
+        assert [each.what for each in verify(log.files) if each.rule == "L1"] == [
+            f"the chunk belongs to another {whose}"
+        ]
         path.write_bytes(before)
     log.log = log.open()
 
@@ -107,13 +109,13 @@ def test_a_chunk_or_bundle_of_somebody_else_is_refused_in_tier_2(log: Named, sto
         with pytest.raises(ManifestIntegrityError, match="of another store"):
             read()
     as_of(log.root / "objects" / log.objects.chunk_key(1), store_id, stream_id)
-    with pytest.raises(ManifestIntegrityError, match="of another"):
+    with pytest.raises(ManifestIntegrityError, match="to another"):
         log.objects.fetch(1)
-    with pytest.raises(ManifestIntegrityError, match="of another"):
+    with pytest.raises(ManifestIntegrityError, match="to another"):
         mlog_bundle.run(task, log.store)
-    assert any("of another" in each.what for each in verify(log.files, log.objects))
+    assert any("to another" in each.what for each in verify(log.files, log.objects))
     as_of(log.root / "objects" / result.key, store_id, stream_id)
-    with pytest.raises(ManifestIntegrityError, match="of another"):
+    with pytest.raises(ManifestIntegrityError, match="to another"):
         mlog_bundle.publish(log.log, result)
 
 

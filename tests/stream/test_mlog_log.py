@@ -303,7 +303,7 @@ def test_another_chunk_under_our_name_is_never_overwritten(world: World, tmp_pat
     with pytest.raises(AlreadyExists):
         world.log.tick()
     found = reconcile(world.files, world.objects, world.log.index)
-    assert found.chunks_needing_repair == {0: "its object is of another chunk than the file"}
+    assert found.chunks_needing_repair == {0: "its object belongs to a different chunk"}
 
 
 def test_local_retention(world: World) -> None:

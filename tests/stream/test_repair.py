@@ -148,7 +148,7 @@ def test_an_open_segment_whose_file_is_gone_is_given_up(world: StreamWorld) -> N
     world.stream.append(b"gone").result()
     world.stream.abandon()
     os.remove(world.files.segment(Tier.HOT, 2))
-    with pytest.raises(Corruption, match="being written is missing"):
+    with pytest.raises(Corruption, match="the open segment is missing"):
         world.open()
     assert repair(world).lost == ["records from 21 on: segment 2 was being written, and its file is gone"]
     assert world.payloads() == payloads
@@ -212,7 +212,7 @@ def test_segments_of_which_only_objects_are_left_are_found_in_the_bucket(world: 
     remote(world)
     lose_all_but_objects(world, older)
     shown = repair(world, apply=False)
-    found = [each for each in shown.steps if each.startswith("take up object ")]
+    found = [each for each in shown.steps if each.startswith("adopt object ")]
     assert [each.rsplit(": ", 1)[1] for each in found] == [
         f"records {20 * each + 1} to {20 * each + 20}" for each in range(before, 3)
     ]
@@ -245,9 +245,9 @@ def test_an_object_that_is_not_sound_or_has_no_store_in_its_name_is_told_and_lef
     assert any(nameless in each and "no store" in each for each in notes)
     later = msgspec.structs.replace(objects, prefixes=("later", *projection.prefixes()))
     after_takeover = Repair(world.files, projection, later, StreamClock(world.clock), world.log_settings).survey()
-    assert not any(each.startswith("take up") for each in after_takeover.steps), "a deposed owner may have sent them"
+    assert not any(each.startswith("adopt") for each in after_takeover.steps), "a deposed owner may have sent them"
     assert all(any(key in each and "earlier owner" in each for each in after_takeover.notes) for key in keys)
-    assert any(keys[2] in each and "not sound" in each for each in notes)
+    assert any(keys[2] in each and "damaged" in each for each in notes)
     repair(world)
     assert world.payloads() == payloads[:40]
     world.stream.close()

@@ -98,7 +98,7 @@ def test_positions_are_durable_and_only_rise(world: StreamWorld) -> None:
     stream.ack("ann", 7)
     assert world.crash().position("ann") == 9
     assert world.stream.register("ann", 1) == 9
-    with pytest.raises(OutOfRange, match="not there"):
+    with pytest.raises(OutOfRange, match="do not exist"):
         world.stream.ack("ann", 22)
     with pytest.raises(UnknownCursor):
         world.stream.ack("bob", 1)
@@ -125,7 +125,7 @@ def test_a_state_file_that_cannot_be_read_is_not_taken_for_a_new_one(world: Stre
     path = Path(world.files.state)
     whole = path.read_bytes()
     path.write_bytes(b"{")
-    with pytest.raises(Corruption, match="state of a stream"):
+    with pytest.raises(Corruption, match="stream's state file"):
         world.open()
     path.write_bytes(whole)
     world.stream = world.open()

@@ -158,7 +158,7 @@ def test_what_cannot_be_read_back_is_not_announced(world: StreamWorld, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(tiers, "compress", wrong)
-        with pytest.raises(Corruption, match="does not survive compression"):
+        with pytest.raises(Corruption, match="does not decompress"):
             world.stream.tiers.compress(2)
     assert (world.on_disk(Tier.WARM), world.segments()[1].state.warm) == ([], Warm.FAILED)
     assert world.stream.compress() == 2
@@ -204,7 +204,7 @@ def test_another_object_of_the_same_name_is_not_overwritten(world: StreamWorld) 
     world.fill(1)
     key = named(world, "00000001/00000001/wal:00000000")
     world.objects.put(key, b"something else")
-    with pytest.raises(Corruption, match="another object"):
+    with pytest.raises(Corruption, match="different object"):
         world.stream.upload()
     assert world.objects.get(key) == b"something else"
     assert world.stream.tick().uploaded == 0
@@ -229,7 +229,7 @@ def test_an_upload_is_announced_only_when_the_object_is_what_was_sent(
                 return msgspec.structs.replace(done, size_bytes=done.size_bytes - 1)
 
             patch.setattr(world.objects, "put_file", half, raising=False)
-        with pytest.raises(Corruption, match="not what was sent"):
+        with pytest.raises(Corruption, match="differs from what was uploaded"):
             world.stream.upload()
     (segment,) = world.segments()
     assert (segment.is_remote, segment.state.remote) == (False, Remote.FAILED)

@@ -144,7 +144,7 @@ def test_a_failed_call_leaves_the_stream_in_doubt(
         with pytest.raises(expected):
             guard.result()
     assert not guard.done
-    with pytest.raises(StoreUnusable, match="open the stream again"):
+    with pytest.raises(StoreUnusable, match="reopen the stream"):
         world.stream.append(b"c")
     world.crash()
     assert world.payloads() == [b"a"]

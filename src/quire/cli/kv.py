@@ -110,7 +110,7 @@ def scan(
 ) -> Listing:
     """List keys and values in order."""
     if prefix and (low or high):
-        raise InvalidInput("a scan has a prefix or a range", hint="leave --prefix or --from and --to out")
+        raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave --prefix or --from and --to out")
 
     def rows() -> Iterator[Row]:
         with cli.owner() as store:

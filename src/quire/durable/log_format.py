@@ -169,5 +169,5 @@ def encode_mark(*, tag: int, link: int, synced: int) -> tuple[bytes, int]:
 
 def _no_header(what: str, path: str, size: int) -> Corruption:
     # A log is born by rename with its header synced, so a bad header is never the trace of a crash.
-    hint = "`quire kv repair` shows what can be saved"
+    hint = "`quire kv repair` shows what can be recovered"
     return Corruption(what, hint=hint, path=path, offset=0, bytes_lost=size)

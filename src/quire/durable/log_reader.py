@@ -210,5 +210,5 @@ def _frame_at(data: bytes, view: memoryview, offset: int) -> Frame | None:
 
 
 def _corruption(path: str, what: str, *, offset: int, lost: int) -> Corruption:
-    hint = "`quire kv repair` shows what can be saved"
+    hint = "`quire kv repair` shows what can be recovered"
     return Corruption(what, hint=hint, path=path, offset=offset, bytes_lost=lost)

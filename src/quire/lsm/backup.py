@@ -118,17 +118,17 @@ def decode_list(data: bytes, key: str) -> Backup:
     try:
         backup = msgspec.json.decode(data, type=Backup)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption("the list of a backup does not decode", hint=_OTHER, key=key, cause=str(error)) from error
+        raise Corruption("the backup list cannot be decoded", hint=_OTHER, key=key, cause=str(error)) from error
     if backup.crc64:
         actual = f"{crc64(data.replace(_crc_field(backup.crc64), _crc_field(NO_CRC))):016x}"
         if actual != backup.crc64:
-            text = "the list of a backup fails its checksum"
+            text = "the backup list fails its checksum"
             raise ChecksumMismatch(text, hint=_OTHER, key=key, expected=backup.crc64, actual=actual)
     else:
         # Without a checksum it is from before there was one, and looks exactly so: else it has lost the field to damage.
         former = {name: getattr(backup, name) for name in Backup.__struct_fields__ if name != "crc64"}
         if msgspec.json.encode(former) != data:
-            raise Corruption("the list of a backup is not as it was written", hint=_OTHER, key=key)
+            raise Corruption("the backup list differs from what was written", hint=_OTHER, key=key)
     return backup
 
 
@@ -178,7 +178,7 @@ def prune(
 ) -> Pruned:
     """Remove the backups of a label but the newest `keep`, and tables that none of those needs (rule 3)."""
     if keep < 0:
-        raise InvalidInput("how many backups are kept is not negative", keep=keep)
+        raise InvalidInput("the number of backups to keep must not be negative", keep=keep)
     with _ONE_AT_A_TIME:
         there = backups(store, label, home)
         gone = there[: max(0, len(there) - keep)]
@@ -205,12 +205,12 @@ def prune(
 
 def backups(store: ObjectStore, label: str, home: str = FORMER_HOME) -> list[int]:
     """The lsns of the backups that there are, rising."""
-    found = []
+    matches = []
     for info in list_objects(store, f"{home}/{label}/backups"):
         name = info.key.rpartition("/")[2].removesuffix(".json")
         if len(name) == 16:
-            found.append(int(name, 16))
-    return sorted(found)
+            matches.append(int(name, 16))
+    return sorted(matches)
 
 
 def labels(store: ObjectStore, home: str = FORMER_HOME) -> list[str]:
@@ -227,12 +227,12 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: st
     key = _list_key(f"{home}/{label}", there[-1] if lsn is None else lsn)
     size = store.head(key).size_bytes
     if size > LIST_BYTES_MAX:
-        raise Corruption("the list of a backup is too large to be one", hint=_OTHER, key=key, size=size)
+        raise Corruption("the backup list is too large", hint=_OTHER, key=key, size=size)
     backup = checked_read(lambda: decode_list(store.get(key), key))
     ids = {table.sst_id for table in backup.tables}
     fits = 0 <= backup.lsn <= U64_MAX and 0 < backup.next_sst_id <= U64_MAX and len(ids) == len(backup.tables)
     if not fits or not all(0 < sst_id < backup.next_sst_id for sst_id in ids):
-        raise Corruption("the list of a backup makes no sense", hint=_OTHER, key=key)
+        raise Corruption("the backup list is inconsistent", hint=_OTHER, key=key)
     return backup
 
 
@@ -240,8 +240,8 @@ def find_table(
     store: ObjectStore, label: str, home: str, sst_id: int, row: LsmTableRecord
 ) -> tuple[str, Callable[[], bytes]] | None:
     """A table of a database in its backups, the newest first: where it is, and what reads it. For repairs."""
-    made = [(place, lsn) for place in (home, FORMER_HOME) for lsn in reversed(backups(store, label, place))]
-    for place, lsn in made:
+    candidates = [(place, lsn) for place in (home, FORMER_HOME) for lsn in reversed(backups(store, label, place))]
+    for place, lsn in candidates:
         try:
             backup = read_backup(store, label, lsn, place)
         except Corruption:
@@ -257,16 +257,16 @@ def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     tables: dict[int, ManifestSstEntry] = {}
-    for each in backup.tables:
-        size = store.head(each.key).size_bytes
-        if size != each.size_bytes:  # before it is fetched
-            text = "a table of the backup has another size than was backed up"
-            raise Corruption(text, hint=_OTHER, key=each.key, size=size, expected=each.size_bytes)
-        data = _fetch(store, each)
-        entry = ManifestSstEntry(each.sst_id, sst_entry_path(each.sst_id))
+    for table in backup.tables:
+        size = store.head(table.key).size_bytes
+        if size != table.size_bytes:  # before it is fetched
+            text = "a table of the backup has the wrong size"
+            raise Corruption(text, hint=_OTHER, key=table.key, size=size, expected=table.size_bytes)
+        data = _fetch(store, table)
+        entry = ManifestSstEntry(table.sst_id, sst_entry_path(table.sst_id))
         write_new(disk, f"{target}/{entry.path}", data)
-        _verify(disk, f"{target}/{entry.path}", each.sst_id)
-        tables[each.sst_id] = entry
+        _verify(disk, f"{target}/{entry.path}", table.sst_id)
+        tables[table.sst_id] = entry
     disk.sync_dir(f"{target}/sst")
     state = ManifestData(tables=tables, next_sst_id=backup.next_sst_id)
     write_manifest(disk, target, state, backup.lsn)
@@ -277,7 +277,7 @@ def _fetch(store: ObjectStore, table: TableObject) -> bytes:
         data = store.get(table.key)
         digest = hashlib.sha256(data).hexdigest()
         if len(data) != table.size_bytes or digest != table.sha256:
-            text = "a table of the backup is not what was backed up"
+            text = "a table of the backup differs from what was backed up"
             raise ChecksumMismatch(text, hint=_OTHER, key=table.key, expected=table.sha256, actual=digest)
         return data
 
@@ -289,7 +289,7 @@ def _verify(disk: Disk, path: str, sst_id: int) -> None:
     table = SSTable.open(disk, path, sst_id)
     try:
         for problem in table.verify():
-            raise Corruption("a table of the backup is not sound", hint=_OTHER, path=path, cause=problem)
+            raise Corruption("a table of the backup is damaged", hint=_OTHER, path=path, cause=problem)
     finally:
         table.close()
 

@@ -53,10 +53,10 @@ def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed:
         place = _field(metadata, root, 2)
         batch = _table(metadata, place + _number(metadata, "<I", place))
         if _number(metadata, "<q", _field(metadata, batch, 0)) != rows:
-            raise ValueError("another number of rows than the index says")
+            raise ValueError("the number of rows differs from the index")
         nodes = _pairs(metadata, _field(metadata, batch, 1), COLUMNS)
         if any(length != rows for length, _ in nodes):
-            raise ValueError("a column has another number of rows than the index says")
+            raise ValueError("a column's number of rows differs from the index")
         _check_buffers(body, _pairs(metadata, _field(metadata, batch, 2), BUFFERS), rows, raw_bytes, compressed)
     except struct.error as error:
         raise ValueError(f"the message is cut off: {error}") from error
@@ -114,5 +114,5 @@ def _pairs(data: memoryview, at: int, count: int) -> list[tuple[int, int]]:
     """A vector of pairs of 64-bit numbers, of which there must be so many."""
     start = at + _number(data, "<I", at)
     if _number(data, "<I", start) != count:
-        raise ValueError("another number of columns or buffers than a table has")
+        raise ValueError("wrong number of columns or buffers")
     return [_PAIR.unpack_from(data, start + 4 + _PAIR.size * number) for number in range(count)]

@@ -107,7 +107,7 @@ class BulkWriter:
         """Tables that overlap become tables that do not."""
         tables = [SSTable.open(self._disk, self._home.sst(sst_id), sst_id) for sst_id in ids]
         try:
-            made = compaction.run(
+            outputs = compaction.run(
                 self._disk,
                 tables,
                 VersionRetention(),
@@ -119,12 +119,12 @@ class BulkWriter:
         finally:
             for table in tables:
                 table.close()
-        if sum(meta.rows for _, meta in made) != self.rows:
+        if sum(meta.rows for _, meta in outputs) != self.rows:
             raise double_key()
         for table in tables:
             with suppress(StorageFault, FileNotFoundError):
                 self._disk.remove(table.path)
-        return [meta.sst_id for _, meta in made]
+        return [meta.sst_id for _, meta in outputs]
 
     def _new_table(self) -> tuple[int, str]:
         (sst_id,) = self._take_ids(1)
@@ -187,12 +187,14 @@ def _binary(column: pa.Array, name: str) -> pa.Array:
         return column
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
         return column.cast(pa.binary())
-    raise InvalidInput("keys and values are bytes or text", hint="cast the column", column=name, type=str(kind))
+    raise InvalidInput(
+        "keys and values must be binary or string columns", hint="cast the column", column=name, type=str(kind)
+    )
 
 
 def _check(batch: pa.RecordBatch) -> None:
     if batch.column(0).null_count:
-        raise InvalidInput("a key is null", hint="leave such rows out: df.filter('key IS NOT NULL')")
+        raise InvalidInput("a key is null", hint="filter such rows out: df.filter('key IS NOT NULL')")
     for column, name, most in ((0, "key", KEY_BYTES_MAX), (1, "value", VALUE_BYTES_MAX)):
         longest = pc.max(pc.binary_length(batch.column(column))).as_py()
         if longest is not None and longest > most:

@@ -111,16 +111,16 @@ def level_for(levels: Levels, tables: Sequence[SSTable], settings: LsmSettings) 
 
 def clusters(tables: Sequence[SSTable]) -> list[list[SSTable]]:
     """Tables whose ranges overlap, directly or through others; none for tables with disjoint ranges."""
-    found: list[list[SSTable]] = []
+    groups: list[list[SSTable]] = []
     reach = b""
-    for table in sorted(tables, key=lambda each: each.meta.key_min):
-        if found and table.meta.key_min <= reach:
-            found[-1].append(table)
+    for table in sorted(tables, key=lambda table: table.meta.key_min):
+        if groups and table.meta.key_min <= reach:
+            groups[-1].append(table)
             reach = max(reach, table.meta.key_max)
         else:
-            found.append([table])
+            groups.append([table])
             reach = table.meta.key_max
-    return [each for each in found if len(each) > 1]
+    return [group for group in groups if len(group) > 1]
 
 
 def job(levels: Levels, chosen: Sequence[SSTable], level: int) -> MergeJob:

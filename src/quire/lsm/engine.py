@@ -119,9 +119,8 @@ class KvEngine:
         """A key-value database, recovered; with `create` it is registered if there is none of this name."""
         if self._manifest.read_only:
             raise ReadOnly(
-                "a key-value database is opened by the store's owner",
-                hint='open the store with mode="rw"; while another process owns it `quire kv` commands are done there if it '
-                "is a `quire serve`",
+                "a key-value database can only be opened by the process that owns the store",
+                hint='open the store with mode="rw"; if a `quire serve` owns it, `quire kv` commands run there',
             )
         with self._lock:
             self._require()
@@ -141,23 +140,23 @@ class KvEngine:
 
     def _recover(self, db_id: int, record: DbRecord) -> Kv:
         home = self._path(lsm_home(db_id))
-        made = record.config_hash == FILES_MADE
-        if made and not self._disk.exists(home):
-            hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
-            raise Corruption("the database's files are gone", hint=hint, path=home, name=record.name)
+        is_made = record.config_hash == FILES_MADE
+        if is_made and not self._disk.exists(home):
+            hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
+            raise Corruption("the database's files are missing", hint=hint, path=home, name=record.name)
         ledger, follower = JobRows(self._manifest, db_id), KvProjection(self._manifest, db_id)
-        facts = self._facts(db_id, follower, is_made=made)
+        facts = self._facts(db_id, follower, is_made=is_made)
         try:
             kv = Kv.open(
                 self._disk, home, self._settings, clock=self._clock, cache=self.cache, ledger=ledger, facts=facts
             )
         except Corruption as error:
-            error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be saved"
+            error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise
         kv.check_owner = self._manifest.writer.check_owner
         kv.require_writable = Writability(self._manifest, db_id).require
         kv.fold()
-        if not made and record.status is DbStatus.ACTIVE:
+        if not is_made and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
         return kv
 

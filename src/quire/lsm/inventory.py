@@ -132,25 +132,25 @@ class KvSurvey:
 def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = None) -> KvSurvey:
     """Read everything that there is of a database. Changes nothing."""
     history = _history(disk, home, facts)
-    found = KvSurvey(disk, home, facts, history.reason)
+    survey = KvSurvey(disk, home, facts, history.reason)
     ids = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
     wals = {number for name in names_in(disk, f"{home.path}/wal") if (number := lsm_number(name, ".log")) is not None}
     live = _live(history, facts, ids)
-    lost_ranges = [_take_table(found, sst_id, fetch) for sst_id in sorted(live)]
+    lost_ranges = [_take_table(survey, sst_id, fetch) for sst_id in sorted(live)]
     if history.reason or facts.ends is None:  # else the manifest is known to reach what was acknowledged
-        _take_newer(found, sorted(ids - live - history.removed))
-    _take_logs(found, history, sorted(wals), [each for each in lost_ranges if each is not None])
-    for sst_id in sorted(ids - found.sound.keys() - found.copies.keys()):
-        found.moved.setdefault(home.sst(sst_id), "nothing says that this table is live")
+        _take_newer(survey, sorted(ids - live - history.removed))
+    _take_logs(survey, history, sorted(wals), [lost for lost in lost_ranges if lost is not None])
+    for sst_id in sorted(ids - survey.sound.keys() - survey.copies.keys()):
+        survey.moved.setdefault(home.sst(sst_id), "no manifest record says that this table is live")
     recorded = [end.number for end in facts.ends.wals] if facts.ends is not None else []
     state = history.state
-    found.next_sst_id = max(state.next_sst_id, *(number + 1 for number in (0, *ids, *facts.rows)))
-    found.version = state.version
-    found.next_wal = 1 + max(state.active_wal, 0, *wals, *recorded)
-    lsns = [table.meta.lsn_max for table in found.sound.values()] + [row.lsn_max for row in facts.rows.values()]
+    survey.next_sst_id = max(state.next_sst_id, *(number + 1 for number in (0, *ids, *facts.rows)))
+    survey.version = state.version
+    survey.next_wal = 1 + max(state.active_wal, 0, *wals, *recorded)
+    lsns = [table.meta.lsn_max for table in survey.sound.values()] + [row.lsn_max for row in facts.rows.values()]
     acknowledged = facts.ends.last_lsn if facts.ends is not None else 0
-    found.last_lsn = max(state.last_lsn, acknowledged, *lsns, *found.batches, 0)
-    return found
+    survey.last_lsn = max(state.last_lsn, acknowledged, *lsns, *survey.batches, 0)
+    return survey
 
 
 def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
@@ -244,26 +244,26 @@ def _live(history: _History, facts: StoreFacts, ids: set[int]) -> set[int]:
     return named if not history.is_empty or facts.ends is not None else ids
 
 
-def _take_table(found: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
+def _take_table(survey: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
     """Keep a live table, or a copy of it, or what can be read of it; the lsns of what may be lost, if something is."""
-    path, row = found.home.sst(sst_id), found.facts.rows.get(sst_id)
-    table, trouble = checked(found.disk, path, sst_id, row)
+    path, row = survey.home.sst(sst_id), survey.facts.rows.get(sst_id)
+    table, trouble = checked(survey.disk, path, sst_id, row)
     if table is not None:
-        found.sound[sst_id] = table
+        survey.sound[sst_id] = table
         return None
-    found.reason = found.reason or trouble
-    copy = _find_copy(found, sst_id, row, fetch)
+    survey.reason = survey.reason or trouble
+    copy = _find_copy(survey, sst_id, row, fetch)
     if copy is not None:
-        found.copies[sst_id] = copy
+        survey.copies[sst_id] = copy
         return None
-    rows = _readable_rows(found.disk, path, sst_id)
+    rows = _readable_rows(survey.disk, path, sst_id)
     if rows:
-        found.damaged[sst_id] = rows
+        survey.damaged[sst_id] = rows
     described = f", which had {row.rows:,} rows with keys from {row.key_min!r} to {row.key_max!r}" if row else ""
-    found.lost.append(f"{'some rows' if rows else 'all rows'} of table {sst_id}{described}: {trouble}")
-    found.doubts.append(f"keys of table {sst_id} may show older values, or be back after they were deleted")
-    if found.disk.exists(path):
-        found.moved[path] = f"the table is damaged: {trouble}"
+    survey.lost.append(f"{'some rows' if rows else 'all rows'} of table {sst_id}{described}: {trouble}")
+    survey.doubts.append(f"keys of table {sst_id} may show older values, or be back after they were deleted")
+    if survey.disk.exists(path):
+        survey.moved[path] = f"the table is damaged: {trouble}"
     return (row.lsn_min, row.lsn_max) if row is not None else (0, 0)
 
 
@@ -275,7 +275,7 @@ def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> t
         return None, error.what
     try:
         if row is not None and not is_row_of(row, table):
-            trouble = "it is another table than the store's manifest describes"
+            trouble = "it is not the table that the store's manifest describes"
         else:
             trouble = next(table.verify(), "")
     except QuireError as error:
@@ -287,9 +287,9 @@ def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> t
 
 
 def _find_copy(
-    found: KvSurvey, sst_id: int, row: LsmTableRecord | None, fetch: Fetch | None
+    survey: KvSurvey, sst_id: int, row: LsmTableRecord | None, fetch: Fetch | None
 ) -> tuple[str, Callable[[], bytes]] | None:
-    disk, home = found.disk, found.home
+    disk, home = survey.disk, survey.home
     for folder in _folders(disk, home, own_only=row is None):
         path = f"{folder}/{sst_entry_path(sst_id)}"
         table, _ = checked(disk, path, sst_id, row) if disk.exists(path) else (None, "")
@@ -327,65 +327,65 @@ def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBat
         table.close()
 
 
-def _take_newer(found: KvSurvey, unnamed: Sequence[int]) -> None:
+def _take_newer(survey: KvSurvey, unnamed: Sequence[int]) -> None:
     """Tables that nothing names, and that have only rows newer than every other's."""
     candidates = []
     for sst_id in unnamed:
-        table, _ = checked(found.disk, found.home.sst(sst_id), sst_id, None)
+        table, _ = checked(survey.disk, survey.home.sst(sst_id), sst_id, None)
         if table is not None:
             candidates.append(table)
-    newest = max((table.meta.lsn_max for table in found.sound.values()), default=0)
+    newest = max((table.meta.lsn_max for table in survey.sound.values()), default=0)
     for table in sorted(candidates, key=lambda table: table.meta.lsn_min):
         if table.meta.level == 0 and table.meta.lsn_min > newest:
-            found.sound[table.meta.sst_id] = table
+            survey.sound[table.meta.sst_id] = table
             newest = table.meta.lsn_max
         else:
             table.close()
 
 
-def _take_logs(found: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
+def _take_logs(survey: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
     """Batches of the logs that are in no table, also those behind damage."""
-    state, home = history.state, found.home
+    state, home = history.state, survey.home
     named = {number for number in (*state.frozen_wals, state.active_wal) if number}
-    in_tables = max((table.meta.lsn_max for table in found.sound.values()), default=0)
+    in_tables = max((table.meta.lsn_max for table in survey.sound.values()), default=0)
     for number in numbers:
         if not history.reason and number not in named and number < state.active_wal:
             continue  # flushed, and not removed yet
-        found.moved[home.wal(number)] = "what it held is in a table"
-        for lsn, items in _batches(found, number):
+        survey.moved[home.wal(number)] = "its contents are already in a table"
+        for lsn, items in _batches(survey, number):
             if lsn > in_tables or any(low <= lsn <= high for low, high in lost):
-                found.batches[lsn] = items
+                survey.batches[lsn] = items
     if not history.reason:
         for number in sorted(named - set(numbers)):
-            found.reason = found.reason or "a write-ahead log is missing"
-            found.lost.append(f"what write-ahead log {number} held: the file is missing")
-    reached = max([in_tables, state.last_lsn, *found.batches])
-    if found.facts.ends is not None and reached < found.facts.ends.last_lsn and not found.lost:
-        found.reason = found.reason or "the database ends before what was acknowledged"
-        found.lost.append(f"writes from lsn {reached + 1} to {found.facts.ends.last_lsn}: no file has them")
+            survey.reason = survey.reason or "a write-ahead log is missing"
+            survey.lost.append(f"what write-ahead log {number} held: the file is missing")
+    reached = max([in_tables, state.last_lsn, *survey.batches])
+    if survey.facts.ends is not None and reached < survey.facts.ends.last_lsn and not survey.lost:
+        survey.reason = survey.reason or "acknowledged writes are missing from the database"
+        survey.lost.append(f"writes from lsn {reached + 1} to {survey.facts.ends.last_lsn}: no file has them")
 
 
-def _batches(found: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
-    path, recorded = found.home.wal(number), found.facts.wal_end(number)
-    raw = read_all(found.disk, path)
+def _batches(survey: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
+    path, recorded = survey.home.wal(number), survey.facts.wal_end(number)
+    raw = read_all(survey.disk, path)
     try:
         header = decode_header(raw, path, LOG_KIND)
         if recorded is None or recorded.salt != header.salt:
-            found.facts.owner.require(header, number, path)
+            survey.facts.owner.require(header, number, path)
     except QuireError as error:
-        found.reason = found.reason or _told(error)
-        found.lost.append(f"what write-ahead log {number} held: {error.what}")
-        found.moved[path] = error.what
+        survey.reason = survey.reason or _told(error)
+        survey.lost.append(f"what write-ahead log {number} held: {error.what}")
+        survey.moved[path] = error.what
         return
     try:
         scan(raw, path, vouched=recorded)
     except QuireError as error:
-        found.reason = found.reason or _told(error)
-        found.lost.append(f"writes in log {number} at offset {error.where.get('offset', 0)}: {error.what}")
-        found.moved[path] = f"the log is damaged: {error.what}"
+        survey.reason = survey.reason or _told(error)
+        survey.lost.append(f"writes in log {number} at offset {error.where.get('offset', 0)}: {error.what}")
+        survey.moved[path] = f"the log is damaged: {error.what}"
     for frame in find_frames(raw, header):
         if frame.payload:
             try:
                 yield decode_batch(frame.payload, path, frame.offset)
             except Corruption as error:
-                found.lost.append(f"writes in log {number} at offset {frame.offset}: {error.what}")
+                survey.lost.append(f"writes in log {number} at offset {frame.offset}: {error.what}")

@@ -105,7 +105,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 def stats_of(kv: Kv) -> Stats:
     """What a database consists of, now."""
     view = kv.view
-    memtables = [view.memtable, *(each.memtable for each in view.frozen)]
+    memtables = [view.memtable, *(frozen.memtable for frozen in view.frozen)]
     tables = list(view.levels)
     return Stats(
         last_lsn=kv.last_lsn,
@@ -114,8 +114,8 @@ def stats_of(kv: Kv) -> Stats:
         tables=len(tables),
         table_bytes=sum(table.size_bytes for table in tables),
         levels=(len(view.levels.level0), *map(len, view.levels.deeper)),
-        memtable_keys=sum(len(each.entries) for each in memtables),
-        memtable_bytes=sum(each.bytes for each in memtables),
+        memtable_keys=sum(len(memtable.entries) for memtable in memtables),
+        memtable_bytes=sum(memtable.bytes for memtable in memtables),
         frozen=len(view.frozen),
         manifest_log_bytes=kv.manifest.log_bytes,
         manifest_version=kv.manifest.version,
@@ -253,7 +253,7 @@ class Kv(KvRanges):
     def put(self, key: Buffer, value: Buffer, *, sync: bool = True) -> None:
         """Set the value of a key."""
         if value is None:
-            raise InvalidInput("a value is bytes, not None", hint="`delete` removes a key", key=key)
+            raise InvalidInput("a value must be bytes, not None", hint="`delete` removes a key", key=key)
         self.write({as_bytes(key): value}, sync=sync)
 
     def delete(self, key: Buffer, *, sync: bool = True) -> None:
@@ -366,7 +366,7 @@ class Kv(KvRanges):
         """Swap the view for one with a memtable less, tables more, tables less; and tell who waits for room."""
         with self._viewing:
             view = self.view
-            frozen = tuple(each for each in view.frozen if each is not flushed)
+            frozen = tuple(memtable for memtable in view.frozen if memtable is not flushed)
             levels = view.levels.changed(added, removed) if added or removed else view.levels
             self.view = KvView(view.memtable, frozen, levels)
             self._viewing.notify_all()
@@ -472,7 +472,7 @@ class Kv(KvRanges):
         """Take no more writes until the database is opened again: what is on disk is unknown (rule 3)."""
         if isinstance(error, (OutOfRange, StoreClosed)):
             return  # refused before anything was written
-        hint = "repair the cause, then open the database again"
+        hint = "fix the cause, then reopen the database"
         self._fail(poisoned_by(error, f"the database's log failed: {error}", hint=hint, path=self.home.path))
 
     def _fail(self, failure: QuireError) -> None:

@@ -61,8 +61,10 @@ def read_note(disk: Disk, home: LsmHome, number: int) -> LoadNote | None:
     try:
         return msgspec.json.decode(data, type=LoadNote)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        hint = "remove the file if nobody waits for this load any more"
-        raise Corruption("a note about a load does not decode", hint=hint, path=path, cause=str(error)) from error
+        hint = "remove the file if no client is waiting for this load"
+        raise Corruption(
+            "the record of a bulk load cannot be decoded", hint=hint, path=path, cause=str(error)
+        ) from error
 
 
 def settle_notes(disk: Disk, home: LsmHome, live: Collection[int]) -> None:
@@ -87,5 +89,5 @@ def settle_notes(disk: Disk, home: LsmHome, live: Collection[int]) -> None:
             note = msgspec.structs.replace(note, done=True)
             write_note(disk, home, note)
         done.append(note)
-    for note in sorted(done, key=lambda each: each.at_ms)[:-KEPT]:
+    for note in sorted(done, key=lambda note: note.at_ms)[:-KEPT]:
         remove_note(disk, home, note.number)

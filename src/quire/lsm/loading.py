@@ -68,7 +68,7 @@ class Load:
         kv = self._kv
         chosen = sorted(set(ids))
         if self._over or not self._ids.issuperset(chosen):
-            raise InvalidInput("these tables are not of this load", hint="use ids from `allocate`", ids=chosen)
+            raise InvalidInput("these tables do not belong to this load", hint="use ids from `allocate`", ids=chosen)
         tables = [SSTable.open(kv.disk, self.path(sst_id), sst_id) for sst_id in chosen]
         try:
             for table in tables:
@@ -93,7 +93,7 @@ class Load:
         meta = table.meta
         if (meta.lsn_min, meta.lsn_max) != (self.lsn, self.lsn):
             lsns = (meta.lsn_min, meta.lsn_max)
-            raise InvalidInput("a loaded table has the load's lsn in every row", sst_id=meta.sst_id, lsns=lsns)
+            raise InvalidInput("every row of a loaded table must have the load's lsn", sst_id=meta.sst_id, lsns=lsns)
 
     def close(self) -> None:
         """The load is over; tables that were not published are removed. A second time: nothing."""
@@ -134,6 +134,6 @@ def _refuse_doubles(tables: list[SSTable]) -> None:
 
 def double_key(key: bytes = b"") -> InvalidInput:
     """The error for a key that comes twice in a load."""
-    text = "a key comes twice in a load, and nobody can say which value is the newer one"
+    text = "a key occurs twice in a load, so its newest value is ambiguous"
     where = {"key": key[:60]} if key else {}
-    return InvalidInput(text, hint="keep one row of each key first: dropDuplicates, or an aggregate", **where)
+    return InvalidInput(text, hint="keep one row per key first, with dropDuplicates or an aggregate", **where)

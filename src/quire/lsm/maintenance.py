@@ -98,8 +98,8 @@ class Stalls:
             raise StoreClosed("the database is being closed", hint="open it again")
         if seconds_left <= 0:
             raise Overloaded(
-                "flushes and compactions do not keep up with the writers",
-                hint="write less at a time, or look at the disk",
+                "flushes and compactions cannot keep up with writes",
+                hint="write more slowly, or check the disk",
                 frozen=len(kv.view.frozen),
                 level0=len(kv.view.levels.level0),
             )
@@ -268,7 +268,7 @@ class KvMaintenance:
     def add_tables(self, loaded: Sequence[SSTable], lsn: int, note: LoadNote | None) -> None:
         """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
         kv = self._kv
-        while any(each.memtable.lsn_max < lsn for each in kv.view.frozen):
+        while any(frozen.memtable.lsn_max < lsn for frozen in kv.view.frozen):
             self.flush_one()
         hit("lsm.load.flushed")
         with self._compacting:  # until the note is done: rule 1 of load_notes.py
@@ -337,7 +337,7 @@ class KvMaintenance:
                 del job  # it holds the tables that are to go
             self.collect()
 
-    def compact_due(self, *, told: bool = True) -> bool:
+    def compact_due(self, *, is_reported: bool = True) -> bool:
         """Do one compaction that is due, in the caller's thread; whether there was one. `told`: the ledger hears of it."""
         with self._compacting:
             self._kv.require()
@@ -346,7 +346,7 @@ class KvMaintenance:
                 self.collect()
                 return False
             self._turn += 1
-            self._compact(job, self._ledger if told else NoLedger())
+            self._compact(job, self._ledger if is_reported else NoLedger())
             return True
 
     def _compact(self, job: compaction.MergeJob, ledger: CompactionLedger) -> None:

@@ -114,7 +114,7 @@ class Manifest:
         is in it, before anything of it is changed."""
         facts = facts or StoreFacts()
         if facts.is_made and not (disk.exists(home.manifest_log) or disk.exists(home.manifest_snapshot)):
-            raise Corruption("the manifest is gone", hint=REPAIR, path=home.path, kind=ErrorKind.WAL.value)
+            raise Corruption("the manifest is missing", hint=REPAIR, path=home.path, kind=ErrorKind.WAL.value)
         directory = os.path.dirname(home.manifest_log)
         with of_kind(ErrorKind.IO):
             disk.make_dirs(directory)
@@ -237,7 +237,7 @@ class Manifest:
         """The manifest's version; it never falls."""
         with self._lock:
             if version < self._data.version:
-                raise _internal("the manifest's version would fall", version=version, now=self._data.version)
+                raise _internal("the manifest's version would decrease", version=version, now=self._data.version)
             self._record(Version(version))
 
     def set_active_wal(self, wal: int) -> None:
@@ -304,9 +304,9 @@ class Manifest:
         """Refuse tables whose ids were never handed out, or that are live already, before they are logged (rule 2)."""
         for entry in entries:
             if entry.id >= self._data.next_sst_id:
-                raise _internal("a table's id was never handed out", id=entry.id, next=self._data.next_sst_id)
+                raise _internal("a table has an id that was never allocated", id=entry.id, next=self._data.next_sst_id)
             if entry.id in self._data.tables:
-                raise _internal("a table of this id is live already", id=entry.id)
+                raise _internal("a table with this id is already live", id=entry.id)
 
     def _record(self, *events: ManifestEvent) -> None:
         """Append, sync, apply (rule 1). Each change has a version of its own, above the last one's."""
@@ -382,14 +382,14 @@ class Manifest:
             self._checkpoint()
         except Exception as second:
             if self._failure is None:
-                self._fail("an event could not be logged, and whether it is on disk is unknown", error)
+                self._fail("an event could not be logged; whether it reached the disk is unknown", error)
             failure = self._failure
             assert failure is not None
             raise type(failure)(failure.what, hint=failure.hint, **failure.where) from second
         emit("warning", "lsm.manifest.log_abandoned", path=self._home.path, cause=str(cause))
         kind = type(cause) if isinstance(cause, StorageFault) else StorageFault
         raise kind(
-            "a change of the manifest could not be logged, and was not made",
+            "a manifest change could not be logged and was not made",
             hint="repair the cause, then try again",
             path=self._home.manifest_log,
             cause=str(cause),
@@ -399,7 +399,7 @@ class Manifest:
     def _fail(self, what: str, error: BaseException) -> None:
         self._failure = StoreUnusable(
             what,
-            hint="repair the cause, then open the database again",
+            hint="fix the cause, then reopen the database",
             path=self._home.path,
             cause=str(error),
             kind=ErrorKind.WAL.value,
@@ -424,7 +424,7 @@ def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapsho
     if header.salt != recorded.salt:
         raise Corruption("the manifest is not the one that was recorded", hint=REPAIR, path=path)
     if checksum != facts.ends.snapshot_crc32:
-        text = "the manifest's snapshot is not the one that its log goes on from"
+        text = "the manifest's snapshot is not the one that its log continues from"
         raise Corruption(text, hint=REPAIR, path=path, snapshot=checksum, recorded=facts.ends.snapshot_crc32)
     return recorded
 

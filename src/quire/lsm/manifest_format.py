@@ -121,7 +121,7 @@ def decode_event(record: bytes, path: str = "", offset: int = 0) -> ManifestEven
         return decoder(record)
     except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
         raise Corruption(
-            "an event of the manifest does not decode",
+            "a manifest event cannot be decoded",
             hint=REPAIR,
             path=path,
             offset=offset,
@@ -301,12 +301,12 @@ def decode_snapshot(file: bytes, path: str = "") -> ManifestSnapshot:
     hint = REPAIR
     where = {"path": path, "size": len(file)}
     if len(file) < SNAPSHOT_BYTES + DATA_BYTES or not file.startswith(SNAPSHOT_MAGIC):
-        raise SnapshotChecksumMismatch("the file is not a manifest's snapshot", hint=hint, **where, kind=_MISMATCH)
+        raise SnapshotChecksumMismatch("the file is not a manifest snapshot", hint=hint, **where, kind=_MISMATCH)
     _, fmt, _, checksum, version, snapshot_lsn, salt = SNAPSHOT.unpack_from(file)
-    found = crc32(file[:CHECKSUM_OFFSET] + bytes(4) + file[CHECKSUM_OFFSET + 4 :])
-    if found != checksum:
+    actual = crc32(file[:CHECKSUM_OFFSET] + bytes(4) + file[CHECKSUM_OFFSET + 4 :])
+    if actual != checksum:
         text = "the manifest's snapshot fails its checksum"
-        raise SnapshotChecksumMismatch(text, hint=hint, **where, expected=checksum, actual=found, kind=_MISMATCH)
+        raise SnapshotChecksumMismatch(text, hint=hint, **where, expected=checksum, actual=actual, kind=_MISMATCH)
     if fmt > SNAPSHOT_VERSION:
         raise FormatTooNew(
             "the manifest's snapshot was written by a newer quire", hint="upgrade quire", path=path, version=fmt
@@ -314,7 +314,7 @@ def decode_snapshot(file: bytes, path: str = "") -> ManifestSnapshot:
     try:
         data = _decode_data(file)
     except (struct.error, UnicodeDecodeError, ValueError) as error:
-        text = "the manifest's snapshot does not decode"
+        text = "the manifest's snapshot cannot be decoded"
         raise Corruption(text, hint=hint, **where, cause=str(error), kind=ErrorKind.ENCODING.value) from error
     return ManifestSnapshot(
         version=version, snapshot_lsn=snapshot_lsn, covered_salt=salt, checksum=checksum, manifest_data=data

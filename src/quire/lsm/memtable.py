@@ -90,8 +90,8 @@ class Memtable:
         keys = self.sorted_keys()
         start = bisect_left(keys, low)
         end = len(keys) if high is None else bisect_left(keys, high)
-        each = self.bytes // max(1, len(keys))
-        return [(keys[at], each * MARK_ROWS) for at in range(start, end, MARK_ROWS)]
+        row_bytes = self.bytes // max(1, len(keys))
+        return [(keys[at], row_bytes * MARK_ROWS) for at in range(start, end, MARK_ROWS)]
 
     def rows_between(self, low: bytes, high: bytes | None) -> list[pa.RecordBatch]:
         """The rows with keys in [low, high), all versions."""

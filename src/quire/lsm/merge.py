@@ -80,12 +80,12 @@ def parts(
 
 def merged(sources: Sequence[RowSource], low: bytes, high: bytes | None) -> pa.RecordBatch:
     """All rows with keys in [low, high), sorted (rule 1)."""
-    found = [rows for source in sources if (rows := source.rows_between(low, high))]
-    batches = [batch for rows in found for batch in rows]
+    runs = [rows for source in sources if (rows := source.rows_between(low, high))]
+    batches = [batch for rows in runs for batch in rows]
     if not batches:
         return pa.record_batch([pa.array([], field.type) for field in SCHEMA], schema=SCHEMA)
     whole = pa.concat_batches(batches) if len(batches) > 1 else batches[0]
-    if len(found) == 1:
+    if len(runs) == 1:
         return whole
     return whole.take(pc.sort_indices(whole, sort_keys=SORT_KEYS))
 

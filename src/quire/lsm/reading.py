@@ -94,7 +94,7 @@ class KvRanges:
         """The keys that begin with `prefix`, or those in [low, high), with their values: as Arrow batches."""
         if prefix is not None:
             if low or high is not None:
-                raise InvalidInput("a scan has a prefix or a range", hint="leave one of them out")
+                raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
             low = as_bytes(prefix)
             return self.batches(low, prefix_end(low), reverse)
         return self.batches(as_bytes(low), None if high is None else as_bytes(high), reverse)

@@ -83,7 +83,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         memtables = [_replay(disk, home, number, levels.lsn_max, wals, facts) for number in _numbers(state)]
         last = max(state.last_lsn, levels.lsn_max, *(memtable.lsn_max for memtable in memtables))
         if facts.ends is not None and last < facts.ends.last_lsn:
-            text = "the database ends before what was acknowledged"
+            text = "acknowledged writes are missing from the database"
             raise Corruption(text, hint=REPAIR, path=home.path, last_lsn=last, acknowledged=facts.ends.last_lsn)
         active = wals.pop()
         settle_notes(disk, home, state.tables)
@@ -125,14 +125,14 @@ def refuse_behind(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFa
         # Without a record of how far the manifest came, rows of LMDB are all there is to compare it with.
         later = sorted((facts.rows.keys() & tables) - state.tables.keys())
     if later:
-        text = "the manifest is behind: there are tables that it does not know"
+        text = "the manifest is outdated: there are tables that it does not list"
         raise Corruption(text, hint=REPAIR, path=home.path, tables=later[:20], next=state.next_sst_id)
     for name in names_in(disk, f"{home.path}/wal"):
         number = lsm_number(name, ".log")
         if number is None or number <= state.active_wal or _is_foreign(disk, home, number, facts):
             continue
         if number > state.active_wal + 1 or not _is_empty(disk, home.wal(number)):
-            text = "the manifest is behind: there is a write-ahead log that it does not know"
+            text = "the manifest is outdated: there is a write-ahead log that it does not list"
             raise Corruption(text, hint=REPAIR, path=home.wal(number), active=state.active_wal)
 
 
@@ -174,7 +174,7 @@ def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCac
             opened.append(table)
             row = facts.rows.get(entry.id)
             if row is not None and not is_row_of(row, table):
-                text = "the file is another table than the store's manifest describes"
+                text = "the file is not the table that the store's manifest describes"
                 raise Corruption(text, hint=REPAIR, path=table.path, sst_id=entry.id)
     except BaseException:
         for table in opened:
@@ -206,7 +206,7 @@ def _sweep(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) ->
             _remove(disk, path)
         elif _is_unnamed(name, live):
             set_aside(
-                disk, home, path, "the manifest does not name this table, and how far it came is not recorded", facts
+                disk, home, path, "the manifest does not list this table, and its durable end is not recorded", facts
             )
     for name in disk.names(f"{home.path}/wal"):
         number, path = lsm_number(name, ".log"), f"{home.path}/wal/{name}"
@@ -214,7 +214,7 @@ def _sweep(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) ->
             _remove(disk, path)
         elif number is not None and number not in wals:
             if _is_foreign(disk, home, number, facts):
-                set_aside(disk, home, path, "the log belongs to another database, or has another number", facts)
+                set_aside(disk, home, path, "the log belongs to another database, or has the wrong number", facts)
             else:
                 _remove(disk, path)
 

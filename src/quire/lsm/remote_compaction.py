@@ -99,7 +99,7 @@ class MajorCompaction:
         """Every task is done: have its tables live and the old ones not (rule 3)."""
         chosen = sorted(set(written))
         if not self._ids.issuperset(chosen):
-            raise InvalidInput("these tables are not of this plan", ids=chosen)
+            raise InvalidInput("these tables do not belong to this compaction", ids=chosen)
         if self._job is not None:
             kv = self._kv
             added = [SSTable.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]

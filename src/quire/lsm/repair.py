@@ -37,38 +37,38 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def carry_out(found: KvSurvey, options: TableOptions) -> None:
+def carry_out(survey: KvSurvey, options: TableOptions) -> None:
     """Do what the survey says. The database can be opened afterwards."""
-    disk, home = found.disk, found.home
+    disk, home = survey.disk, survey.home
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{home.path}/{part}")
-    live = {sst_id: ManifestSstEntry(sst_id, sst_entry_path(sst_id)) for sst_id in (*found.sound, *found.copies)}
-    for sst_id in found.copies:
-        _bring_back(found, sst_id)
-    fresh = iter(range(found.next_sst_id, found.next_sst_id + len(found.damaged) + 1))
-    for sst_id in found.damaged:
+    live = {sst_id: ManifestSstEntry(sst_id, sst_entry_path(sst_id)) for sst_id in (*survey.sound, *survey.copies)}
+    for sst_id in survey.copies:
+        _bring_back(survey, sst_id)
+    fresh = iter(range(survey.next_sst_id, survey.next_sst_id + len(survey.damaged) + 1))
+    for sst_id in survey.damaged:
         blocks = readable_blocks(disk, home.sst(sst_id), sst_id)
-        _add(live, _write(found, next(fresh), blocks, options))
-    _add(live, _write(found, next(fresh), _rows(found.batches), options))
-    KvWal.create(disk, home.wal(found.next_wal), found.next_wal, found.facts.owner).close()
+        _add(live, _write(survey, next(fresh), blocks, options))
+    _add(live, _write(survey, next(fresh), _rows(survey.batches), options))
+    KvWal.create(disk, home.wal(survey.next_wal), survey.next_wal, survey.facts.owner).close()
     hit("lsm.repair.written")
-    _replace_manifest(found, live)
+    _replace_manifest(survey, live)
 
 
-def _bring_back(found: KvSurvey, sst_id: int) -> None:
+def _bring_back(survey: KvSurvey, sst_id: int) -> None:
     """Have the copy of a table under its name; what was there goes to quarantine when the copy is whole."""
-    disk, path = found.disk, found.home.sst(sst_id)
-    write_new(disk, path + TEMPORARY, found.copies[sst_id][1](), overwrite=True)
-    table, trouble = checked(disk, path + TEMPORARY, sst_id, found.facts.rows.get(sst_id))
+    disk, path = survey.disk, survey.home.sst(sst_id)
+    write_new(disk, path + TEMPORARY, survey.copies[sst_id][1](), overwrite=True)
+    table, trouble = checked(disk, path + TEMPORARY, sst_id, survey.facts.rows.get(sst_id))
     if table is None:
         text = "the copy of a table is damaged too"
         raise Corruption(text, hint="remove that copy, then repair again", path=path, cause=trouble)
     table.close()
     if disk.exists(path):
-        set_aside(disk, found.home, path, "a copy of this table has taken its place", found.facts)
+        set_aside(disk, survey.home, path, "this table was replaced by a copy", survey.facts)
     disk.rename(path + TEMPORARY, path)
     disk.sync_dir(os.path.dirname(path))
-    found.moved.pop(path, None)
+    survey.moved.pop(path, None)
 
 
 def _rows(batches: Mapping[int, Items]) -> Iterator[pa.RecordBatch]:
@@ -78,14 +78,14 @@ def _rows(batches: Mapping[int, Items]) -> Iterator[pa.RecordBatch]:
     yield from memtable.rows_between(b"", None)
 
 
-def _write(found: KvSurvey, sst_id: int, blocks: Iterator[pa.RecordBatch], options: TableOptions) -> int:
+def _write(survey: KvSurvey, sst_id: int, blocks: Iterator[pa.RecordBatch], options: TableOptions) -> int:
     """A table of these rows, if there are any: its id, else 0."""
     writer = TableWriter(sst_id, 0, options)
     for batch in blocks:
         writer.add(batch)
     if not writer.rows:
         return 0
-    writer.write(found.disk, found.home.sst(sst_id))
+    writer.write(survey.disk, survey.home.sst(sst_id))
     return sst_id
 
 
@@ -94,23 +94,23 @@ def _add(live: dict[int, ManifestSstEntry], sst_id: int) -> None:
         live[sst_id] = ManifestSstEntry(sst_id, sst_entry_path(sst_id))
 
 
-def _replace_manifest(found: KvSurvey, live: dict[int, ManifestSstEntry]) -> None:
-    disk, home, facts = found.disk, found.home, found.facts
+def _replace_manifest(survey: KvSurvey, live: dict[int, ManifestSstEntry]) -> None:
+    disk, home, facts = survey.disk, survey.home, survey.facts
     for path in (home.manifest_log, home.manifest_snapshot):
         if disk.exists(path):
             set_aside(disk, home, path, "the database was repaired", facts)
     state = ManifestData(
-        version=found.version + 1,
-        last_lsn=found.last_lsn,
-        active_wal=found.next_wal,
+        version=survey.version + 1,
+        last_lsn=survey.last_lsn,
+        active_wal=survey.next_wal,
         tables=live,
-        next_sst_id=max([found.next_sst_id, *(sst_id + 1 for sst_id in live)]),
+        next_sst_id=max([survey.next_sst_id, *(sst_id + 1 for sst_id in live)]),
     )
     # As if a checkpoint had covered the log that was recorded: so the next open finds what it expects.
     covered = facts.ends.manifest.salt if facts.ends is not None else 0
     write_atomic(disk, home.manifest_snapshot, encode_snapshot(state, covered))
     hit("lsm.repair.named")
-    for path, why in sorted(found.moved.items()):
+    for path, why in sorted(survey.moved.items()):
         with suppress(FileNotFoundError, StorageFault):
             set_aside(disk, home, path, why, facts)
     hit("lsm.repair.moved")

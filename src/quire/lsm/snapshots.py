@@ -103,9 +103,9 @@ class FrozenCopy(msgspec.Struct, frozen=True):
 
     def state(self, disk: Disk) -> ManifestData:
         """The copy's manifest; raises unless it is there and is the one of this snapshot (rule 4)."""
-        hint = "drop the snapshot, or put its directory back from a copy of the store"
+        hint = "drop the snapshot, or restore its directory from a copy of the store"
         if not disk.exists(self.path):
-            raise Corruption("the snapshot's files are gone", hint=hint, path=self.path)
+            raise Corruption("the snapshot's files are missing", hint=hint, path=self.path)
         facts = StoreFacts(self.owner, is_made=True)
         try:
             with Manifest.open(disk, LsmHome(self.path), facts, number=self.number) as manifest:
@@ -114,7 +114,7 @@ class FrozenCopy(msgspec.Struct, frozen=True):
             error.hint = hint
             raise
         if state.last_lsn != self.lsn:
-            text = "the snapshot's files are of another moment"
+            text = "the snapshot's files do not match its record"
             raise Corruption(text, hint=hint, path=self.path, lsn=state.last_lsn, expected=self.lsn)
         return state
 

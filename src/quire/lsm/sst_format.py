@@ -67,7 +67,7 @@ READ_BYTES = 64 << 10
 if TAIL.size != TAIL_BYTES or ARROW_END.size != ARROW_END_BYTES:
     raise AssertionError("the table's structs disagree with their literal sizes")
 
-_HINT = "`quire kv verify` shows what is affected; `quire kv repair` shows what can be saved"
+_HINT = "`quire kv verify` shows what is affected; `quire kv repair` shows what can be recovered"
 
 
 class BlockPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -128,11 +128,11 @@ def read_section(file: File, path: str) -> tuple[TableMeta, Bloom, int]:
 
 def set_level(file: File, path: str, level: int) -> None:
     """Give another level to a table that no manifest names yet; synced on return (rule 5)."""
-    found = _find_section(file, path)
-    section = encode_section(msgspec.structs.replace(found.meta, level=level), found.bloom, found.offset)
-    if len(section) != found.size:
+    old = _find_section(file, path)
+    section = encode_section(msgspec.structs.replace(old.meta, level=level), old.bloom, old.offset)
+    if len(section) != old.size:
         raise InternalError("a table's index would move", path=path, level=level)
-    file.write_at(section, found.offset)
+    file.write_at(section, old.offset)
     file.sync()
 
 
@@ -143,7 +143,7 @@ def _find_section(file: File, path: str) -> _Section:
     end = file.read_at(min(size, READ_BYTES), max(0, size - READ_BYTES))
     footer_bytes, magic = ARROW_END.unpack(end[-ARROW_END_BYTES:])
     if magic != ARROW_MAGIC or not 0 < footer_bytes < size:
-        raise _not_a_table("the file does not end as a table", path, size)
+        raise _not_a_table("the file does not end like a table", path, size)
     tail_end = size - ARROW_END_BYTES - footer_bytes - END_OF_STREAM_BYTES
     if tail_end < TAIL_BYTES:
         raise _not_a_table("the file has no room for an index", path, size)
@@ -164,9 +164,9 @@ def _find_section(file: File, path: str) -> _Section:
     try:
         meta = _DECODER.decode(section[bloom_bytes : bloom_bytes + index_bytes])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption("a table's index does not decode", hint=_HINT, path=path, cause=str(error)) from error
+        raise Corruption("a table's index cannot be decoded", hint=_HINT, path=path, cause=str(error)) from error
     if nonsense := _nonsense(meta, hashes, bloom_bytes, offset):
-        raise Corruption("a table's index makes no sense", hint=_HINT, path=path, cause=nonsense)
+        raise Corruption("a table's index is inconsistent", hint=_HINT, path=path, cause=nonsense)
     return _Section(offset, section_bytes, meta, Bloom(meta.bloom_bits, hashes, section[:bloom_bytes]), checksum)
 
 
@@ -180,7 +180,7 @@ def _nonsense(meta: TableMeta, probes: int, bloom_bytes: int, blocks_end: int) -
     if not 0 < meta.bloom_bits <= 8 * bloom_bytes:
         return f"a filter of {meta.bloom_bits} bits in {bloom_bytes} bytes"
     if not meta.blocks or meta.blocks[0].first_key != meta.key_min:
-        return "no block, or another first key"
+        return "no block, or a different first key"
     end, last = 0, None
     for place in meta.blocks:
         if place.offset < end or place.size <= 0 or place.offset + place.size > blocks_end:
@@ -219,7 +219,7 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, pa
         try:
             check_message(piece, place.rows, meta.raw_bytes, compressed=compression != "none")
         except ValueError as error:
-            text = "a block of a table does not decode"
+            text = "a block of a table cannot be decoded"
             raise Corruption(text, hint=_HINT, path=path, offset=place.offset, cause=str(error)) from error
     try:
         if compression == "none":  # the columns then lie in `data` itself
@@ -232,11 +232,11 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, pa
             batch.validate(full=True)  # 2 µs of the 45 that a block costs; without it bad offsets crash the process
             _refuse_nulls(batch)
     except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
-        text = "a block of a table does not decode"
+        text = "a block of a table cannot be decoded"
         raise Corruption(text, hint=_HINT, path=path, offset=start, cause=str(error)) from error
     for batch, place in zip(batches, places):
         if batch.num_rows != place.rows:
-            text = "a block has another number of rows"
+            text = "a block has the wrong number of rows"
             raise Corruption(text, hint=_HINT, path=path, offset=place.offset, rows=batch.num_rows)
     return batches
 

@@ -79,13 +79,13 @@ class TableBlock:
         _, offsets, data = keys.buffers()
         whole = data.to_pybytes() if data is not None else b""
         ends = memoryview(offsets).cast("i")[: len(keys) + 1].tolist()
-        made = [whole[start:end] for start, end in pairwise(ends)]
+        key_list = [whole[start:end] for start, end in pairwise(ends)]
         _, offsets, data = values.buffers()
         body = memoryview(data) if data is not None else memoryview(b"")
         self._values = (memoryview(offsets).cast("i"), body.cast("B"), tombstones.buffers()[1].to_pybytes())
         self._lsns = memoryview(lsns.buffers()[1]).cast("Q")
-        self._keys = made
-        return made
+        self._keys = key_list
+        return key_list
 
 
 BlockCache = ByteCache[tuple[int, int], TableBlock]
@@ -135,7 +135,7 @@ class SSTable:
             meta, bloom, checksum = read_section(file, path)
             if sst_id is not None and meta.sst_id != sst_id:
                 raise Corruption(
-                    "the file is another table than its name says", path=path, sst_id=sst_id, found=meta.sst_id
+                    "the file holds a different table than its name says", path=path, sst_id=sst_id, found=meta.sst_id
                 )
             table = cls(file, path, meta, bloom, checksum, cache)
         except BaseException:
@@ -186,8 +186,8 @@ class SSTable:
     def marks(self, low: bytes, high: bytes | None) -> list[tuple[bytes, int]]:
         """The first keys of the blocks in a range, and the bytes of each, roughly."""
         first, last = self.block_range(low, high)
-        each = self.meta.raw_bytes // len(self._first_keys) + 1
-        return [(key, each) for key in self._first_keys[first:last]]
+        block_bytes = self.meta.raw_bytes // len(self._first_keys) + 1
+        return [(key, block_bytes) for key in self._first_keys[first:last]]
 
     def rows_between(self, low: bytes, high: bytes | None) -> list[pa.RecordBatch]:
         """The rows with keys in [low, high), in order."""
@@ -230,7 +230,7 @@ class SSTable:
         for number, batch in enumerate(self.batches()):
             keys, values, lsns, dead = batch.columns
             if keys[0].as_py() != meta.blocks[number].first_key:
-                yield f"block {number} begins with another key than the index says"
+                yield f"block {number} begins with a different key than the index says"
             if last is not None and not last[0] < keys[0].as_py():
                 yield f"block {number} does not begin behind the block before it"
             if not _is_sorted(batch):
@@ -238,7 +238,7 @@ class SSTable:
             if not all(map(self.bloom.may_contain, hash_keys(keys).tolist())):
                 yield f"the bloom filter denies a key of block {number}"
             if not values.is_null().equals(dead):
-                yield f"block {number} has a tombstone with a value, or a null that is none"
+                yield f"block {number} has a tombstone with a value, or a null value without a tombstone"
             numbers = lsns.to_numpy()
             if not meta.lsn_min <= int(numbers.min()) <= int(numbers.max()) <= meta.lsn_max:
                 yield f"block {number} has an lsn outside the table's range"
@@ -258,12 +258,12 @@ class SSTable:
         data = pa.py_buffer(self._file.read_at(self.size_bytes, 0))
         try:
             with pa.ipc.open_file(data) as reader:
-                found = (reader.schema.equals(SCHEMA), reader.num_record_batches)
+                actual = (reader.schema.equals(SCHEMA), reader.num_record_batches)
         except (pa.ArrowException, OSError) as error:
             yield f"Arrow cannot read the file: {error}"
             return
-        if found != (True, len(self.meta.blocks)):
-            yield "Arrow's footer has other batches than the index"
+        if actual != (True, len(self.meta.blocks)):
+            yield "Arrow's footer lists different batches than the index"
 
 
 def _from(batch: pa.RecordBatch, low: bytes) -> pa.RecordBatch:

@@ -117,7 +117,7 @@ class TableWriter:
     def finish(self) -> tuple[list[bytes], TableMeta]:
         """The bytes of the file, in pieces, and what they hold."""
         if not self.rows:
-            raise InternalError("a table has rows", sst_id=self._sst_id)
+            raise InternalError("a table must have rows", sst_id=self._sst_id)
         if self._pending is not None:
             self._write_block(self._pending)
             self._pending = None

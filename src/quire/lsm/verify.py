@@ -58,16 +58,16 @@ class Stored(NamedTuple):
 
 def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
     """Read everything of a database but its tables: manifest, write-ahead logs, the directories of snapshots (by id)."""
-    found = Stored([], [], [])
+    stored = Stored([], [], [])
     try:
         kv = engine.open(db_id)
-        found.problems.extend(problems(kv, tables=False))
-        found.tables.extend((table.path, table.meta.sst_id, table.size_bytes) for table in kv.view.levels)
+        stored.problems.extend(problems(kv, tables=False))
+        stored.tables.extend((table.path, table.meta.sst_id, table.size_bytes) for table in kv.view.levels)
         state = kv.manifest.state()
-        found.logs.append(kv.home.manifest_log)
-        found.logs.extend(kv.home.wal(number) for number in sorted({*state.frozen_wals, state.active_wal}))
+        stored.logs.append(kv.home.manifest_log)
+        stored.logs.extend(kv.home.wal(number) for number in sorted({*state.frozen_wals, state.active_wal}))
     except (Corruption, FormatTooNew) as error:
-        found.problems.append(
+        stored.problems.append(
             KvProblem("V0", f"the database cannot be opened: {error.what}", str(error.where.get("path", "")))
         )
     for snapshot_id in snapshots:
@@ -75,12 +75,12 @@ def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
             version = engine.version(db_id, snapshot_id)
         except (Corruption, FormatTooNew) as error:
             what = f"a snapshot cannot be read: {error.what}"
-            found.problems.append(KvProblem("V8", what, str(error.where.get("path", ""))))
+            stored.problems.append(KvProblem("V8", what, str(error.where.get("path", ""))))
             continue
         home = LsmHome(version.directory)
-        found.logs.extend((home.manifest_snapshot, home.manifest_log))
-        found.tables.extend((home.sst(sst_id), sst_id, 0) for sst_id in version.sst_ids)
-    return found
+        stored.logs.extend((home.manifest_snapshot, home.manifest_log))
+        stored.tables.extend((home.sst(sst_id), sst_id, 0) for sst_id in version.sst_ids)
+    return stored
 
 
 def problems(kv: Kv, *, tables: bool = True) -> Iterator[KvProblem]:
@@ -101,7 +101,7 @@ def problems(kv: Kv, *, tables: bool = True) -> Iterator[KvProblem]:
         if tables:
             yield from _table(table)
         if table.meta.sst_id >= state.next_sst_id:
-            yield KvProblem("V3", f"table {table.meta.sst_id} has an id that was never handed out", table.path)
+            yield KvProblem("V3", f"table {table.meta.sst_id} has an id that was never allocated", table.path)
         if table.meta.lsn_max > kv.last_lsn:
             yield KvProblem("V3", f"table {table.meta.sst_id} has an lsn above the last one", table.path)
     for level in view.levels.deeper:

@@ -35,10 +35,12 @@ class Levels:
         by_level: dict[int, list[SSTable]] = {}
         for table in tables:
             by_level.setdefault(table.meta.level, []).append(table)
-        newest_first = sorted(by_level.pop(0, ()), key=lambda each: (each.meta.lsn_max, each.meta.sst_id), reverse=True)
+        newest_first = sorted(
+            by_level.pop(0, ()), key=lambda table: (table.meta.lsn_max, table.meta.sst_id), reverse=True
+        )
         self.level0: tuple[SSTable, ...] = tuple(newest_first)
         self.deeper: tuple[tuple[SSTable, ...], ...] = tuple(
-            tuple(sorted(by_level.get(level, ()), key=lambda each: each.meta.key_min))
+            tuple(sorted(by_level.get(level, ()), key=lambda table: table.meta.key_min))
             for level in range(1, max(by_level, default=0) + 1)
         )
         self._starts = tuple([table.meta.key_min for table in level] for level in self.deeper)
@@ -57,16 +59,16 @@ class Levels:
         for table in self.level0:
             if best is not None and best[0] >= table.meta.lsn_max:
                 break  # the others are older still
-            found = table.get(key, key_hash, lsn)
-            if found is not None and (best is None or found[0] > best[0]):
-                best = found
+            value = table.get(key, key_hash, lsn)
+            if value is not None and (best is None or value[0] > best[0]):
+                best = value
         for starts, level in zip(self._starts, self.deeper):
             at = bisect_right(starts, key) - 1
             if at < 0 or (best is not None and best[0] >= level[at].meta.lsn_max):
                 continue
-            found = level[at].get(key, key_hash, lsn)
-            if found is not None and (best is None or found[0] > best[0]):
-                best = found
+            value = level[at].get(key, key_hash, lsn)
+            if value is not None and (best is None or value[0] > best[0]):
+                best = value
         return best
 
     def overlapping(self, low: bytes, high: bytes | None) -> list[SSTable]:
@@ -108,13 +110,13 @@ class KvView(msgspec.Struct, frozen=True):
     def get(self, key: bytes, lsn: int, hidden: Hidden = frozenset()) -> bytes | None:
         """The value of a key at an lsn."""
         if hidden:
-            found = list(self.scan(key, key + b"\0", lsn, hidden=hidden))
-            value: bytes | None = found[0].column(1)[0].as_py() if found else None
+            batches = list(self.scan(key, key + b"\0", lsn, hidden=hidden))
+            value: bytes | None = batches[0].column(1)[0].as_py() if batches else None
             return value
         best: VersionedValue | None = self.memtable.get(key, lsn)
         if best is None:
-            for each in self.frozen:
-                best = each.memtable.get(key, lsn)
+            for frozen in self.frozen:
+                best = frozen.memtable.get(key, lsn)
                 if best is not None:
                     break
         levels = self.levels
@@ -130,7 +132,7 @@ class KvView(msgspec.Struct, frozen=True):
         """The keys and values in [low, high) at an lsn, as batches in order, or in the opposite one."""
         from quire.lsm.merge import scan_parts
 
-        sources: list[RowSource] = [self.memtable, *(each.memtable for each in self.frozen)]
+        sources: list[RowSource] = [self.memtable, *(frozen.memtable for frozen in self.frozen)]
         sources += self.levels.overlapping(low, high)
         return scan_parts(sources, low, high, lsn, hidden=hidden, reverse=reverse)
 

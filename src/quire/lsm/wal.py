@@ -65,7 +65,7 @@ def as_bytes(key: Buffer) -> bytes:
     try:
         return bytes(memoryview(key))
     except TypeError:
-        text = "keys and values are bytes"
+        text = "keys and values must be bytes"
         raise InvalidInput(text, hint="encode them first", type=type(key).__name__) from None
 
 
@@ -207,6 +207,4 @@ def batches_of(contents: LogContents) -> Iterator[tuple[int, dict[bytes, bytes |
 
 
 def _corrupt(path: str, offset: int, cause: str) -> Corruption:
-    return Corruption(
-        "a batch of the write-ahead log makes no sense", hint=REPAIR, path=path, offset=offset, cause=cause
-    )
+    return Corruption("a batch of the write-ahead log is malformed", hint=REPAIR, path=path, offset=offset, cause=cause)

@@ -71,7 +71,7 @@ class NoLedger:
         pass
 
 
-REPAIR = "`quire kv repair` shows what can be saved"
+REPAIR = "`quire kv repair` shows what can be recovered"
 """The hint of every error about files that do not fit together."""
 
 NO_STORE = bytes(16)
@@ -96,7 +96,7 @@ class Owner(msgspec.Struct, frozen=True):
         same_database = 0 in (identity.database, self.database) or identity.database == self.database
         if not (same_store and same_database and identity.number == number):
             raise Corruption(
-                "the file belongs to another database, or has another number than its name says",
+                "the file belongs to another database, or its number does not match its name",
                 hint=REPAIR,
                 path=path,
                 database=identity.database,

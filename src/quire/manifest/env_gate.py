@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.core.errors import TimedOut
-from quire.manifest.wakeups import Waiters
+from quire.core.waiting import Waiters
 
 LOOK_SECONDS = 0.05
 """How soon visitors that left by themselves are noticed (rule 2)."""

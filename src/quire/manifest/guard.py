@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.core.errors import QuireError, TimedOut, WrongThread
+from quire.core.waiting import SLEEP_SECONDS_MAX, Waiters
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.wakeups import SLEEP_SECONDS_MAX, Doorbell, Waiters, mine
+from quire.manifest.wakeups import Doorbell, mine
 
 if TYPE_CHECKING:
     import asyncio

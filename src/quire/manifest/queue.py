@@ -23,8 +23,8 @@ import threading
 import time
 
 from quire.core.errors import InternalError, Overloaded, QuireError
+from quire.core.waiting import Ring, Waiters
 from quire.manifest.guard import ManifestGuard
-from quire.manifest.wakeups import Waiters
 
 
 class BatchQueue:
@@ -39,8 +39,7 @@ class BatchQueue:
         self._batches: list[ManifestGuard] = []
         self._operations = 0
         self._waiting_for_room = Waiters()
-        self._wake = threading.Lock()
-        self._wake.acquire()
+        self._wake = Ring()
         self._wake_at = 0
         """How many batches the sleeping taker waits for; 0 if it is awake."""
 
@@ -52,7 +51,7 @@ class BatchQueue:
                 if self.refusal is None and self._operations < self._operations_max:
                     if self._wake_at and len(self._batches) + 1 >= self._wake_at:
                         self._wake_at = 0
-                        self._wake.release()  # it waits for `lock`, and finds the batch
+                        self._wake.wake()  # it waits for `lock`, and finds the batch
                     self._batches.append(guard)
                     self._operations += operations
                     return
@@ -103,12 +102,12 @@ class BatchQueue:
                 return
             self._wake_at = until
         self.admit()  # whoever still waits for room (a group failed before its sync) must not wait for us
-        if not self._wake.acquire(timeout=-1 if timeout is None else timeout):
+        if not self._wake.sleep(timeout):
             with self.lock:
                 if self._wake_at:
                     self._wake_at = 0
                     return
-            self._wake.acquire()  # somebody released it while we gave up
+            self._wake.sleep()  # somebody rang while we gave up: no ring is left for the next sleep
 
     def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
         """Accept nothing more. With `drain`, also give back what is queued instead of leaving it to be taken."""
@@ -120,6 +119,6 @@ class BatchQueue:
                 self._operations = 0
             if self._wake_at:
                 self._wake_at = 0
-                self._wake.release()
+                self._wake.wake()
         self._waiting_for_room.wake()
         return left

@@ -31,6 +31,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from quire.core.waiting import Ring
 from quire.pages.publication import Mark, Segment
 
 LANES = 2
@@ -51,8 +52,8 @@ class Flight:
     lane: int
     mark: Mark
     segments: list[Segment]
-    ring: threading.Lock
-    """Of a sleeper: held until somebody wakes it."""
+    ring: Ring
+    """Of a sleeper."""
 
 
 class SyncLanes:
@@ -117,8 +118,10 @@ class SyncLanes:
                             self.durable_lsn = flight.mark.lsn
                             flying.clear()
                 else:
-                    flight.ring.acquire()
-                    self._sleepers.pop(flight, None)
+                    flight.ring.sleep()
+                    self._sleepers.pop(
+                        flight, None
+                    )  # itself: interrupted before this line, it is still woken by others
         except BaseException as error:
             self._leave(flight, error)
             raise
@@ -132,7 +135,7 @@ class SyncLanes:
                     if not self._flying:
                         return
                     self._go_to_sleep(waiter, 0)
-                waiter.ring.acquire()
+                waiter.ring.sleep()
             finally:
                 self._sleepers.pop(waiter, None)
 
@@ -140,7 +143,7 @@ class SyncLanes:
         """Let every sleeper look again."""
         with self._lock:
             for sleeper in [*self._sleepers]:
-                _wake(sleeper)
+                sleeper.ring.wake()
 
     def forked(self) -> None:
         """In the child of a fork() nobody holds the lock, and nobody sleeps or syncs."""
@@ -149,8 +152,7 @@ class SyncLanes:
 
     # ── under the lock ────────────────────────────────────────────────────────────────────────────────────────────────
     def _go_to_sleep(self, sleeper: Flight, lsn: int) -> None:
-        sleeper.ring = threading.Lock()
-        sleeper.ring.acquire()
+        sleeper.ring = Ring()
         self._sleepers[sleeper] = lsn
 
     def _land(self) -> None:
@@ -167,10 +169,10 @@ class SyncLanes:
         covered = flying[-1].mark.lsn if flying else durable
         for sleeper, lsn in [*self._sleepers.items()]:
             if lsn <= durable:
-                _wake(sleeper)
+                sleeper.ring.wake()
             elif has_lane and lsn > covered:
                 has_lane = False
-                _wake(sleeper)
+                sleeper.ring.wake()
 
     # ── the end of one that fails ─────────────────────────────────────────────────────────────────────────────────────
     def _leave(self, flight: Flight | None, error: BaseException) -> None:
@@ -184,9 +186,3 @@ class SyncLanes:
                         later.is_doomed = True
                     self._flying.remove(flight)
             self._land()
-
-
-def _wake(sleeper: Flight) -> None:
-    """It takes itself off the list: one that is interrupted before it wakes up would be missing there otherwise."""
-    if sleeper.ring.locked():
-        sleeper.ring.release()

@@ -3,7 +3,7 @@
 Rules
   1. Over any stretch of time at most `rate × seconds + burst` bytes pass; the burst is a second's worth.
   2. Whoever asks for more than there is waits until it would be paid back: a single large read passes, the next one waits.
-  3. A rate of 0 is no limit.
+  3. A rate of 0 means no limit.
 
 Threads: any; they share the limit.
 """

@@ -421,7 +421,7 @@ class Wal:
     def _poison(self, error: BaseException) -> None:
         """Take no more writes until the database is reopened: what is on disk is unknown (rule 6)."""
         if self.failure is None:
-            hint = "repair the cause, then open the database again"
+            hint = "fix the cause, then reopen the database"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
             emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from contextlib import suppress
+
+from quire.core.waiting import Waiters
 
 EARLY_MAX = 8
 """How often a sleep may end early for one lock (rule 3). None lasts longer than 0.1 s, so a timeout is never 0.8 s short."""
@@ -35,8 +35,7 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: object = None
-        # Each ring is held until its sleeper is woken. The ends of a deque are atomic.
-        self._sleepers: deque[threading.Lock] = deque()
+        self._waiters = Waiters()
 
     def take(self, who: object) -> bool:
         """Whether it is the turn of `who`, who holds it from now on if so."""
@@ -52,21 +51,11 @@ class Turn:
         if self._holder is who:
             self._holder = None
             self._lock.release()
-            if self._sleepers:
-                with suppress(IndexError):  # it has just woken up by itself
-                    self._sleepers.popleft().release()
+            self._waiters.wake_first()
 
     def wait(self, seconds: float) -> bool:
         """Sleep until the turn is given back, or so many seconds; whether it was."""
-        ring = threading.Lock()
-        ring.acquire()
-        self._sleepers.append(ring)
-        try:
-            # Asked after the ring is there: who gives the turn back from now on sees it.
-            return not self.is_taken or ring.acquire(timeout=seconds)
-        finally:
-            with suppress(ValueError):
-                self._sleepers.remove(ring)
+        return self._waiters.sleep_unless(lambda: not self.is_taken, seconds)
 
     @property
     def is_taken(self) -> bool:

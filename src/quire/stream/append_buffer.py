@@ -210,7 +210,7 @@ class Pending:
         limit = self._record_bytes_max
         if given.size > limit and (largest := given.largest()) > limit:
             hint = "split it, or raise stream.record_bytes_max"
-            raise OutOfRange("a record is larger than this stream takes", hint=hint, bytes=largest, max=limit)
+            raise OutOfRange("a record exceeds the stream's size limit", hint=hint, bytes=largest, max=limit)
         count = given.records
         with self._lock:
             first = self._reserve(count)
@@ -232,7 +232,7 @@ class Pending:
         self._log.require()
         first = self.next_record
         if first + count > U64_MAX:
-            raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first)
+            raise OutOfRange("a stream holds at most 2**64 - 1 records", first_record=first)
         self.next_record = first + count
         return first
 
@@ -305,8 +305,8 @@ def many(records: Records) -> Many:
     if type(records) is not list and (isinstance(records, str) or not isinstance(records, Sequence)):
         return _column(_binary(records))
     payloads = list(records)
-    if any(type(each) is not bytes for each in payloads):
-        raise InvalidInput("records are bytes", hint="encode them first")
+    if any(type(payload) is not bytes for payload in payloads):
+        raise InvalidInput("records must be bytes", hint="encode them first")
     return Many(payloads, len(payloads), sum(map(len, payloads)) + 4 * len(payloads), payloads)
 
 
@@ -331,7 +331,7 @@ def _binary(records: Column) -> Column:
     import pyarrow as pa
 
     if not isinstance(records, pa.Array | pa.ChunkedArray):
-        raise InvalidInput("records are bytes", hint="encode them first", type=type(records).__name__)
+        raise InvalidInput("records must be bytes", hint="encode them first", type=type(records).__name__)
     column = records
     if isinstance(records, pa.ChunkedArray):
         column = pa.concat_arrays(records.chunks) if records.num_chunks else pa.array([], pa.binary())
@@ -342,7 +342,7 @@ def _binary(records: Column) -> Column:
     if pa.types.is_string(column.type):
         return column.view(pa.binary())
     if not pa.types.is_large_binary(column.type):
-        raise InvalidInput("records are a binary or string column", hint="cast it first", type=str(column.type))
+        raise InvalidInput("records must be a binary or string column", hint="cast it first", type=str(column.type))
     return column.cast(pa.binary())
 
 

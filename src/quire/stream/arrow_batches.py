@@ -65,8 +65,8 @@ class Batches:
         if not self._first <= first <= self._first + len(self._ids) - rows:
             ids = np.arange(first, first + max(rows, BATCH_ROWS), dtype=np.uint64)
             self._first, self._ids = first, _over(_ID, len(ids), [None, pa.py_buffer(ids)])
-        made = [self._ids.slice(first - self._first, rows), self._stamped(spans, rows), payload]
-        return pa.RecordBatch.from_arrays(made, schema=SCHEMA)
+        columns_out = [self._ids.slice(first - self._first, rows), self._stamped(spans, rows), payload]
+        return pa.RecordBatch.from_arrays(columns_out, schema=SCHEMA)
 
     def _stamped(self, spans: list[RecordSpan], rows: int) -> Any:
         """The timestamps of a batch."""

@@ -40,25 +40,25 @@ class Dictionaries:
         self._next_id = max(next_id, newest.id + 1)
         self._since_training = TRY_EVERY
 
-    def choose(self, raw: Bytes, found: Scan) -> Dictionary:
+    def choose(self, raw: Bytes, segment: Scan) -> Dictionary:
         """What to compress this segment with."""
-        frames = _frames(raw, found)
+        frames = _frames(raw, segment)
         self._since_training += 1
-        if self._newest.id and pays(self._newest, frames, found.cut):
+        if self._newest.id and pays(self._newest, frames, segment.cut):
             return self._newest
         if self._since_training < TRY_EVERY or len(frames) < 2:
             return NO_DICTIONARY
         self._since_training = 0
-        trained = self._train(raw, found)
-        if trained.id and pays(trained, frames[1::2], found.cut):
+        trained = self._train(raw, segment)
+        if trained.id and pays(trained, frames[1::2], segment.cut):
             self._newest, self._next_id = trained, trained.id + 1
             return trained
         return NO_DICTIONARY
 
-    def _train(self, raw: Bytes, found: Scan) -> Dictionary:
+    def _train(self, raw: Bytes, segment: Scan) -> Dictionary:
         import zstandard  # loaded with the first segment that is compressed
 
-        samples = _records(raw, found)
+        samples = _records(raw, segment)
         if len(samples) < 16:
             return NO_DICTIONARY
         try:
@@ -82,22 +82,22 @@ def pays(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) ->
     return with_it <= without * (1 - GAIN_MIN)
 
 
-def _frames(raw: Bytes, found: Scan) -> list[bytes]:
+def _frames(raw: Bytes, segment: Scan) -> list[bytes]:
     """Samples of what frames will be, spread over the segment."""
-    starts = range(0, found.cut, FRAME_BYTES)
+    starts = range(0, segment.cut, FRAME_BYTES)
     step = max(len(starts) // SAMPLE_FRAMES, 1)
-    return [bytes(memoryview(raw)[start : min(start + FRAME_BYTES, found.cut)]) for start in starts[::step]]
+    return [bytes(memoryview(raw)[start : min(start + FRAME_BYTES, segment.cut)]) for start in starts[::step]]
 
 
-def _records(raw: Bytes, found: Scan) -> list[bytes | bytearray | memoryview]:
+def _records(raw: Bytes, segment: Scan) -> list[bytes | bytearray | memoryview]:
     """Records of some blocks: not those that decide, as far as there are others."""
     view = memoryview(raw)
     samples: list[bytes | bytearray | memoryview] = []
-    step = max(len(found.blocks) // 64, 1)
-    for block in found.blocks[::step]:
+    step = max(len(segment.blocks) // 64, 1)
+    for block in segment.blocks[::step]:
         start = block.offset + BLOCK_HEAD_BYTES
         column = records_of(block, view[start : start + block.body_bytes])
-        samples += [each for each in column.slice(0, 64).to_pylist() if each]
+        samples += [record for record in column.slice(0, 64).to_pylist() if record]
         if len(samples) >= SAMPLES_MAX:
             break
     return samples[:SAMPLES_MAX]

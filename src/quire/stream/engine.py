@@ -118,9 +118,9 @@ class StreamEngine:
         """A stream, recovered; with `create` it is registered if there is none of this name."""
         if self._manifest.read_only:
             raise ReadOnly(
-                "a stream is opened by the store's owner",
-                hint='open the store with mode="rw"; while another process owns it `quire stream tail` reads beside that, and '
-                "the other `quire stream` commands are done there if it is a `quire serve`",
+                "a stream can only be opened by the process that owns the store",
+                hint='open the store with mode="rw"; `quire stream tail` also reads while another process owns it, and if that '
+                "is a `quire serve`, the other `quire stream` commands run there",
             )
         with self._lock:
             self._require()
@@ -183,10 +183,10 @@ class StreamEngine:
             store = self._open_store(self.objects_url(stream_id))
             objects = log_objects(files, store, projection.prefixes(), projection.store_id())
             repair = Repair(files, projection, objects, clock, self._log_settings, store_locked=self._store_locked)
-            found = repair.survey()
-            if apply and found.steps:
-                repair.apply(found)
-        return found
+            survey = repair.survey()
+            if apply and survey.steps:
+                repair.apply(survey)
+        return survey
 
     @contextmanager
     def borrowed(self, db: int | str) -> Iterator[tuple[Stream, bool]]:
@@ -225,7 +225,7 @@ class StreamEngine:
 
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
         """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""
-        hint = "append `read_batches()` of it to a new stream"
+        hint = "append its `read_batches()` to a new stream"
         raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at, options=options)
 
     def figures(self) -> list[LogFigures]:
@@ -249,7 +249,10 @@ class StreamEngine:
         except ValueError:
             raise InvalidInput("there is no such mode", hint=f"modes: {', '.join(Mode)}", mode=mode) from None
         if self._manifest.read_only:
-            raise ReadOnly("the owner of the store switches manifest logs", hint='open the store with mode="rw"')
+            raise ReadOnly(
+                "only the process that owns the store can switch manifest-log modes",
+                hint='open the store with mode="rw"',
+            )
         failures: list[QuireError] = []
         with self._lock:
             self._require()

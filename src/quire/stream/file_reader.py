@@ -102,14 +102,14 @@ class Beside:
         rows = self._listed(self._passed)
         if rows and rows[0].base_record <= self.position < rows[-1].end_record:
             yield from self._of_rows(rows)
-        ahead = any(each.base_record > self.position for each in rows)
-        listed = max([self._passed, *(each.segment_id for each in rows)])
+        ahead = any(row.base_record > self.position for row in rows)
+        listed = max([self._passed, *(row.segment_id for row in rows)])
         for segment_id in hot:
             if segment_id > listed:
                 ahead = (yield from self._of_file(segment_id)) or ahead
         self._note_gap(ahead)
-        self._passed = max([self._passed, *(each.segment_id for each in rows if each.end_record <= self.position)])
-        self._places = {each: place for each, place in self._places.items() if each > self._passed}
+        self._passed = max([self._passed, *(row.segment_id for row in rows if row.end_record <= self.position)])
+        self._places = {segment_id: place for segment_id, place in self._places.items() if segment_id > self._passed}
 
     def _note_gap(self, ahead: bool) -> None:
         """Rule 3: there are records ahead that do not follow the last one."""
@@ -126,7 +126,7 @@ class Beside:
     # ── listed ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _listed(self, behind: int) -> list[SharedSegment]:
         """The listed segments behind one, in order."""
-        found = []
+        listed = []
         with self._manifest.read() as txn:
             txn.live(self._stream_id, DbKind.STREAM)  # it may have been dropped
             for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG, start=(self._stream_id, behind + 1)):
@@ -135,12 +135,12 @@ class Beside:
                 if row.state is not WalState.TRUNCATED:
                     key = row.suffix if row.residency is not Residency.LOCAL else ""
                     end = row.last_lsn + 1
-                    found.append(
+                    listed.append(
                         SharedSegment(
                             segment_id, row.first_lsn, end, row.used_bytes, row.crc64, row.sealed_at_ms, key=key
                         )
                     )
-        return found
+        return listed
 
     def _of_rows(self, rows: list[SharedSegment]) -> Iterator[StreamRecord]:
         for block, body in self._reader.pieces(tuple(rows), self.position, rows[-1].end_record):
@@ -148,7 +148,9 @@ class Beside:
 
     def _locate(self, start: int, stop: int, upload: bool) -> SharedStream:  # noqa: ARG002
         """What LMDB says by now: how the reader looks again when a copy has moved."""
-        rows = tuple(each for each in self._listed(0) if each.end_record > start and each.base_record < stop)
+        rows = tuple(
+            segment for segment in self._listed(0) if segment.end_record > start and segment.base_record < stop
+        )
         return SharedStream("", self._stream_id, self._files.root, "", start, stop, rows)
 
     # ── unlisted ──────────────────────────────────────────────────────────────────────────────────────────────────────

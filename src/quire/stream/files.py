@@ -152,13 +152,13 @@ class LogFiles(msgspec.Struct, frozen=True):
 
     def chunks(self) -> list[int]:
         """The indexes of the chunks that are here, in order."""
-        found = [parse_path(self._relative(name)) for name in self._names()]
-        return sorted(each.chunk_index for each in found if isinstance(each, ManifestLogFile) and not each.temporary)
+        parsed = [parse_path(self._relative(name)) for name in self._names()]
+        return sorted(file.chunk_index for file in parsed if isinstance(file, ManifestLogFile) and not file.temporary)
 
     def snapshots(self) -> list[int]:
         """The ids of the snapshots that are here, newest first."""
-        found = [parse_path(self._relative(name)) for name in self._names()]
-        return sorted((each.snapshot_id for each in found if isinstance(each, ManifestLogSnapshotFile)), reverse=True)
+        parsed = [parse_path(self._relative(name)) for name in self._names()]
+        return sorted((file.snapshot_id for file in parsed if isinstance(file, ManifestLogSnapshotFile)), reverse=True)
 
     def sweep(self) -> int:
         """Remove what a dead writer left half made (rule 1); how many files."""

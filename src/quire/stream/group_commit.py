@@ -33,6 +33,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.core.errors import QuireError
+from quire.core.waiting import Ring
 
 MORE_GROUPS = 2
 """What a leader waits longer than it must, in syncs: no more than those who come while it leads."""
@@ -48,8 +49,7 @@ class _Sleeper:
 
     def __init__(self, upto: int) -> None:
         self.upto = upto
-        self.ring = threading.Lock()
-        self.ring.acquire()
+        self.ring = Ring()
         self.is_gone = False
 
 
@@ -168,7 +168,7 @@ class GroupCommit:
         try:
             while True:
                 sleeper = self._served.popleft()
-                sleeper.ring.release()
+                sleeper.ring.wake()
                 if not sleeper.is_gone:
                     return
         except IndexError:
@@ -180,10 +180,10 @@ class GroupCommit:
         woken = False
         try:
             while not woken and self._log.durable < upto and self._leader.locked():
-                woken = sleeper.ring.acquire(timeout=LOOK_SECONDS)
+                woken = sleeper.ring.sleep(LOOK_SECONDS)
         finally:
             if not woken:
                 sleeper.is_gone = True
-                woken = sleeper.ring.acquire(False)
+                woken = sleeper.ring.sleep(0)
             if woken and self._served:
                 self._pass_on()

@@ -40,11 +40,11 @@ from quire.core.errors import DiskFull, QuireError, StorageFault, StoreClosed, S
 from quire.core.events import emit
 from quire.core.limits import KIB
 from quire.core.settings import StreamSettings
+from quire.core.waiting import Waiters
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import File, write_synced
 from quire.durable.names import Tier
-from quire.manifest.wakeups import Waiters
 from quire.stream.append_buffer import Pending, Run
 from quire.stream.files import StreamClock, StreamFiles
 from quire.stream.group_commit import AppendRound, GroupCommit
@@ -291,7 +291,7 @@ class HotLog:
         if untold:
             hint = "free space, then append them again"
             raise DiskFull(
-                "the disk was full, and records were refused", hint=hint, records=untold, stream=self._files.stream_id
+                "the disk was full and records were refused", hint=hint, records=untold, stream=self._files.stream_id
             )
 
     def sync_quietly(self) -> None:
@@ -440,7 +440,7 @@ class HotLog:
         is on it, and `DiskFull` would say "not done"."""
         if self.failure is None:
             what = f"the stream's segment failed: {error}"
-            hint = "repair the cause, then open the stream again, and see what it holds before you repeat anything"
+            hint = "fix the cause, reopen the stream, and check what it holds before appending again"
             self.failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
             self._pending.stop()  # who appends next finds no room, and then the failure
             emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")

@@ -122,7 +122,7 @@ class StreamMaintenance:
             self._ledger.log.reconcile_recent()
 
         view = self._ledger.view
-        remote = [each for each in view if each.is_remote]
+        remote = [segment for segment in view if segment.is_remote]
         if (remote or self._ledger.log.committed.chunk_index) and not self._try(done, 0, look):
             return
         for segment in remote:
@@ -158,11 +158,11 @@ class StreamMaintenance:
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
         consumers = list(self._state.consumers.values())
-        going = [each for each in view if is_going(each)]
+        going = [segment for segment in view if is_going(segment)]
         segments = going + [
-            each
-            for each in due(view.sealed, self.retention, consumers, now_ms=self._clock.now_ms())
-            if each not in going
+            segment
+            for segment in due(view.sealed, self.retention, consumers, now_ms=self._clock.now_ms())
+            if segment not in going
         ]
         for segment in segments:
             needs_store = segment.state.remote not in (Remote.NONE, Remote.DELETED)
@@ -193,15 +193,15 @@ class StreamMaintenance:
 
     def _evict(self, done: Moved) -> None:
         view, settings = self._ledger.view, self._settings
-        excess = sum(each.durable_bytes for each in view.sealed if each.is_hot) - settings.hot_bytes
-        for segment in self._tiers.coldest(each for each in view.sealed if each.is_hot):
+        excess = sum(segment.durable_bytes for segment in view.sealed if segment.is_hot) - settings.hot_bytes
+        for segment in self._tiers.coldest(segment for segment in view.sealed if segment.is_hot):
             if excess <= 0:
                 break
             if (segment.is_warm or segment.is_remote) and segment.state.warm is not Warm.COMPRESSING:
                 done.evicted += self._tiers.evict(segment.segment_id)
                 excess -= segment.durable_bytes
-        excess = sum(each.warm_bytes for each in view.sealed if each.is_warm) - settings.warm_bytes
-        for segment in self._tiers.coldest(each for each in view.sealed if each.is_warm):
+        excess = sum(segment.warm_bytes for segment in view.sealed if segment.is_warm) - settings.warm_bytes
+        for segment in self._tiers.coldest(segment for segment in view.sealed if segment.is_warm):
             if excess <= 0:
                 break
             if segment.is_remote:

@@ -72,7 +72,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
     period_ms = max(int(period_seconds * 1000), 1)
     runs: list[list[int]] = []
     last_period = None
-    for index in sorted(each for each in listing.chunks if each < before and listing.bundle_of(each) is None):
+    for index in sorted(index for index in listing.chunks if index < before and listing.bundle_of(index) is None):
         period = listing.chunks[index].modified_ms // period_ms
         if period >= now_ms // period_ms:
             break
@@ -105,7 +105,7 @@ def run(task: BundleTask, store: ObjectStore) -> BundleResult:
     for index in range(task.first, task.last + 1):
         chunk = objects.get_chunk(index)
         if chunk is None:
-            raise StalePlan("a chunk of the bundle is gone", hint="plan again", stream=task.stream_id, chunk=index)
+            raise StalePlan("a chunk of the bundle is missing", hint="plan again", stream=task.stream_id, chunk=index)
         check_sequence(chunk.header, chunks[-1].facts.next_record if chunks else None, is_last=False)
         chunks.append(chunk)
     data = bundle_bytes(chunks, snapshot_id=_snapshot_before(objects, chunks[0]))
@@ -114,7 +114,7 @@ def run(task: BundleTask, store: ObjectStore) -> BundleResult:
     written = objects.get_bundle(task.first, task.last)
     count = sum(len(chunk.offsets) for chunk in chunks)
     if written is None or len(written.offsets) != count:
-        raise damaged("the bundle that was written is not what is read back", chunk=task.first, offset=0, key=key)
+        raise damaged("the bundle reads back differently than it was written", chunk=task.first, offset=0, key=key)
     return BundleResult(task=task, key=key, record_count=count, size_bytes=len(data))
 
 

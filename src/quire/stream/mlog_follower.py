@@ -84,21 +84,21 @@ class LogFollower:
 
     def poll(self) -> Polled:
         """Fold what is new."""
-        found = Polled()
+        polled = Polled()
         listing = self._objects.listing()
         if not self.index.records:
-            self._cross(listing, found)
+            self._cross(listing, polled)
         before = self.index.records
-        while (chunk := self._next(listing, found)) is not None:
+        while (chunk := self._next(listing, polled)) is not None:
             self._keep(chunk)
             self.index.fold_chunk(chunk)
             self.next_chunk = chunk.last_index + 1
-            found.chunks += 1
-        found.records = self.index.records - before
+            polled.chunks += 1
+        polled.records = self.index.records - before
         if len(self._mirror.chunks()) > MIRROR_CHUNKS:
             self._condense(LogPosition(self.next_chunk, CHUNK_BYTES))
-        found.hydrations = self._schedule()
-        return found
+        polled.hydrations = self._schedule()
+        return polled
 
     def hydrate(self, wanted: Iterable[ToHydrate]) -> list[int]:
         """Fetch segments into the mirror, as compressed files, each checked against what was sealed; which are here now.
@@ -124,25 +124,25 @@ class LogFollower:
 
     def prune(self) -> list[int]:
         """Remove the files of segments that the stream no longer has; which."""
-        gone = [each for each in self.segments.segments(Tier.WARM) if each not in self.index.entries]
+        gone = [segment_id for segment_id in self.segments.segments(Tier.WARM) if segment_id not in self.index.entries]
         self.segments.remove(Tier.WARM, gone)
         self._scheduled.difference_update(gone)
         return gone
 
-    def _next(self, listing: LogListing, found: Polled) -> Chunk | None:
+    def _next(self, listing: LogListing, polled: Polled) -> Chunk | None:
         """The next chunk or bundle; crosses a gap if it can (rule 1)."""
         while True:
             if self.next_chunk in listing.chunks:
                 return self._objects.get_chunk(self.next_chunk)
             if (span := listing.bundle_of(self.next_chunk)) is not None:
                 return self._objects.get_bundle(*span)
-            if not any(each > self.next_chunk for each in listing.chunks):
+            if not any(index > self.next_chunk for index in listing.chunks):
                 return None
-            if not self._cross(listing, found):
-                found.waiting_for = self.next_chunk
+            if not self._cross(listing, polled):
+                polled.waiting_for = self.next_chunk
                 return None
 
-    def _cross(self, listing: LogListing, found: Polled) -> bool:
+    def _cross(self, listing: LogListing, polled: Polled) -> bool:
         snapshot = self._snapshot_behind(listing)
         if snapshot is None:
             return False
@@ -156,7 +156,7 @@ class LogFollower:
         self.index = snapshot.index
         self.next_chunk = snapshot.position.chunk_index
         self._condense(snapshot.position)
-        found.jumped_to = snapshot.snapshot_id
+        polled.jumped_to = snapshot.snapshot_id
         return True
 
     def _snapshot_behind(self, listing: LogListing) -> LogSnapshot | None:
@@ -195,5 +195,5 @@ class LogFollower:
                 assert info is not None
                 assert info.key is not None
                 new.append(ToHydrate(segment_id=segment_id, key=info.key))
-        self._scheduled.update(each.segment_id for each in new)
+        self._scheduled.update(segment.segment_id for segment in new)
         return new

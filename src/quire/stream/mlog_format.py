@@ -193,7 +193,7 @@ def check_owner(identity: Identity, owner: Identity, *, chunk: int, path: str) -
     if not identity.fits(owner):
         whose = "stream" if identity.stream_id != owner.stream_id else "store"
         raise damaged(
-            f"the chunk is of another {whose}",
+            f"the chunk belongs to another {whose}",
             chunk=chunk,
             offset=0,
             path=path,
@@ -205,13 +205,13 @@ def check_owner(identity: Identity, owner: Identity, *, chunk: int, path: str) -
 def unsound(header: ChunkHeader, data: Bytes, chunk_index: int) -> str | None:
     """What is wrong with a chunk header, given the bytes it speaks of; `None` if nothing is."""
     if header.magic != MAGIC:
-        return "the file does not start as a manifest-log chunk"
+        return "the file does not start like a manifest-log chunk"
     if header.version != VERSION or header.header_len != CHUNK_BYTES:
-        return "the chunk's header has a version or length that does not exist"
+        return "the chunk's header has an unknown version or length"
     if header.chunk_index != chunk_index:
-        return "the chunk's header has another index than its name"
+        return "the chunk's header index does not match its file name"
     if header.flags & ~KNOWN_FLAGS or header.flags == UPLOADED:
-        return "the chunk's header has flags that do not exist"
+        return "the chunk's header has unknown flags"
     if not CHUNK_BYTES < header.committed_len <= len(data) or header.committed_len % ALIGNMENT:
         return "the chunk's committed length is impossible"
     if header.tail_offset < header.committed_len or (header.sealed and header.tail_offset != header.committed_len):

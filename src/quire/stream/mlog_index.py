@@ -150,7 +150,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
         skip = self.records - chunk.header.base_record
         if not 0 <= skip <= len(chunk.offsets):
             raise damaged(
-                "the records of the log do not go on where the state ends",
+                "the log's records do not continue where the state ends",
                 chunk=chunk.index,
                 offset=0,
                 base_record=chunk.header.base_record,
@@ -204,9 +204,9 @@ class ManifestIndex(msgspec.Struct, eq=False):
         if segment_id <= self.opened_max and entry is None:
             what = "the segment was retired, or never opened"
         elif TABLE[event][code] < 0:
-            what = "a segment in this state has no such step"
+            what = "a segment in this state does not allow this step"
         elif entry is not None and not _answers(entry, event, bytes(RECORD_BYTES) + encode(value)):
-            what = "the record names another key than the one it must answer"
+            what = "the record names a different key than the record it answers"
         else:
             return
         raise IllegalTransition(what, segment=segment_id, record=type(value).__name__, state=_words(STATES[code]))
@@ -216,7 +216,9 @@ class ManifestIndex(msgspec.Struct, eq=False):
             return
         if not isinstance(value, Tier2Deleted) or value.key not in self.own_deletes:
             raise IllegalTransition(
-                "the log has no object in a state for this step", segment=NO_SEGMENT, record=type(value).__name__
+                "the log has no object in a state that allows this step",
+                segment=NO_SEGMENT,
+                record=type(value).__name__,
             )
 
     def _fold(self, kind: int, segment: int, raw: bytes) -> None:
@@ -267,7 +269,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
 
     def _fold_waiting(self, segment: int) -> None:
         """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it (rule 2)."""
-        for each in [segment, *sorted(each for each in self.waiting if each < segment)]:
+        for each in [segment, *sorted(waiting_id for waiting_id in self.waiting if waiting_id < segment)]:
             for raw in self.waiting.pop(each, ()):
                 self._fold(RECORD.unpack_from(raw)[0], each, raw)
 
@@ -305,21 +307,21 @@ class ManifestIndex(msgspec.Struct, eq=False):
 
     def outstanding(self) -> UnfinishedWork:
         """What was begun and not ended."""
-        found = UnfinishedWork(
+        work = UnfinishedWork(
             compressions={}, uploads={}, deletes=dict.fromkeys(sorted(self.own_deletes), 0), hydrations={}
         )
         for segment in sorted(self.entries):
             entry = self.entries[segment]
             state = STATES[entry[0]]
             if state.warm is Warm.COMPRESSING:
-                found.compressions[segment] = _field(entry, RecordType.COMPRESSION_STARTED, "job_id")
+                work.compressions[segment] = _field(entry, RecordType.COMPRESSION_STARTED, "job_id")
             if state.remote in (Remote.UPLOADING, Remote.FAILED):
-                found.uploads[segment] = _field(entry, RecordType.UPLOAD_STARTED, "key")
+                work.uploads[segment] = _field(entry, RecordType.UPLOAD_STARTED, "key")
             if state.remote is Remote.DELETING:
-                found.deletes[_field(entry, RecordType.TIER2_DELETE_QUEUED, "key")] = segment
+                work.deletes[_field(entry, RecordType.TIER2_DELETE_QUEUED, "key")] = segment
             if state.hydration is not Hydration.IDLE:
-                found.hydrations[segment] = _field(entry, RecordType.HYDRATION_STARTED, "source_tier")
-        return found
+                work.hydrations[segment] = _field(entry, RecordType.HYDRATION_STARTED, "source_tier")
+        return work
 
     def minimal(self) -> Iterator[bytes]:
         """The records that the state is made of, by segment and type: what is left of a history when it is folded."""

@@ -2,10 +2,10 @@
 
   manifest_chunks_active          chunks on this disk
   manifest_replay_seconds         how long rebuilding the state took when the stream was opened
-  manifest_crc_error_count        damaged snapshots and chunks that were met in this process, also by streams that did not open
+  manifest_crc_error_count        damaged snapshots and chunks encountered in this process, also by streams that did not open
   manifest_upload_retries         uploads of chunks, snapshots and segments that were tried again because one had failed
   manifest_snapshot_age_seconds   since the newest snapshot was taken, whoever took it; 0 while there is none
-  manifest_segments_needing_repair   segments whose only copy was an object that is gone
+  manifest_segments_needing_repair   segments whose only copy was an object that is missing
   manifest_shadow_divergence      segments in which log and projection differ (mode shadow)
 
 Everything is read when somebody asks. Threads: any.
@@ -61,14 +61,14 @@ class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 _GAUGES = {
     "manifest_chunks_active": "chunks of the manifest log on this disk",
-    "manifest_replay_seconds": "how long the replay at opening took",
+    "manifest_replay_seconds": "duration of the replay when the stream was opened",
     "manifest_snapshot_age_seconds": "time since the newest snapshot",
     "manifest_shadow_divergence": "segments in which log and projection differ",
-    "manifest_segments_needing_repair": "segments whose only copy was an object that is gone",
+    "manifest_segments_needing_repair": "segments whose only copy was an object that is missing",
 }
 _COUNTERS = {
-    "manifest_crc_error_count": "damaged snapshots and chunks that were met",
-    "manifest_upload_retries": "uploads that were tried again because one had failed",
+    "manifest_crc_error_count": "damaged snapshots and chunks encountered",
+    "manifest_upload_retries": "uploads retried after a failure",
 }
 
 

@@ -206,11 +206,11 @@ class GatedLog:
 
     def compare(self, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
         """Compare the log with the projection, and count (rule 3)."""
-        found = compare(self.log.index, projection)
-        former, self._apart = self._apart, frozenset(each.segment_id for each in found)
+        divergences = compare(self.log.index, projection)
+        former, self._apart = self._apart, frozenset(divergence.segment_id for divergence in divergences)
         for segment_id in sorted(self._apart - former)[:TOLD_AT_ONCE]:
             emit("warning", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=segment_id)
-        return found
+        return divergences
 
     def figures(self) -> LogFigures:
         """The log's figures with the divergence."""
@@ -285,13 +285,13 @@ def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Even
     def reached(state: State) -> bool:
         if goal is None or state.life is Life.ABSENT:
             return goal is None and state.life is Life.ABSENT
-        found = (
+        actual = (
             state.life is Life.SEALED,
             state.hot is Hot.RESIDENT,
             state.warm is Warm.DONE,
             state.remote is Remote.DONE,
         )
-        return found == goal
+        return actual == goal
 
     ways: dict[State, tuple[Event, ...]] = {start: ()}
     edge = deque([start])

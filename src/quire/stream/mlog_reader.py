@@ -152,7 +152,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
             return len(self.offsets)
         place = bisect_left(self.offsets, offset)
         if place == len(self.offsets) or self.offsets[place] != offset:
-            raise damaged("no record starts where one was looked for", chunk=self.index, offset=offset)
+            raise damaged("no record starts at this offset", chunk=self.index, offset=offset)
         return place
 
 
@@ -168,7 +168,7 @@ def load_chunk(
     places = _places(offsets)
     check_payloads(data, offsets, places, chunk=chunk_index, path=path)
     if copy is not None and copy.record_count != len(offsets):
-        raise damaged("the chunk has another number of records than were committed", chunk=chunk_index, offset=0)
+        raise damaged("the chunk's record count differs from what was committed", chunk=chunk_index, offset=0)
     snapshot_id = copy.snapshot_id if copy is not None else _newest_marker(data, offsets, chunk_index)
     last = chunk_index
     if last_index is not None:
@@ -228,7 +228,7 @@ class ManifestLogReader:
         except FileNotFoundError:
             fetched = self._fetch(index) if self._fetch is not None else None
             if fetched is None:
-                hint = "give the object store if it is uploaded; else restore the file from a copy"
+                hint = "pass the object store if the chunk was uploaded; otherwise restore the file from a copy"
                 raise damaged(
                     "a chunk of the manifest log is missing", chunk=index, offset=0, path=path, hint=hint
                 ) from None
@@ -258,14 +258,14 @@ def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) 
     """Hold a chunk against its neighbours (rule 2)."""
     if expected is not None and header.base_record != expected:
         raise damaged(
-            "the chunk does not go on where the one before it ended",
+            "the chunk does not continue where the previous one ended",
             chunk=header.chunk_index,
             offset=0,
             base_record=header.base_record,
             expected=expected,
         )
     if not is_last and not header.sealed:
-        raise damaged("a chunk was not sealed, and yet there is a later one", chunk=header.chunk_index, offset=0)
+        raise damaged("a chunk is not sealed, yet a later one exists", chunk=header.chunk_index, offset=0)
 
 
 class LogCursor:
@@ -278,19 +278,19 @@ class LogCursor:
 
     def read(self, records_max: int) -> list[RecordView]:
         """Up to so many records; none if the log ends here for now. Sees what was committed meanwhile."""
-        found: list[RecordView] = []
+        offsets: list[RecordView] = []
         here = self._files.chunks()
-        while here and self.position.chunk_index <= here[-1] and len(found) < records_max:
+        while here and self.position.chunk_index <= here[-1] and len(offsets) < records_max:
             chunk = self._reader.chunk(self.position.chunk_index)
             place = chunk.place(self.position.offset)
-            taken = chunk.offsets[place : place + records_max - len(found)]
-            found.extend(RecordView(chunk, offset) for offset in taken)
+            taken = chunk.offsets[place : place + records_max - len(offsets)]
+            offsets.extend(RecordView(chunk, offset) for offset in taken)
             if taken:
-                self.position = LogPosition(chunk.index, found[-1].end)
+                self.position = LogPosition(chunk.index, offsets[-1].end)
             if place + len(taken) < len(chunk.offsets) or not chunk.header.sealed:
                 break
             self.position = LogPosition(chunk.index + 1, CHUNK_BYTES)
-        return found
+        return offsets
 
 
 def _newest_marker(data: bytes, offsets: Sequence[int], chunk: int) -> int:
@@ -330,12 +330,12 @@ def _bad_payload(data: bytes, at: NDArray[np.int64]) -> int | None:
         expected = words[chosen + RECORD_BYTES // 8 - 1]
         if length > TOGETHER_PAYLOAD_BYTES:
             starts = ((chosen << 3) + RECORD_BYTES).tolist()
-            found = np.array([crc64(data[start : start + length]) for start in starts], np.uint64)
+            checksums = np.array([crc64(data[start : start + length]) for start in starts], np.uint64)
         else:
             columns = np.arange(RECORD_BYTES // 8, (RECORD_BYTES + length) // 8)
             rows = words[chosen[:, None] + columns].view(np.uint8)
-            found = crc64_rows(rows, np.zeros(len(chosen), np.uint64))
-        wrong += (chosen[found != expected] << 3).tolist()
+            checksums = crc64_rows(rows, np.zeros(len(chosen), np.uint64))
+        wrong += (chosen[checksums != expected] << 3).tolist()
     return min(wrong, default=None)
 
 

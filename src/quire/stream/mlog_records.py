@@ -339,7 +339,7 @@ def decode(record_type: int, payload: bytes, *, chunk: int = 0, segment: int = 0
     except (struct.error, UnicodeDecodeError, IndexError, InvalidInput):
         pass
     raise damaged(
-        "a record's payload does not have the form of its type",
+        "a record's payload does not match its type",
         chunk=chunk,
         segment=segment,
         offset=offset,

@@ -68,13 +68,13 @@ def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> Recove
     began = clock.monotonic()
     bad = 0
     base: LogSnapshot | None = None
-    for found in newest_snapshots(files):
-        if not isinstance(found, ManifestIntegrityError):
-            base = found
+    for snapshot in newest_snapshots(files):
+        if not isinstance(snapshot, ManifestIntegrityError):
+            base = snapshot
             break
         bad += 1
         count_crc_error(files.stream_id)
-        emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **log_fields(found))
+        emit("warning", "stream.mlog.snapshot_damaged", stream=files.stream_id, **log_fields(snapshot))
     index = base.index if base is not None else ManifestIndex()
     before = index.records
     position = base.position if base is not None else START
@@ -170,12 +170,12 @@ def restore_log(files: LogFiles, objects: LogObjects, *, at_ms: int) -> list[int
         start = snapshot.position.chunk_index
         write_atomic(files.disk, files.snapshot(newest), data)
     restored = []
-    for index in sorted(each for each in listing.chunks if each >= start):
+    for index in sorted(index for index in listing.chunks if index >= start):
         if index in here:
             if local_facts(files.disk, files, index).header.sealed:
                 continue
             path = ManifestLogFile(stream_id=files.stream_id, chunk_index=index).path
-            why = "a chunk that is not sealed, and was uploaded sealed"
+            why = "the chunk is not sealed here, but was uploaded sealed"
             move(files.disk, files.root, path, why=why, at_ms=at_ms, database=files.stream_id)
         restore_chunk(files, objects, index)
         restored.append(index)
@@ -202,27 +202,27 @@ def reconcile_recent(files: LogFiles, objects: LogObjects, start: int) -> Reconc
 
     What this costs depends on what is on this disk, not on how long the history is: tier 2 is not listed.
     """
-    found = Reconciled()
+    result = Reconciled()
     for number in files.chunks():
         if number < start or not (local := local_facts(files.disk, files, number)).header.sealed:
             continue
         try:
             what = _differs(objects, number, local, deep=False)
         except ObjectNotFound:
-            _rebuild(files, objects, number, found)
+            _rebuild(files, objects, number, result)
             continue
         if what is not None:
-            found.chunks_needing_repair[number] = what
+            result.chunks_needing_repair[number] = what
             continue
-        found.present.append(number)
+        result.present.append(number)
         if not local.header.uploaded:
             mark_uploaded(files, number)
-    _tell_repairs(files, found)
-    return found
+    _tell_repairs(files, result)
+    return result
 
 
-def _tell_repairs(files: LogFiles, found: Reconciled) -> None:
-    for number, what in found.chunks_needing_repair.items():
+def _tell_repairs(files: LogFiles, result: Reconciled) -> None:
+    for number, what in result.chunks_needing_repair.items():
         emit("error", "stream.mlog.needs_repair", stream=files.stream_id, chunk_index=number, what=what)
 
 
@@ -240,32 +240,34 @@ def reconcile(
     `deep` reads objects whole and checks them; else the commit copies of those are compared that are here too, and of the
     others it is enough that they are listed. `repair=False` changes nothing.
     """
-    found = Reconciled()
+    result = Reconciled()
     listing = objects.listing()
-    sealed = {each: facts for each in files.chunks() if (facts := local_facts(files.disk, files, each)).header.sealed}
+    sealed = {
+        index: facts for index in files.chunks() if (facts := local_facts(files.disk, files, index)).header.sealed
+    }
     known = [*sealed, *listing.chunks, *(last for _, last in listing.bundles)]
     for number in range(max(known, default=-1) + 1):
         local = sealed.get(number)
         if number in listing.chunks:
             what = _differs(objects, number, local, deep=deep) if deep or local is not None else None
             if what is None and local is not None:
-                found.present.append(number)
+                result.present.append(number)
                 if repair and not local.header.uploaded:
                     mark_uploaded(files, number)
             elif what is not None:
-                found.chunks_needing_repair[number] = what
+                result.chunks_needing_repair[number] = what
         elif listing.bundle_of(number) is None:
             if local is None:
-                found.chunks_needing_repair[number] = "it is neither on disk nor in tier 2"
+                result.chunks_needing_repair[number] = "it is neither on disk nor in tier 2"
             elif repair:
-                _rebuild(files, objects, number, found)
+                _rebuild(files, objects, number, result)
             else:
-                found.chunks_needing_repair[number] = "its object is missing; it can be uploaded again from here"
+                result.chunks_needing_repair[number] = "its object is missing; it can be uploaded again from here"
     if object_exists is not None:
-        _reconcile_segments(index, object_exists, found)
+        _reconcile_segments(index, object_exists, result)
     if repair:
-        _tell_repairs(files, found)
-    return found
+        _tell_repairs(files, result)
+    return result
 
 
 def _differs(objects: LogObjects, number: int, local: ChunkFacts | None, *, deep: bool) -> str | None:
@@ -274,30 +276,30 @@ def _differs(objects: LogObjects, number: int, local: ChunkFacts | None, *, deep
         if deep:
             chunk = objects.get_chunk(number)
             if chunk is None or not is_same(chunk.facts, facts):
-                return "its object is not what its commit copy says"
+                return "its object differs from its commit copy"
     except ManifestIntegrityError as error:
         return f"its object is damaged: {error.what}"
     if local is not None and not is_same(facts, local):
-        return "its object is of another chunk than the file"
+        return "its object belongs to a different chunk"
     return None
 
 
-def _rebuild(files: LogFiles, objects: LogObjects, number: int, found: Reconciled) -> None:
+def _rebuild(files: LogFiles, objects: LogObjects, number: int, result: Reconciled) -> None:
     chunk = ManifestLogReader(files).chunk(number)
     try:
         objects.put_chunk(chunk)
     except AlreadyExists as error:  # it came into being since the listing, and is not ours
-        found.chunks_needing_repair[number] = error.what
+        result.chunks_needing_repair[number] = error.what
         return
     mark_uploaded(files, number)
-    found.rebuilt.append(number)
+    result.rebuilt.append(number)
 
 
-def _reconcile_segments(index: ManifestIndex, object_exists: Callable[[str], bool], found: Reconciled) -> None:
+def _reconcile_segments(index: ManifestIndex, object_exists: Callable[[str], bool], result: Reconciled) -> None:
     for segment in index.segments():
         if segment.state.remote is Remote.DONE and not _is_there(segment, object_exists):
             others = segment.tiers - {2}
-            (found.segments_to_upload if others else found.segments_needing_repair).append(segment.segment_id)
+            (result.segments_to_upload if others else result.segments_needing_repair).append(segment.segment_id)
 
 
 def _is_there(segment: SegmentInfo, object_exists: Callable[[str], bool]) -> bool:

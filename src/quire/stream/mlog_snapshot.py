@@ -69,9 +69,9 @@ def encode_snapshot(snapshot_id: int, position: LogPosition, index: ManifestInde
     deletes = [index.own_deletes[key] for key in sorted(index.own_deletes)]
     tallies = [
         *sorted(index.unknown.items()),
-        *((CUSTOM + each, count) for each, count in sorted(index.customs.items())),
+        *((CUSTOM + entry, count) for entry, count in sorted(index.customs.items())),
     ]
-    parts += [*waiting, *deletes, *(TALLY.pack(*each) for each in tallies)]
+    parts += [*waiting, *deletes, *(TALLY.pack(*tally) for tally in tallies)]
     body = b"".join(parts)
     head = HEADER.pack(
         MAGIC,
@@ -121,9 +121,9 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnap
             else:
                 index.customs[number - CUSTOM] = count
     except (struct.error, ValueError) as error:
-        raise _bad(f"the snapshot's body makes no sense: {error}", snapshot_id, path) from None
+        raise _bad(f"the snapshot's body is malformed: {error}", snapshot_id, path) from None
     if at != len(data) - CHECKSUM_BYTES:
-        raise _bad("the snapshot has another length than its parts", snapshot_id, path)
+        raise _bad("the snapshot's length differs from the sum of its parts", snapshot_id, path)
     return LogSnapshot(
         snapshot_id=snapshot_id,
         position=LogPosition(chunk_index, chunk_offset),
@@ -192,7 +192,7 @@ def _read_entries(data: bytes, count: int, index: ManifestIndex) -> int:
 def _record(data: bytes, at: int) -> tuple[bytes, int]:
     end = at + RECORD_BYTES + RECORD.unpack_from(data, at)[2]
     if end > len(data):
-        raise ValueError("a record ends behind the end")
+        raise ValueError("a record extends past the end")
     return data[at:end], end
 
 
@@ -201,13 +201,13 @@ def _unsound(data: bytes, snapshot_id: int) -> str | None:
         return "the file is too short for a snapshot"
     if crc64(memoryview(data)[:-CHECKSUM_BYTES]) != int.from_bytes(data[-CHECKSUM_BYTES:], "little"):
         return "the snapshot fails its checksum"
-    magic, version, header_len, found = HEADER.unpack_from(data)[:4]
+    magic, version, header_len, actual = HEADER.unpack_from(data)[:4]
     if magic != MAGIC or version != VERSION or header_len != HEADER_BYTES:
-        return "this is not a snapshot of a manifest log, or one of another version"
-    if found != snapshot_id:
-        return "the snapshot has another id than its name"
+        return "this is not a manifest-log snapshot of a known version"
+    if actual != snapshot_id:
+        return "the snapshot's id does not match its name"
     if HEADER.unpack_from(data)[-1] != len(data):
-        return "the snapshot has another size than it says"
+        return "the snapshot's size differs from its header"
     return None
 
 

@@ -224,7 +224,9 @@ def _row(rule: Rule) -> list[int]:
     for name, facet in _FACETS.items():
         step //= len(facet)
         becomes = rule.then.get(name)
-        values = [(step * each, step * (each if becomes is None else becomes)) for each in rule.when.get(name, facet)]
+        values = [
+            (step * value, step * (value if becomes is None else becomes)) for value in rule.when.get(name, facet)
+        ]
         codes = [(before + one, after + other) for before, after in codes for one, other in values]
     for before, after in codes:
         if not rule.copies or rule.copies & tiers_of(STATES[before]):

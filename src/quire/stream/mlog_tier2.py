@@ -111,41 +111,41 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     def listing(self) -> LogListing:
         """What is there (rule 4)."""
-        found = self.own_listing()
+        listing = self.own_listing()
         begins = {begin.owner_epoch: begin for begin in self.begins}
         first = newest = U64_MAX
         for later, prefix in zip(self.prefixes, self.prefixes[1:]):
             if (begin := begins.get(_epoch_of(later))) is not None:
                 first, newest = min(first, begin.chunk), min(newest, begin.snapshot)
-            first = min([first, *found.chunks, *(span[0] for span in found.bundles)])
+            first = min([first, *listing.chunks, *(span[0] for span in listing.bundles)])
             earlier = self._listed(prefix)
             for index, info in earlier.chunks.items():
                 if index < first:
-                    found.chunks.setdefault(index, info)
+                    listing.chunks.setdefault(index, info)
             for span, info in earlier.bundles.items():
                 if span[1] < first:
-                    found.bundles.setdefault(span, info)
+                    listing.bundles.setdefault(span, info)
             for snapshot_id, info in earlier.snapshots.items():
                 if snapshot_id <= newest:
-                    found.snapshots.setdefault(snapshot_id, info)
-        return found
+                    listing.snapshots.setdefault(snapshot_id, info)
+        return listing
 
     def own_listing(self) -> LogListing:
         """What the current epoch has written."""
         return self._listed(self.prefixes[0])
 
     def _listed(self, prefix: str) -> LogListing:
-        found = LogListing()
+        listing = LogListing()
         cut = len(prefix) + 1 if prefix else 0
         for info in list_objects(self.store, _under(prefix, mlog_names.log_prefix(self.stream_id))):
             key = info.key[cut:]
             if chunk := parse_manifest_log_key(key):
-                found.chunks[chunk[1]] = info
+                listing.chunks[chunk[1]] = info
             elif bundle := mlog_names.parse_bundle_key(key):
-                found.bundles[bundle[1:]] = info
+                listing.bundles[bundle[1:]] = info
             elif snapshot := mlog_names.parse_snapshot_key(key):
-                found.snapshots[snapshot[1]] = info
-        return found
+                listing.snapshots[snapshot[1]] = info
+        return listing
 
     def _locate(self, own: str, listed: Callable[[LogListing], ObjectInfo | None]) -> str:
         """The key of an object: below the current prefix, unless it is only below an earlier one."""
@@ -164,7 +164,7 @@ class LogObjects(msgspec.Struct, frozen=True):
                 raise
             size = self.store.head(key).size_bytes
         if size > limit:
-            raise damaged("an object of the log is larger than it can be", chunk=0, offset=0, key=key, size=size)
+            raise damaged("an object of the log exceeds its maximum size", chunk=0, offset=0, key=key, size=size)
         return key, self.store.get(key)
 
     # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,8 +173,8 @@ class LogObjects(msgspec.Struct, frozen=True):
         data = object_bytes(chunk)
 
         def same(existing: ExistingObject) -> bool:
-            found = decode_copy(existing.read_tail(CHUNK_BYTES + COPY_BYTES))
-            return found is not None and is_same(found, chunk.facts) and existing.info.size_bytes == len(data)
+            header = decode_copy(existing.read_tail(CHUNK_BYTES + COPY_BYTES))
+            return header is not None and is_same(header, chunk.facts) and existing.info.size_bytes == len(data)
 
         return self.store.put(self.chunk_key(chunk.index), data, create_only=True, identity=same)
 
@@ -206,7 +206,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         length = min(size, CHUNK_BYTES + COPY_BYTES)
         facts = decode_copy(self.store.get_range(key, size - length, length))
         if facts is None or facts.header.committed_len + COPY_BYTES != size or facts.header.chunk_index != index:
-            raise damaged("the object's commit copy is not sound", chunk=index, offset=size - COPY_BYTES, key=key)
+            raise damaged("the object's commit copy is damaged", chunk=index, offset=size - COPY_BYTES, key=key)
         check_owner(facts.identity, self.identity, chunk=index, path=key)
         return facts
 
@@ -244,9 +244,9 @@ class LogObjects(msgspec.Struct, frozen=True):
         load_chunk(data, chunk_index=first, last_index=last, path=key, owner=self.identity)
         copy = decode_copy(data)
         if copy is None or copy.header.committed_len + COPY_BYTES != len(data):
-            raise damaged("the object's commit copy is not sound", chunk=first, offset=len(data) - COPY_BYTES, key=key)
+            raise damaged("the object's commit copy is damaged", chunk=first, offset=len(data) - COPY_BYTES, key=key)
         if data[:CHUNK_BYTES] != copy.header.encode():
-            raise damaged("the object's header is not what its commit copy says", chunk=first, offset=0, key=key)
+            raise damaged("the object's header differs from its commit copy", chunk=first, offset=0, key=key)
 
     def fetch(self, index: int) -> Chunk | None:
         """A chunk, or else the bundle it is in (rule 3)."""

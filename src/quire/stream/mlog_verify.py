@@ -140,11 +140,11 @@ def _is_there(objects: LogObjects, key: str) -> bool:
 
 def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
     """Chunks whose objects are missing or different, with what is wrong; not-yet-uploaded ones are neither."""
-    found = reconcile(files, objects, ManifestIndex(), repair=False)
+    result = reconcile(files, objects, ManifestIndex(), repair=False)
     not_yet = {
-        each for each in files.chunks() if not local_facts(files.disk, files, each).header.uploaded
+        index for index in files.chunks() if not local_facts(files.disk, files, index).header.uploaded
     } - objects.listing().chunks.keys()
-    return {chunk: what for chunk, what in found.chunks_needing_repair.items() if chunk not in not_yet}
+    return {chunk: what for chunk, what in result.chunks_needing_repair.items() if chunk not in not_yet}
 
 
 def verify(
@@ -229,7 +229,7 @@ def _chunks(files: LogFiles) -> Iterator[LogProblem]:
         expected = before.facts.next_record if before is not None else (0 if index == 0 else None)
         if before is not None and index != before.index + 1:
             yield LogProblem(
-                rule="L2", what="chunks are missing between two", where={"chunk": index, "before": before.index}
+                rule="L2", what="chunks are missing in between", where={"chunk": index, "before": before.index}
             )
             expected = None
         try:
@@ -274,25 +274,27 @@ def _header(data: bytes, index: int, *, is_last: bool) -> str | None:
 
 
 def _snapshots(files: LogFiles) -> Iterator[LogProblem]:
-    for found in newest_snapshots(files):
-        if isinstance(found, ManifestIntegrityError):
-            yield LogProblem(rule="L3", what=found.what, where=found.where)
+    for snapshot in newest_snapshots(files):
+        if isinstance(snapshot, ManifestIntegrityError):
+            yield LogProblem(rule="L3", what=snapshot.what, where=snapshot.where)
 
 
 def _state(recovered: RecoveredLog, object_exists: Callable[[str], bool] | None) -> Iterator[LogProblem]:
     index = recovered.index
-    for each in index.rejections:
+    for rejection in index.rejections:
         yield LogProblem(
             rule="L4",
-            what="a record was not allowed in the state it met",
-            where={"ordinal": each.ordinal, "segment": each.segment_id, "record_type": each.record_type},
+            what="a record was not allowed in its segment's state",
+            where={"ordinal": rejection.ordinal, "segment": rejection.segment_id, "record_type": rejection.record_type},
         )
     if index.rejected > len(index.rejections):
         count = index.rejected - len(index.rejections)
-        yield LogProblem(rule="L4", what="records were not allowed in the states they met", where={"count": count})
+        yield LogProblem(rule="L4", what="records were not allowed in their segments' states", where={"count": count})
     for segment, count in index.reconciliation().items():
         yield LogProblem(
-            rule="L4", what="records are about a segment that is not opened", where={"segment": segment, "count": count}
+            rule="L4",
+            what="records refer to a segment that was never opened",
+            where={"segment": segment, "count": count},
         )
     for info in index.segments():
         key = info.key if 2 in info.tiers else None
@@ -302,7 +304,7 @@ def _state(recovered: RecoveredLog, object_exists: Callable[[str], bool] | None)
             )
         elif info.segment_id in index.needs_repair and object_exists is None:
             yield LogProblem(
-                rule="L7", what="a segment needs repair: its object is gone", where={"segment": info.segment_id}
+                rule="L7", what="a segment needs repair: its object is missing", where={"segment": info.segment_id}
             )
         if not info.tiers and RecordType.TIER2_DELETE_QUEUED not in info.records:
             yield LogProblem(rule="L7", what="a segment is in no tier", where={"segment": info.segment_id})
@@ -320,7 +322,7 @@ def _retention(files: LogFiles, recovered: RecoveredLog, settings: ManifestLogSe
     done = [index for index in spare if local_facts(files.disk, files, index).header.uploaded]
     if len(done) > settings.snapshot_chunks:
         yield LogProblem(
-            rule="L6", what="uploaded chunks from before the newest snapshot are still here", where={"count": len(done)},
+            rule="L6", what="uploaded chunks from before the newest snapshot are still on disk", where={"count": len(done)},
             leak=True,
         )  # fmt: skip
 

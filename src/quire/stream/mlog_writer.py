@@ -369,7 +369,7 @@ class ManifestLogWriter:
             self._trouble = poisoned_by(
                 error,
                 f"{doing} of the manifest log failed, and what reached the disk is unknown",
-                hint="repair the cause, then open the stream again",
+                hint="fix the cause, then reopen the stream",
                 path=self._files.directory,
                 chunk=self._index,
                 offset=self._committed,

@@ -72,19 +72,31 @@ class StreamProjection:
                     for key, row in txn.scan(t.WAL_CATALOG, self._stream_id)
                     if row.origin_db_id == self._stream_id
                 }
-                wanted = {*rows, *(each.segment_id for each in view)}
+                wanted = {*rows, *(segment.segment_id for segment in view)}
             else:
                 wanted = set(segment_ids)
-                rows = {each: row for each in wanted if (row := txn.get(t.WAL_CATALOG, self._stream_id, each))}
-            chunks = [each for each in wanted if view.get(each) is None and txn.chain(self._stream_id, each)]
-        found = [op for each in sorted(wanted) for op in self._ops(each, view.get(each), rows.get(each))]
+                rows = {
+                    segment_id: row
+                    for segment_id in wanted
+                    if (row := txn.get(t.WAL_CATALOG, self._stream_id, segment_id))
+                }
+            chunks = [
+                segment_id
+                for segment_id in wanted
+                if view.get(segment_id) is None and txn.chain(self._stream_id, segment_id)
+            ]
+        ops = [
+            op
+            for segment_id in sorted(wanted)
+            for op in self._ops(segment_id, view.get(segment_id), rows.get(segment_id))
+        ]
         if chunks:
             generation = self._manifest.reserve_generation(self._stream_id)
             with self._manifest.read() as txn:
-                found += self._unpublish(txn, chunks, generation)
-        if found:
-            self._manifest.submit(found).result()
-        return len(found)
+                ops += self._unpublish(txn, chunks, generation)
+        if ops:
+            self._manifest.submit(ops).result()
+        return len(ops)
 
     def _ops(self, segment_id: int, segment: StreamSegment | None, row: WalRecord | None) -> list[Op]:
         """The operations between a row and what it should be (rule 1)."""
@@ -191,11 +203,11 @@ class StreamProjection:
         hot, warm = set(self._files.segments(Tier.HOT)), set(self._files.segments(Tier.WARM))
         with self._manifest.read() as txn:
             epochs = {key[2]: key[1] for key, _ in txn.scan(t.WAL_MANIFEST, self._stream_id)}
-        found = {}
+        facts = {}
         for segment_id, row in sorted(self.rows().items()):
             size, dictionary_id = self._warm(segment_id) if segment_id in warm else (None, 0)
             has_object = row.residency is not Residency.LOCAL
-            found[segment_id] = SegmentFacts(
+            facts[segment_id] = SegmentFacts(
                 base_offset=row.first_lsn,
                 epoch=epochs.get(segment_id, 0),
                 sealed=True,
@@ -207,7 +219,7 @@ class StreamProjection:
                 key=row.suffix if has_object else None,
                 etag=etags.get(segment_id, "") if has_object else "",
             )
-        return found
+        return facts
 
     def _warm(self, segment_id: int) -> tuple[int, int]:
         path = self._files.segment(Tier.WARM, segment_id)
@@ -226,7 +238,7 @@ def witness_in(txn: ReadTxn, stream_id: int) -> Witness:
 
 def _rows(txn: ReadTxn, stream_id: int) -> dict[int, WalRecord]:
     rows = {key[1]: row for key, row in txn.scan(t.WAL_CATALOG, stream_id)}
-    return {each: row for each, row in rows.items() if row.state in _ORDER[:-1]}
+    return {segment_id: row for segment_id, row in rows.items() if row.state in _ORDER[:-1]}
 
 
 def _residency(segment: StreamSegment) -> Residency:

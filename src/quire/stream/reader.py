@@ -103,8 +103,8 @@ class StreamReader:
         first, last = self._range(start, stop)
         for span in self._spans(first, last):
             stamps = span.timestamp_ms
-            each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
-            yield from map(StreamRecord, count(span.first_record), each, span.column.to_pylist())
+            stamp_each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
+            yield from map(StreamRecord, count(span.first_record), stamp_each, span.column.to_pylist())
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
         """The same as Arrow record batches (`reading.SCHEMA`)."""
@@ -131,7 +131,8 @@ class StreamReader:
         if not first <= position < first + len(payloads):
             return []
         return [
-            StreamRecord(position + number, stamp, each) for number, each in enumerate(payloads[position - first :])
+            StreamRecord(position + number, stamp, payload)
+            for number, payload in enumerate(payloads[position - first :])
         ]
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
@@ -148,8 +149,8 @@ class StreamReader:
         """The id of the first record that is not before a moment; the end if there is none."""
         self._require()
         view = self._view()
-        found = view.before(timestamp_ms)
-        position = max(found.base_record, self.first_record) if found is not None else self.end_record
+        first = view.before(timestamp_ms)
+        position = max(first.base_record, self.first_record) if first is not None else self.end_record
         search = _Search()
         while position < self._hot.durable:
             segment, tier = self._choose(position, position + 1, search)
@@ -211,7 +212,7 @@ class StreamReader:
         if self._view().holding(position) != segment and search.races < RACES_MAX:
             return
         search.bad.add((segment, tier))
-        if all((segment, each) in search.bad for each in _tiers(segment)):
+        if all((segment, tier) in search.bad for tier in _tiers(segment)):
             raise lost.error from lost
         emit(
             "warning",
@@ -266,11 +267,11 @@ class StreamReader:
 
     def _marks(self, segment: StreamSegment, make: Callable[[], Marks]) -> Marks:
         key = (self._files.stream_id, segment.segment_id, "marks")
-        found: Marks | None = self._cache.get(key)
-        if found is None:
-            found = make()
-            self._cache.put(key, found, 24 * len(found.firsts) + 256)
-        return found
+        marks: Marks | None = self._cache.get(key)
+        if marks is None:
+            marks = make()
+            self._cache.put(key, marks, 24 * len(marks.firsts) + 256)
+        return marks
 
     def _remote(self, segment: StreamSegment) -> WarmSource:
         return remote_source(self._files.stream_id, segment, self._store(), self._cache, self.retry)
@@ -303,7 +304,7 @@ class _Search:
 
 def _lacking(segment: StreamSegment, record: int) -> Corruption:
     return Corruption(
-        "a segment's copy has not all of its records", hint=VERIFY, segment=segment.segment_id, record=record
+        "a segment's copy lacks some of its records", hint=VERIFY, segment=segment.segment_id, record=record
     )
 
 
@@ -314,5 +315,5 @@ def is_going(segment: StreamSegment) -> bool:
 
 def _tiers(segment: StreamSegment) -> list[int]:
     """Where whole copies are, the nearest first; the hot one in any case: who finds nothing there says so."""
-    found = [tier for tier, there in enumerate((segment.is_hot, segment.is_warm, segment.is_remote)) if there]
-    return found or [_HOT]
+    tiers = [tier for tier, there in enumerate((segment.is_hot, segment.is_warm, segment.is_remote)) if there]
+    return tiers or [_HOT]

@@ -60,7 +60,7 @@ from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, WarmReader
 from quire.stream.witnesses import behind, held_above, holding, refused
 
-REPAIR = "put it back from a copy, or see what `quire stream repair` can save"
+REPAIR = "restore it from a copy, or see what `quire stream repair` can recover"
 
 
 class RecoveredStream(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +94,8 @@ def recover_stream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
         next_segment=max(ledger.index.opened_max, state.log_segment, projection.last_segment()) + 1,
-        next_record=max([projection.next_record(), *(each.end_record for each in segments)]),
-        epoch=max((each.epoch for each in segments), default=0) + 1,
+        next_record=max([projection.next_record(), *(segment.end_record for segment in segments)]),
+        epoch=max((segment.epoch for segment in segments), default=0) + 1,
         torn_bytes=torn,
     )
 
@@ -199,8 +199,9 @@ def _believe(
         reopen=reopen,
     )
     ledger.fold_all()  # before the mode is remembered: LMDB may be what the next opening believes
-    told = Mode.OFF if isinstance(log, AbsentLog) else mode  # a log that is not written falls behind, whatever the mode
-    state.remember_mode(told.value, ledger.going() if mode is not Mode.ON else (), log.index.opened_max)
+    # A log that is not written falls behind, whatever the mode.
+    log_mode = Mode.OFF if isinstance(log, AbsentLog) else mode
+    state.remember_mode(log_mode.value, ledger.going() if mode is not Mode.ON else (), log.index.opened_max)
     if mode is Mode.OFF and not isinstance(log, AbsentLog):
         ledger.leave_log()
     return ledger
@@ -215,11 +216,11 @@ def _from_projection(
     remembered beside the mode.
     """
     rows = projection.rows()
-    etags = {each: facts.etag for each, facts in facts_of_index(log.index).items()}
-    ends = {each: (row.last_lsn + 1, row.sealed_at_ms) for each, row in rows.items()}
+    etags = {segment_id: facts.etag for segment_id, facts in facts_of_index(log.index).items()}
+    ends = {segment_id: (row.last_lsn + 1, row.sealed_at_ms) for segment_id, row in rows.items()}
     clock.raise_to(max((sealed_ms for _, sealed_ms in ends.values()), default=0))  # a log that was off does not know
     now, facts = clock.now_ms(), projection.facts(etags)
-    going = [each for each in state.going if each in facts]
+    going = [segment_id for segment_id in state.going if segment_id in facts]
     for segment_id in going:
         facts[segment_id] = replace(facts[segment_id], key=rows[segment_id].suffix)
         if not rows[segment_id].suffix:
@@ -258,30 +259,30 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, segment: Str
     try:
         file = files.disk.open(path)
     except FileNotFoundError:
-        raise Corruption("the segment that was being written is missing", hint=REPAIR, path=path) from None
+        raise Corruption("the file of the open segment is missing", hint=REPAIR, path=path) from None
     try:
         file.sync()  # nothing is concluded from bytes that could still be lost
         raw = file.read_at(file.size(), 0)
     finally:
         file.close()
-    found = scan(raw, durable_upto=segment.base_record, path=path)
-    header = found.header
+    blocks = scan(raw, durable_upto=segment.base_record, path=path)
+    header = blocks.header
     if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
-        raise Corruption("the segment that was being written is another one's", hint=REPAIR, path=path)
-    clock.raise_to(max(found.last_ms, header.created_at_ms))
-    sealed = SealSegment(found.cut, crc64(memoryview(raw)[: found.cut]))
-    if found.end_record == segment.base_record:
+        raise Corruption("the file of the open segment belongs to another segment", hint=REPAIR, path=path)
+    clock.raise_to(max(blocks.last_ms, header.created_at_ms))
+    sealed = SealSegment(blocks.cut, crc64(memoryview(raw)[: blocks.cut]))
+    if blocks.end_record == segment.base_record:
         gone = CustomEvent(Schema.SEGMENT_RETIRED)
-        ledger.tell((sealed, segment_id, found.end_record), (gone, segment_id))
+        ledger.tell((sealed, segment_id, blocks.end_record), (gone, segment_id))
         files.remove(Tier.HOT, [segment_id])
     else:
-        ledger.tell((sealed, segment_id, found.end_record))
+        ledger.tell((sealed, segment_id, blocks.end_record))
     hit("stream.recovery.sealed")
     emit(
-        "info", "stream.recovered", stream=files.stream_id, segment_id=segment_id, cut=found.cut,
-        end_record=found.end_record, torn_bytes=found.torn_bytes,
+        "info", "stream.recovered", stream=files.stream_id, segment_id=segment_id, cut=blocks.cut,
+        end_record=blocks.end_record, torn_bytes=blocks.torn_bytes,
     )  # fmt: skip
-    return found.torn_bytes
+    return blocks.torn_bytes
 
 
 # ── what is left over, and what is missing ────────────────────────────────────────────────────────────────────────────
@@ -289,8 +290,8 @@ def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
     view = ledger.view
     hot, warm = set(files.segments(Tier.HOT)), set(files.segments(Tier.WARM))
     known = {
-        Tier.HOT: {each.segment_id for each in view if each.is_hot},
-        Tier.WARM: {each.segment_id for each in view if each.is_warm},
+        Tier.HOT: {segment.segment_id for segment in view if segment.is_hot},
+        Tier.WARM: {segment.segment_id for segment in view if segment.is_warm},
     }
     for tier, here in ((Tier.HOT, hot), (Tier.WARM, warm)):
         garbage = []
@@ -302,7 +303,7 @@ def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
             move(files.disk, files.root, name.path, why=why, at_ms=clock.now_ms(), database=files.stream_id)
         files.remove(tier, garbage)
     hit("stream.recovery.swept")
-    _trim(files, [each for each in view if each.is_hot and each.is_sealed and each.segment_id in hot])
+    _trim(files, [segment for segment in view if segment.is_hot and segment.is_sealed and segment.segment_id in hot])
     for segment in view:
         if segment.is_hot and segment.segment_id not in hot:
             _missing(files, ledger, segment, Tier.HOT)
@@ -331,10 +332,10 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
         return "the log has no copy of its segment"
     held = holding(files, tier, segment_id)
     if held is None:
-        return "no segment that is known, and not a sound file of one"
+        return "not a known segment, nor a sound file of one"
     if held.base_record == held.end_record:
         return None  # made and never announced, or given up by the recovery before this one
-    first = min((each.base_record for each in ledger.view), default=ledger.projection.next_record())
+    first = min((segment.base_record for segment in ledger.view), default=ledger.projection.next_record())
     if segment_id <= ledger.index.opened_max and held.base_record < first:
         return None  # the log has retired it
     return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not know"
@@ -358,8 +359,8 @@ def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: T
 
 def _dictionaries(files: StreamFiles, segments: tuple[StreamSegment, ...]) -> Dictionaries:
     """Go on with the newest dictionary that is on this disk."""
-    next_id = max((each.dictionary_id for each in segments), default=0) + 1
-    with_one = [each for each in segments if each.dictionary_id and each.is_warm]
+    next_id = max((segment.dictionary_id for segment in segments), default=0) + 1
+    with_one = [segment for segment in segments if segment.dictionary_id and segment.is_warm]
     if not with_one:
         return Dictionaries(NO_DICTIONARY, next_id=next_id)
     path = files.segment(Tier.WARM, with_one[-1].segment_id)

@@ -42,15 +42,15 @@ def share(
         raise OutOfRange("there is no such record yet", hint=f"the next one is {end}", start=begin, end=end)
     if upload and begin < last:
         _upload(stream, begin, last)
-    found: list[SharedSegment] = []
+    shared: list[SharedSegment] = []
     for segment in stream.ledger.view:
-        if len(found) >= min(segments_max, SEGMENTS_MAX):
+        if len(shared) >= min(segments_max, SEGMENTS_MAX):
             break
-        told = _told(stream, segment, end)
-        if told is not None and told.base_record < last and told.end_record > begin and begin < last:
-            found.append(told)
+        entry = _told(stream, segment, end)
+        if entry is not None and entry.base_record < last and entry.end_record > begin and begin < last:
+            shared.append(entry)
     files = stream.files
-    return SharedStream(store_id, stream.stream_id, files.root, objects_url, first, end, tuple(found))
+    return SharedStream(store_id, stream.stream_id, files.root, objects_url, first, end, tuple(shared))
 
 
 def _upload(stream: Stream, begin: int, last: int) -> None:

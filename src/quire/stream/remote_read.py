@@ -134,7 +134,7 @@ class SharedReader:
         asked = 0
         while position < stop:
             segment = _holding(segments, position)
-            tier = next((each for each in self._tiers(segment) if (segment, each) not in bad), None)
+            tier = next((tier for tier in self._tiers(segment) if (segment, tier) not in bad), None)
             if segment is None or tier is None:
                 fresh = self._ask(position, stop)
                 asked += 1
@@ -157,16 +157,16 @@ class SharedReader:
                 )  # fmt: skip
 
     def _ask(self, position: int, stop: int) -> tuple[SharedSegment, ...]:
-        found = self._locate(position, stop, self._uploads).segments
-        there = _holding(found, position)
+        segments = self._locate(position, stop, self._uploads).segments
+        there = _holding(segments, position)
         if there is not None and self._files is None and not there.key:
             raise InvalidInput(
-                "these records are in no object yet, and the store's directory is not seen here",
-                hint='option("upload", "auto") has them uploaded',
+                "these records are not uploaded yet, and the store's directory is not reachable from here",
+                hint='option("upload", "auto") uploads them',
                 record=position,
                 segment=there.segment_id,
             )
-        return found
+        return segments
 
     def _tiers(self, segment: SharedSegment | None) -> list[int]:
         """The order of copies to try: hot file, compressed file, object (rule 1)."""
@@ -201,7 +201,7 @@ def retried(work: Callable[[], bytes]) -> bytes:
 
 
 def _holding(segments: tuple[SharedSegment, ...], record: int) -> SharedSegment | None:
-    place = bisect_right(segments, record, key=lambda each: each.base_record) - 1
+    place = bisect_right(segments, record, key=lambda segment: segment.base_record) - 1
     return segments[place] if place >= 0 and record < segments[place].end_record else None
 
 
@@ -243,5 +243,5 @@ def _batch(columns: list[Any], begins: list[tuple[int, int]]) -> Any:
     counts = [len(column) for column in columns]
     ids = np.arange(begins[0][0], begins[0][0] + len(payload), dtype=np.uint64)
     stamps = np.repeat(np.array([stamp for _, stamp in begins], np.int64), counts)
-    made = [pa.array(ids), pa.array(stamps).view(SCHEMA.field("timestamp").type), payload]
-    return pa.RecordBatch.from_arrays(made, schema=SCHEMA)
+    columns_out = [pa.array(ids), pa.array(stamps).view(SCHEMA.field("timestamp").type), payload]
+    return pa.RecordBatch.from_arrays(columns_out, schema=SCHEMA)

@@ -69,7 +69,7 @@ class Strays(NamedTuple):
 
 def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
     """The objects of segments that are not known."""
-    found = Strays({}, [])
+    strays = Strays({}, [])
     for prefix in objects.prefixes:
         below = f"{prefix}/" if prefix else ""
         for info in list_objects(objects.store, f"{below}{objects.stream_id:08x}/"):
@@ -77,10 +77,10 @@ def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
             if key is None or key.kind is not ArtifactKind.WAL or key.id in known:
                 continue
             if prefix and prefix == objects.prefixes[0]:
-                found.objects[key.id] = info
+                strays.objects[key.id] = info
             else:
-                found.doubtful.append(info.key)
-    return found
+                strays.doubtful.append(info.key)
+    return strays
 
 
 def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[SegmentFacts, int]:
@@ -91,7 +91,7 @@ def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[
     header, checksum = reader.header(), reader.verify()
     whose = (objects.stream_id, segment_id)
     if check_header(head, path=key) != whose or (header.stream_id, header.segment_id) != whose:
-        raise Corruption("it is another segment's", key=key)
+        raise Corruption("it belongs to another segment", key=key)
     facts = SegmentFacts(
         base_offset=header.base_record,
         sealed=True,
@@ -154,79 +154,82 @@ class Repair:
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def survey(self) -> StreamSurvey:
         """What can be rebuilt (rule 1)."""
-        found = StreamSurvey()
-        found.known = self._survey_log(found)
-        self._survey_segments(found)
+        survey = StreamSurvey()
+        survey.known = self._survey_log(survey)
+        self._survey_segments(survey)
         closed = believed_end(self._files) or 0
-        if closed > found.known.records:
-            lost = closed - found.known.records
-            found.steps.append(f"go on with a log that has {lost} records less than when the stream was last closed")
+        if closed > survey.known.records:
+            lost = closed - survey.known.records
+            survey.steps.append(
+                f"continue with a log that has {lost} fewer records than when the stream was last closed"
+            )
         mine = [
             entry for entry in entries(self._files.disk, self._files.root) if entry.database == self._files.stream_id
         ]
         if mine:
             numbers = " ".join(str(entry.number) for entry in mine)
-            found.notes.append(
-                f"{len(mine)} files of it are in quarantine ({numbers}): `quire quarantine restore` first what is wanted"
+            survey.notes.append(
+                f"{len(mine)} of its files are in quarantine ({numbers}): first restore what you need "
+                "with `quire quarantine restore`"
             )
-        return found
+        return survey
 
-    def _survey_log(self, found: StreamSurvey) -> ManifestIndex:
+    def _survey_log(self, survey: StreamSurvey) -> ManifestIndex:
         """The chain that the log goes on behind; the newest state that anything of the log has."""
-        snapshots = self._snapshots(found)
+        snapshots = self._snapshots(survey)
         best, chain, base = ManifestIndex(), list[Chunk](), None
         for candidate in [*snapshots, None]:
             index = copy.deepcopy(candidate.index) if candidate is not None else ManifestIndex()
-            chunks = self._chain(candidate, index, found)
+            chunks = self._chain(candidate, index, survey)
             if chunks is not None and (index.records > best.records or not (chain or base)):
                 best, chain, base = index, chunks, candidate
         last = chain[-1].last_index if chain else (base.position.chunk_index - 1 if base is not None else -1)
         here = self._log.chunks()
         for number in here:
-            if number > last and self._log.chunk(number) not in found.to_quarantine:
+            if number > last and self._log.chunk(number) not in survey.to_quarantine:
                 self._put_aside(
-                    found, self._log.chunk(number), "a chunk of the log behind one that is missing or damaged"
+                    survey, self._log.chunk(number), "a chunk of the log behind one that is missing or damaged"
                 )
         for snapshot_id in self._log.snapshots():
             if base is None or snapshot_id > base.snapshot_id:
-                why = "a snapshot of the log that the log does not reach any more"
-                self._put_aside(found, self._log.snapshot(snapshot_id), why)
-        found.to_fetch = [each.index for each in chain if self._is_to_fetch(each, found)]
+                why = "a snapshot beyond the end of the log"
+                self._put_aside(survey, self._log.snapshot(snapshot_id), why)
+        survey.to_fetch = [chunk.index for chunk in chain if self._is_to_fetch(chunk, survey)]
         if base is not None and base.snapshot_id not in self._log.snapshots():
-            found.snapshot = base.snapshot_id
-            found.steps.append(f"bring back snapshot {base.snapshot_id} of the log from tier 2")
-        if found.to_fetch:
-            found.steps.append(f"bring back chunks {_numbers(found.to_fetch)} of the log from tier 2")
-        return max([best, *(each.index for each in snapshots)], key=lambda index: index.records)
+            survey.snapshot = base.snapshot_id
+            survey.steps.append(f"restore snapshot {base.snapshot_id} of the log from tier 2")
+        if survey.to_fetch:
+            survey.steps.append(f"restore chunks {_numbers(survey.to_fetch)} of the log from tier 2")
+        return max([best, *(snapshot.index for snapshot in snapshots)], key=lambda index: index.records)
 
-    def _snapshots(self, found: StreamSurvey) -> list[LogSnapshot]:
+    def _snapshots(self, survey: StreamSurvey) -> list[LogSnapshot]:
         """Every sound snapshot, the newest first; one that is here before the same in tier 2."""
         sound: dict[int, LogSnapshot] = {}
         for snapshot_id in self._log.snapshots():
             try:
                 sound[snapshot_id] = read_snapshot(self._log, snapshot_id)
             except ManifestIntegrityError as error:
-                self._put_aside(found, self._log.snapshot(snapshot_id), error.what)
+                self._put_aside(survey, self._log.snapshot(snapshot_id), error.what)
         for snapshot_id in self._objects.listing().snapshots:
             if snapshot_id not in sound:
                 try:
                     sound[snapshot_id] = self._objects.get_snapshot(snapshot_id)
                 except ManifestIntegrityError as error:
-                    found.notes.append(f"snapshot {snapshot_id} of the log in tier 2 is damaged: {error.what}")
-        return [sound[each] for each in sorted(sound, reverse=True)]
+                    survey.notes.append(f"snapshot {snapshot_id} of the log in tier 2 is damaged: {error.what}")
+        return [sound[index] for index in sorted(sound, reverse=True)]
 
-    def _chain(self, base: LogSnapshot | None, index: ManifestIndex, found: StreamSurvey) -> list[Chunk] | None:
+    def _chain(self, base: LogSnapshot | None, index: ManifestIndex, survey: StreamSurvey) -> list[Chunk] | None:
         """The chunks from a snapshot on, folded; `None` if the log does not reach the snapshot."""
         start = base.position if base is not None else START
         chain: list[Chunk] = []
         number = start.chunk_index
-        while (chunk := self._chunk(number, found)) is not None:
+        while (chunk := self._chunk(number, survey)) is not None:
             try:
                 if chain:
                     check_sequence(chunk.header, chain[-1].facts.next_record, is_last=True)
                 index.fold_chunk(chunk)
             except ManifestIntegrityError as error:
-                self._put_aside(found, self._log.chunk(number), error.what)
+                self._put_aside(survey, self._log.chunk(number), error.what)
                 break
             chain.append(chunk)
             if not chunk.header.sealed:
@@ -235,10 +238,10 @@ class Repair:
         reaches = bool(chain) or start.offset == CHUNK_BYTES
         return chain if reaches else None
 
-    def _chunk(self, number: int, found: StreamSurvey) -> Chunk | None:
+    def _chunk(self, number: int, survey: StreamSurvey) -> Chunk | None:
         """A chunk from here, if it is sound and no older than what tier 2 has; else from there."""
         path, local = self._log.chunk(number), None
-        if path not in found.to_quarantine:
+        if path not in survey.to_quarantine:
             try:
                 local = load_chunk(
                     read_all(self._files.disk, path), chunk_index=number, path=path, owner=self._log.identity
@@ -246,93 +249,93 @@ class Repair:
             except FileNotFoundError:
                 pass
             except (ManifestIntegrityError, FormatTooNew) as error:
-                self._put_aside(found, path, error.what)
+                self._put_aside(survey, path, error.what)
         if local is not None and local.header.sealed:
             return local
         try:
             there = self._objects.fetch(number)
         except ManifestIntegrityError as error:
-            found.notes.append(f"chunk {number} of the log in tier 2 is damaged: {error.what}")
+            survey.notes.append(f"chunk {number} of the log in tier 2 is damaged: {error.what}")
             there = None
         if there is not None and local is not None:
-            self._put_aside(found, path, "a chunk that is not sealed, and was uploaded sealed")
+            self._put_aside(survey, path, "the chunk is not sealed here, but was uploaded sealed")
         return there if there is not None else local
 
-    def _is_to_fetch(self, chunk: Chunk, found: StreamSurvey) -> bool:
+    def _is_to_fetch(self, chunk: Chunk, survey: StreamSurvey) -> bool:
         path = self._log.chunk(chunk.index)
-        gone = path in found.to_quarantine or not self._files.disk.exists(path)
+        gone = path in survey.to_quarantine or not self._files.disk.exists(path)
         return gone and chunk.last_index == chunk.index
 
-    def _put_aside(self, found: StreamSurvey, path: str, why: str) -> None:
-        if path not in found.to_quarantine and self._files.disk.exists(path):
-            found.to_quarantine[path] = why
-            found.steps.append(f"move {os.path.relpath(path, self._files.root)} to quarantine: {why}")
+    def _put_aside(self, survey: StreamSurvey, path: str, why: str) -> None:
+        if path not in survey.to_quarantine and self._files.disk.exists(path):
+            survey.to_quarantine[path] = why
+            survey.steps.append(f"move {os.path.relpath(path, self._files.root)} to quarantine: {why}")
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _survey_segments(self, found: StreamSurvey) -> None:
-        known, rows = found.known, self._projection.rows()
+    def _survey_segments(self, survey: StreamSurvey) -> None:
+        known, rows = survey.known, self._projection.rows()
         listed = self._projection.facts({info.segment_id: facts_of(info).etag for info in known.segments()})
-        here = {each for tier in Tier for each in self._files.segments(tier)}
-        strays = self._strays(found, {each: facts.base_offset for each, facts in listed.items()})
+        here = {segment_id for tier in Tier for segment_id in self._files.segments(tier)}
+        strays = self._strays(survey, {segment_id: facts.base_offset for segment_id, facts in listed.items()})
         view, first, end = view_of(known), 0, 0
         for segment_id in sorted({*known.entries, *rows, *here, *strays}):
             info, segment = known.get(segment_id), view.get(segment_id)
             if info is None and segment_id <= known.opened_max:
                 continue  # retired: opening decides about its files
             if info is not None and segment is not None and is_going(segment):
-                found.facts[segment_id] = facts_of(info)
+                survey.facts[segment_id] = facts_of(info)
                 continue
             sealed = facts_of(info) if info is not None and segment is not None and segment.is_sealed else None
             remote = strays.get(segment_id)
             sealed = sealed or listed.get(segment_id) or (remote[0] if remote is not None else None)
-            hot, warm = self._hot(segment_id, sealed, found), self._warm(segment_id, sealed, found)
+            hot, warm = self._hot(segment_id, sealed, survey), self._warm(segment_id, sealed, survey)
             facts = self._sealed(sealed, hot, warm) if sealed is not None else self._unsealed(segment_id, hot, warm)
             if facts is None:
                 if info is not None:
                     base = facts_of(info).base_offset
-                    found.lost.append(
+                    survey.lost.append(
                         f"records from {base} on: segment {segment_id} was being written, and its file is gone"
                     )
                 continue
             if sealed is None and facts.base_offset < end:
                 for tier in Tier:
-                    self._put_aside(found, self._files.segment(tier, segment_id), "its records are in another segment")
+                    self._put_aside(survey, self._files.segment(tier, segment_id), "its records are in another segment")
                 continue
             last = self._end_of(rows.get(segment_id), segment, hot, remote or warm)
             if end and facts.base_offset > end:
-                found.lost.append(f"records {end} to {facts.base_offset - 1}: no copy of their segment is known")
+                survey.lost.append(f"records {end} to {facts.base_offset - 1}: no copy of their segment is known")
             if sealed is not None and hot is None and facts.hot:
-                found.lost.append(f"records {facts.base_offset} to {last - 1}: segment {segment_id} has no sound copy")
+                survey.lost.append(f"records {facts.base_offset} to {last - 1}: segment {segment_id} has no sound copy")
             sealed_ms = rows[segment_id].sealed_at_ms if segment_id in rows else self._clock.now_ms()
-            found.facts[segment_id], found.ends[segment_id] = facts, (last, sealed_ms)
+            survey.facts[segment_id], survey.ends[segment_id] = facts, (last, sealed_ms)
             first, end = first or facts.base_offset, max(end, last)
-        found.segments, found.records = len(found.facts), (first, end)
-        if told := {segment_id for _, segment_id in catch_up(known, found.facts)}:
-            found.steps.append(f"tell the log what it does not know of segments {_numbers(sorted(told))}")
+        survey.segments, survey.records = len(survey.facts), (first, end)
+        if appended := {segment_id for _, segment_id in catch_up(known, survey.facts)}:
+            survey.steps.append(f"add to the log what it does not know about segments {_numbers(sorted(appended))}")
 
-    def _strays(self, found: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
+    def _strays(self, survey: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
         """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records by LMDB."""
-        known = found.known
+        known = survey.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
         there = list_strays(self._objects, {*bases, *self._projection.ever()})
         for key in there.doubtful:
-            found.notes.append(f"object {key} is left alone: it is an earlier owner's, or its name says no store")
+            survey.notes.append(f"object {key} is left alone: it belongs to an earlier owner, or its name has no store")
         taken: dict[int, tuple[SegmentFacts, int]] = {}
         end = 0
-        for segment_id in sorted(each for each in there.objects if each > known.opened_max):
+        for segment_id in sorted(segment_id for segment_id in there.objects if segment_id > known.opened_max):
             info = there.objects[segment_id]
             try:
                 facts, last = read_stray(self._objects, segment_id, info)
             except (Corruption, FormatTooNew) as error:
-                found.notes.append(f"object {info.key} is not known and not sound: {error.what}")
+                survey.notes.append(f"object {info.key} is unknown and damaged: {error.what}")
                 continue
-            before = max((base for each, base in bases.items() if each < segment_id), default=0)
-            behind = min((base for each, base in bases.items() if each > segment_id), default=last)
+            before = max((base for other, base in bases.items() if other < segment_id), default=0)
+            behind = min((base for other, base in bases.items() if other > segment_id), default=last)
             if facts.base_offset < end or facts.base_offset <= before or last > behind:
-                found.notes.append(f"object {info.key} is not known, and its records are in other segments")
+                survey.notes.append(f"object {info.key} is unknown, and its records are in other segments")
                 continue
             end, taken[segment_id] = last, (facts, last)
-            found.steps.append(f"take up object {info.key}: records {facts.base_offset} to {last - 1}")
+            survey.steps.append(f"adopt object {info.key}: records {facts.base_offset} to {last - 1}")
         return taken
 
     def _sealed(self, sealed: SegmentFacts, hot: Scan | None, warm: tuple[SegmentFacts, int] | None) -> SegmentFacts:
@@ -351,7 +354,7 @@ class Repair:
         if hot is None:
             return warm[0] if warm is not None else None
         base = hot.header.base_record
-        if not any(each > segment_id for tier in Tier for each in self._files.segments(tier)):
+        if not any(other > segment_id for tier in Tier for other in self._files.segments(tier)):
             return SegmentFacts(base_offset=base)
         if hot.end_record == base:
             return None
@@ -374,7 +377,7 @@ class Repair:
             return hot.end_record
         return warm[1] if warm is not None else 0
 
-    def _hot(self, segment_id: int, facts: SegmentFacts | None, found: StreamSurvey) -> Scan | None:
+    def _hot(self, segment_id: int, facts: SegmentFacts | None, survey: StreamSurvey) -> Scan | None:
         """The hot copy of a segment, if it is sound."""
         path = self._files.segment(Tier.HOT, segment_id)
         try:
@@ -382,19 +385,19 @@ class Repair:
             scanned = scan(raw, path=path)
             whose = (scanned.header.stream_id, scanned.header.segment_id)
             if whose != (self._files.stream_id, segment_id):
-                raise Corruption("it is another segment's")
+                raise Corruption("it belongs to another segment")
             sealed = facts is not None and facts.sealed
             if facts is not None and sealed and crc64(raw[: facts.durable_bytes]) != facts.segment_crc64:
                 raise Corruption("it is not the segment that was sealed")
         except (Corruption, FormatTooNew) as error:
-            self._put_aside(found, path, error.what)
+            self._put_aside(survey, path, error.what)
             return None
         except FileNotFoundError:
             return None
         return scanned
 
     def _warm(
-        self, segment_id: int, facts: SegmentFacts | None, found: StreamSurvey
+        self, segment_id: int, facts: SegmentFacts | None, survey: StreamSurvey
     ) -> tuple[SegmentFacts, int] | None:
         """(what it is, the id behind it) by the compressed copy of a segment, if that is sound."""
         path = self._files.segment(Tier.WARM, segment_id)
@@ -403,19 +406,19 @@ class Repair:
             reader = WarmReader(lambda offset, size: data[offset : offset + size], len(data), path=path)
             header, checksum = reader.header(), reader.verify()
             if (header.stream_id, header.segment_id) != (self._files.stream_id, segment_id):
-                raise Corruption("it is another segment's")
+                raise Corruption("it belongs to another segment")
             if facts is not None and facts.sealed and checksum != facts.segment_crc64:
                 raise Corruption("it is not the segment that was sealed")
         except (Corruption, FormatTooNew) as error:
-            self._put_aside(found, path, error.what)
+            self._put_aside(survey, path, error.what)
             return None
         except FileNotFoundError:
             return None
-        told = SegmentFacts(
+        warm = SegmentFacts(
             base_offset=header.base_record, sealed=True, durable_bytes=reader.raw_bytes, segment_crc64=checksum, hot=False,
             warm_bytes=len(data), dictionary_id=dictionary_of(data, path=path),
         )  # fmt: skip
-        return told, reader.end_record
+        return warm, reader.end_record
 
     def _has_object(self, key: str) -> bool:
         try:
@@ -425,32 +428,32 @@ class Repair:
         return True
 
     # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def apply(self, found: StreamSurvey) -> None:
+    def apply(self, survey: StreamSurvey) -> None:
         """Do what a survey says; the stream can be opened then."""
         files, now = self._files, self._clock.now_ms()
-        for path, why in found.to_quarantine.items():
+        for path, why in survey.to_quarantine.items():
             relative = os.path.relpath(path, files.root)
             move(files.disk, files.root, relative, why=f"repair: {why}", at_ms=now, database=files.stream_id)
         files.make()
         files.disk.make_dirs(self._log.directory)
-        if found.snapshot:
-            _, data = self._objects.fetch_snapshot(found.snapshot)
-            write_atomic(files.disk, self._log.snapshot(found.snapshot), data)
-        for number in found.to_fetch:
+        if survey.snapshot:
+            _, data = self._objects.fetch_snapshot(survey.snapshot)
+            write_atomic(files.disk, self._log.snapshot(survey.snapshot), data)
+        for number in survey.to_fetch:
             restore_chunk(self._log, self._objects, number)
         log = ManifestLog.open(self._log, clock=self._clock, settings=self._settings, objects=self._objects)
         with log:
-            bring_up(log, self._truth(found))
+            bring_up(log, self._truth(survey))
             records = log.index.records
         state = StreamState(files, self._clock)
         state.remember_mode("on")
         state.remember_end(records)
 
-    def _truth(self, found: StreamSurvey) -> ManifestIndex:
+    def _truth(self, survey: StreamSurvey) -> ManifestIndex:
         """The state that the log is brought up to: what it knew, and what the survey has seen."""
-        index, now = copy.deepcopy(found.known), self._clock.now_ms()
-        for value, segment_id in catch_up(found.known, found.facts):
-            end, sealed_ms = found.ends.get(segment_id, (0, now))
+        index, now = copy.deepcopy(survey.known), self._clock.now_ms()
+        for value, segment_id in catch_up(survey.known, survey.facts):
+            end, sealed_ms = survey.ends.get(segment_id, (0, now))
             sealing = isinstance(value, SealSegment)
             fold(index, value, segment_id, end if sealing else 0, sealed_ms if sealing else now)
         return index
@@ -463,6 +466,6 @@ def _numbers(numbers: list[int]) -> str:
 
 def _runs(numbers: list[int]) -> Iterator[str]:
     while numbers:
-        count = next((place for place, each in enumerate(numbers) if each != numbers[0] + place), len(numbers))
+        count = next((place for place, number in enumerate(numbers) if number != numbers[0] + place), len(numbers))
         yield str(numbers[0]) if count == 1 else f"{numbers[0]} to {numbers[count - 1]}"
         numbers = numbers[count:]

@@ -259,9 +259,9 @@ def check_sizes(sizes: Sequence[int], first_record: int, bytes_max: int = RECORD
     """Refuse records that cannot be written."""
     largest = max(sizes, default=0)
     if largest > bytes_max:
-        raise OutOfRange("a record is larger than this stream takes", hint="split it", bytes=largest, max=bytes_max)
+        raise OutOfRange("a record exceeds the stream's size limit", hint="split it", bytes=largest, max=bytes_max)
     if first_record + len(sizes) > U64_MAX:
-        raise OutOfRange("a stream holds no more than 2**64 - 1 records", first_record=first_record)
+        raise OutOfRange("a stream holds at most 2**64 - 1 records", first_record=first_record)
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -253,8 +253,8 @@ class Ledger:
                 self._own = None
                 self.view = view_of(self.index)
                 self._remember(mode, ())
-                for each in left:
-                    emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=each.segment_id)
+                for step in left:
+                    emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=step.segment_id)
 
     def _bring_up(self) -> None:
         """Have the log open, and as far as the truth is. What fails leaves everything as it was."""
@@ -277,8 +277,8 @@ class Ledger:
         """Where log and LMDB differ; the figure `manifest_shadow_divergence` is their number."""
         with self._lock:
             known = facts_of_index(self.index)
-            etags = {each: facts.etag for each, facts in known.items()}
-            is_open = {each: facts for each, facts in known.items() if not facts.sealed}
+            etags = {segment_id: facts.etag for segment_id, facts in known.items()}
+            is_open = {segment_id: facts for segment_id, facts in known.items() if not facts.sealed}
             if self.mode is Mode.ON:
                 self._project()
             return self.gated.compare({**self.projection.facts(etags), **is_open})
@@ -288,9 +288,9 @@ class Ledger:
         with self._lock:
             if self.mode is not Mode.SHADOW:
                 return
-            now, told = self._clock.monotonic(), (self.log.index.records, self.shadow_refused)
-            if told != self._watched or now - self._watched_at >= WATCH_SECONDS:
-                self._watched, self._watched_at = told, now
+            now, mark = self._clock.monotonic(), (self.log.index.records, self.shadow_refused)
+            if mark != self._watched or now - self._watched_at >= WATCH_SECONDS:
+                self._watched, self._watched_at = mark, now
                 if isinstance(self.log, AbsentLog) and now - self._lost_at >= WATCH_SECONDS:  # it failed: try again
                     self._lost_at = now
                     try:
@@ -316,7 +316,11 @@ def bring_up(log: ManifestLog, index: ManifestIndex) -> int:
     """Append what brings a log that has missed something up to the truth; how many records."""
     view, wanted = view_of(index), facts_of_index(index)
     known = set(going(log.index))
-    leaving = [segment for each in going(index) if each not in known and (segment := view.get(each)) is not None]
+    leaving = [
+        segment
+        for segment_id in going(index)
+        if segment_id not in known and (segment := view.get(segment_id)) is not None
+    ]
     for segment in leaving:  # first to where there is an object that can go, and under its name
         wanted[segment.segment_id] = replace(wanted[segment.segment_id], key=segment.key)
     records = catch_up(log.index, wanted)

@@ -75,11 +75,11 @@ def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
         if block.is_commit:
             committed = len(blocks)
     kept = blocks[:committed]
-    promised = max([durable_upto, *(each.durable_upto for each in _behind(raw, header, offset))])
+    promised = max([durable_upto, *(block.durable_upto for block in _behind(raw, header, offset))])
     if promised > expected:
         raise Corruption(
             "a stream's segment is damaged",
-            hint="`quire stream verify` tells what is lost",
+            hint="`quire stream verify` shows what is lost",
             path=path,
             segment=header.segment_id,
             offset=offset,
@@ -93,18 +93,18 @@ def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
 
 def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
     """The same of a sealed segment, all of which was synced: anything but its full length is `Corruption`."""
-    found = scan(memoryview(raw)[:durable_bytes], path=path)
-    if found.cut != durable_bytes:
+    result = scan(memoryview(raw)[:durable_bytes], path=path)
+    if result.cut != durable_bytes:
         raise Corruption(
             "a sealed segment ends too early",
-            hint="`quire stream verify` tells what is lost",
+            hint="`quire stream verify` shows what is lost",
             path=path,
-            segment=found.header.segment_id,
-            offset=found.cut,
-            record=found.end_record,
+            segment=result.header.segment_id,
+            offset=result.cut,
+            record=result.end_record,
             durable_bytes=durable_bytes,
         )
-    return found
+    return result
 
 
 def _next(raw: Bytes, header: StreamSegmentHeader, offset: int, expected: int, stamp: int) -> RecordBlock | None:

@@ -84,9 +84,9 @@ class SegmentList(msgspec.Struct, frozen=True):
 
     def get(self, segment_id: int) -> StreamSegment | None:
         """A segment by id."""
-        place = bisect_left(self.segments, segment_id, key=lambda each: each.segment_id)
-        found = self.segments[place] if place < len(self.segments) else None
-        return found if found is not None and found.segment_id == segment_id else None
+        place = bisect_left(self.segments, segment_id, key=lambda segment: segment.segment_id)
+        segment = self.segments[place] if place < len(self.segments) else None
+        return segment if segment is not None and segment.segment_id == segment_id else None
 
     def holding(self, record: int) -> StreamSegment | None:
         """The segment that has a record, or will have it."""
@@ -95,13 +95,13 @@ class SegmentList(msgspec.Struct, frozen=True):
 
     def before(self, timestamp_ms: int) -> StreamSegment | None:
         """The last segment that was opened before a moment: records of that moment and later are in it, or behind it."""
-        place = bisect_left(self.segments, timestamp_ms, key=lambda each: each.opened_ms) - 1
+        place = bisect_left(self.segments, timestamp_ms, key=lambda segment: segment.opened_ms) - 1
         return self.segments[max(place, 0)] if self.segments else None
 
     @property
     def sealed(self) -> list[StreamSegment]:
         """Those that are sealed, oldest first."""
-        return [each for each in self.segments if each.is_sealed]
+        return [segment for segment in self.segments if segment.is_sealed]
 
 
 EMPTY = SegmentList((), ())
@@ -109,19 +109,19 @@ EMPTY = SegmentList((), ())
 
 def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozenset[int] | None = None) -> SegmentList:
     """The view of an index; with `changed`, only those segments differ from `before`."""
-    known = {each.segment_id: each for each in before} if changed is not None else {}
-    found = [
+    known = {segment.segment_id: segment for segment in before} if changed is not None else {}
+    segments = [
         known[number]
         if changed is not None and number not in changed and number in known
         else _segment(number, index.entries[number], index)
         for number in sorted(index.entries)
     ]
-    for place, (each, following) in enumerate(pairwise(found)):
-        if each.is_sealed and each.end_record != following.base_record:
-            found[place] = msgspec.structs.replace(
-                each, end_record=following.base_record
+    for place, (segment, following) in enumerate(pairwise(segments)):
+        if segment.is_sealed and segment.end_record != following.base_record:
+            segments[place] = msgspec.structs.replace(
+                segment, end_record=following.base_record
             )  # rule 3: a record of `catch_up` cannot say it
-    return SegmentList(tuple(found), tuple(each.base_record for each in found))
+    return SegmentList(tuple(segments), tuple(segment.base_record for segment in segments))
 
 
 def _segment(segment_id: int, entry: Entry, index: ManifestIndex) -> StreamSegment:

@@ -59,7 +59,7 @@ Retry = Callable[[Callable[[], T]], T]
 StreamCache = ByteCache[Hashable, Any]
 """Of all streams of a store: frames, spans, marks and open objects, by keys that begin with the stream's number."""
 
-VERIFY = "`quire stream verify` tells what is lost"
+VERIFY = "`quire stream verify` shows what is lost"
 
 
 class Lost(Exception):
@@ -106,7 +106,7 @@ class HotSource:
             raise Lost(error) from error
         expected = (files.stream_id, self._segment.segment_id, self._segment.base_record)
         if (header.stream_id, header.segment_id, header.base_record) != expected:
-            raise Lost(self._damaged("the file is another segment's", 0))
+            raise Lost(self._damaged("the file belongs to another segment", 0))
         return header
 
     def _damaged(self, what: str, offset: int) -> Corruption:
@@ -115,7 +115,7 @@ class HotSource:
 
     def marks(self) -> Marks:
         """Where its blocks are: heads are checked, bodies are not looked at."""
-        found = Marks(array("Q"), array("Q"), array("Q"))
+        marks = Marks(array("Q"), array("Q"), array("Q"))
         offset, raw, start = HEADER_BYTES, b"", 0
         while offset < self._end:
             if offset + BLOCK_HEAD_BYTES > start + len(raw):
@@ -123,12 +123,12 @@ class HotSource:
                 raw = self._file.read_at(min(WINDOW_BYTES, self._end - offset), offset)
             block = decode_head(raw, offset, self._seed, at=offset - start)
             if block is None:
-                raise Lost(self._damaged("a block is not what was written", offset))
-            found.firsts.append(block.first_record)
-            found.offsets.append(offset)
-            found.stamps.append(block.timestamp_ms)
+                raise Lost(self._damaged("a block differs from what was written", offset))
+            marks.firsts.append(block.first_record)
+            marks.offsets.append(offset)
+            marks.stamps.append(block.timestamp_ms)
             offset = block.end
-        return found
+        return marks
 
     def pieces(self, offset: int, stop: int) -> Iterator[Piece]:
         """Blocks from an offset on, up to the one that has the record before `stop`."""
@@ -139,7 +139,7 @@ class HotSource:
             while at + BLOCK_HEAD_BYTES <= len(raw):
                 block = decode_head(raw, offset + at, self._seed, at=at)
                 if block is None:
-                    raise Lost(self._damaged("a block is not what was written", offset + at))
+                    raise Lost(self._damaged("a block differs from what was written", offset + at))
                 start = at + BLOCK_HEAD_BYTES
                 if start + block.body_bytes > len(raw):
                     if not at:
@@ -147,7 +147,7 @@ class HotSource:
                     break
                 body = raw[start : start + block.body_bytes]
                 if not is_body_good(block, body):
-                    raise Lost(self._damaged("the records of a block are not what was written", offset + at))
+                    raise Lost(self._damaged("the records of a block differ from what was written", offset + at))
                 yield block, body
                 if block.end_record >= stop:
                     return
@@ -162,18 +162,18 @@ class HotSource:
         while offset < self._end:
             size = min(want, self._end - offset)
             raw = memoryview(self._file.read_at(size, offset))
-            found = spans_of(raw, offset, self._seed, stop=stop)
-            for span in found.spans:
+            span_scan = spans_of(raw, offset, self._seed, stop=stop)
+            for span in span_scan.spans:
                 yield span
                 if span.end_record >= stop:
                     return
-            if found.bad_at is not None:
-                raise Lost(self._damaged("a block is not what was written", offset + found.bad_at))
-            is_short = len(raw) < size or found.need_bytes <= len(raw) or offset + found.need_bytes > self._end
-            if not found.used_bytes and is_short:
+            if span_scan.bad_at is not None:
+                raise Lost(self._damaged("a block differs from what was written", offset + span_scan.bad_at))
+            is_short = len(raw) < size or span_scan.need_bytes <= len(raw) or offset + span_scan.need_bytes > self._end
+            if not span_scan.used_bytes and is_short:
                 raise Lost(self._damaged("it ends within a block", offset))
-            offset += found.used_bytes
-            want = max(WINDOW_BYTES, found.need_bytes)
+            offset += span_scan.used_bytes
+            want = max(WINDOW_BYTES, span_scan.need_bytes)
 
 
 @contextmanager
@@ -222,14 +222,14 @@ class WarmSource:
 
     def _frame(self, number: int) -> list[Piece]:
         key = (self._stream_id, self._segment.segment_id, number)
-        found: list[Piece] | None = self._cache.get(key)
-        if found is None:
+        pieces: list[Piece] | None = self._cache.get(key)
+        if pieces is None:
             try:
-                found, size = checked_read(lambda: self._read_frame(number))
+                pieces, size = checked_read(lambda: self._read_frame(number))
             except (Corruption, ObjectNotFound, OutOfRange) as error:
                 raise Lost(error) from error
-            self._cache.put(key, found, size)
-        return found
+            self._cache.put(key, pieces, size)
+        return pieces
 
     def _read_frame(self, number: int) -> tuple[list[Piece], int]:
         """The blocks of a frame, checked, and their bytes."""
@@ -259,14 +259,14 @@ class WarmSource:
 
     def _frame_spans(self, number: int) -> list[RecordSpan]:
         key = (self._stream_id, self._segment.segment_id, number, "spans")
-        found: list[RecordSpan] | None = self._cache.get(key)
-        if found is None:
+        spans: list[RecordSpan] | None = self._cache.get(key)
+        if spans is None:
             try:
-                found, size = checked_read(lambda: self._read_spans(number))
+                spans, size = checked_read(lambda: self._read_spans(number))
             except (Corruption, ObjectNotFound, OutOfRange) as error:
                 raise Lost(error) from error
-            self._cache.put(key, found, size)
-        return found
+            self._cache.put(key, spans, size)
+        return spans
 
     def _read_spans(self, number: int) -> tuple[list[RecordSpan], int]:
         """The spans of a frame, checked, and their bytes."""
@@ -321,8 +321,8 @@ def remote_source(
 ) -> WarmSource:
     """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
     kept = (stream_id, segment.segment_id, segment.key)
-    found: tuple[WarmReader, threading.Lock] | None = cache.get(kept)
-    if found is None:
+    opened: tuple[WarmReader, threading.Lock] | None = cache.get(kept)
+    if opened is None:
 
         def read(offset: int, size: int) -> bytes:
             return retry(lambda: store.get_range(segment.key, offset, size))
@@ -334,9 +334,9 @@ def remote_source(
             reader = checked_read(lambda: WarmReader(read, size, path=path, raw_bytes=segment.durable_bytes))
         except (Corruption, ObjectNotFound, OutOfRange) as error:
             raise Lost(_remote_error(error, segment)) from error
-        found = (reader, threading.Lock())
-        cache.put(kept, found, 1024 + reader.frames * 128)
-    return WarmSource(stream_id, segment, found[0], cache, lock=found[1])
+        opened = (reader, threading.Lock())
+        cache.put(kept, opened, 1024 + reader.frames * 128)
+    return WarmSource(stream_id, segment, opened[0], cache, lock=opened[1])
 
 
 def _size_of(store: ObjectStore, key: str) -> bytes:

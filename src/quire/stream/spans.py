@@ -144,7 +144,7 @@ class SpanScan(NamedTuple):
     need_bytes: int
     """What the block behind needs to be whole; 0 if there is none, or its head is not all here."""
     bad_at: int | None
-    """Where a block is not what was written, counted from the beginning of the bytes."""
+    """Where a block differs from what was written, counted from the beginning of the bytes."""
 
 
 def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int | None = None) -> SpanScan:
@@ -226,7 +226,7 @@ def _small(
     good = (crc64_rows(heads[:, :CHECKED_BYTES], seeds) == fields[:, 7]) & (fields[:, 6] == 0)
     good &= (counts > 0) & (tables <= body_bytes)
     good[1:] &= firsts[1:] == firsts[:-1] + counts[:-1].astype(np.uint64)
-    begins = [each + BLOCK_HEAD_BYTES for each in starts]
+    begins = [start + BLOCK_HEAD_BYTES for start in starts]
     crcs = [crc64(raw[begin : begin + size]) for begin, size in zip(begins, bodies, strict=True)]
     good &= np.array(crcs, np.uint64) == fields[:, 5]
     numbers = np.frombuffer(raw, "<i4", len(raw) // 4)
@@ -245,9 +245,9 @@ def _small(
     column = _joined(numbers, counts, origin, payload)
     stamps = fields[:upto, 3].astype(np.int64)
     alike = int(stamps[0]) == int(stamps[-1])  # they never fall: then all are the same
-    told = int(stamps[0]) if alike else np.repeat(stamps, counts)
+    timestamps = int(stamps[0]) if alike else np.repeat(stamps, counts)
     used = int(at[upto - 1]) + BLOCK_HEAD_BYTES + bodies[upto - 1] - starts[0]
-    return [RecordSpan(int(firsts[0]), told, column, used)], wrong
+    return [RecordSpan(int(firsts[0]), timestamps, column, used)], wrong
 
 
 def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.bool_]:

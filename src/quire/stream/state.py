@@ -60,7 +60,7 @@ class Retention(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if min(self.seconds, self.bytes, self.hold_seconds) < 0:
-            raise InvalidInput("a retention has no negative limits", hint="0 is no limit")
+            raise InvalidInput("retention limits must not be negative", hint="0 means no limit")
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -90,10 +90,10 @@ def _load(files: StreamFiles) -> _Stored:
     except FileNotFoundError:
         return _Stored()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption(f"the state of a stream cannot be read: {error}", hint=_HINT, path=path) from error
+        raise Corruption(f"a stream's state file cannot be read: {error}", hint=_HINT, path=path) from error
     before, digits, after = data.rpartition(stored.crc64.encode()) if stored.crc64 else (data, b"", b"")
     if stored.crc64 and digits != b"%016x" % crc64(before + after):
-        raise Corruption("the state of a stream is not what was written", hint=_HINT, path=path)
+        raise Corruption("a stream's state file differs from what was written", hint=_HINT, path=path)
     return msgspec.structs.replace(stored, crc64="")
 
 
@@ -125,7 +125,7 @@ def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        hint = "write it again with `quire manifest mode`, after you have removed it"
+        hint = "remove it, then set the mode again with `quire manifest mode`"
         raise Corruption(f"the mode of manifest logs cannot be read: {error}", hint=hint, path=path) from error
 
 
@@ -216,10 +216,10 @@ class StreamState:
 
     def position(self, name: str) -> int:
         """Where a consumer is."""
-        found = self._stored.consumers.get(name)
-        if found is None:
-            raise UnknownCursor("the stream has no such consumer", hint="`register` makes one", name=name)
-        return found.position
+        consumer = self._stored.consumers.get(name)
+        if consumer is None:
+            raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
+        return consumer.position
 
     def register(self, name: str, position: int) -> int:
         """Make a consumer that begins at a position, or leave the one that is there; where it is."""
@@ -237,9 +237,9 @@ class StreamState:
         with self._lock:
             known = self._stored.consumers.get(name)
             if known is None:
-                raise UnknownCursor("the stream has no such consumer", hint="`register` makes one", name=name)
+                raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
             if position > end:
-                raise OutOfRange("a consumer cannot have read what is not there", position=position, end=end)
+                raise OutOfRange("a consumer cannot acknowledge records that do not exist", position=position, end=end)
             if position > known.position or self._clock.now_ms() > known.acked_ms:
                 self._put(name, max(position, known.position))
 
@@ -251,7 +251,7 @@ class StreamState:
         """Forget a consumer; one that is not there is fine."""
         with self._lock:
             if name in self._stored.consumers:
-                left = {each: value for each, value in self._stored.consumers.items() if each != name}
+                left = {entry: value for entry, value in self._stored.consumers.items() if entry != name}
                 self._save(msgspec.structs.replace(self._stored, consumers=left))
 
     # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,9 +271,9 @@ def due(
 ) -> list[StreamSegment]:
     """The sealed segments that may go, oldest first (rules 3 and 4)."""
     silent = now_ms - retention.hold_seconds * 1000 if retention.hold_seconds else None
-    holders = [each.position for each in consumers if silent is None or each.acked_ms >= silent]
+    holders = [consumer.position for consumer in consumers if silent is None or consumer.acked_ms >= silent]
     held_from = min(holders, default=None)
-    total = sum(each.durable_bytes for each in segments if each.is_sealed)
+    total = sum(segment.durable_bytes for segment in segments if segment.is_sealed)
     gone: list[StreamSegment] = []
     for segment in segments:
         if not segment.is_sealed or (held_from is not None and segment.end_record > held_from):

@@ -87,8 +87,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 def info_of(stream: Stream) -> StreamInfo:
     """The numbers of a stream that is open, as they are now."""
     segments = stream.ledger.view.segments
-    hot, warm = [each for each in segments if each.is_hot], [each for each in segments if each.is_warm]
-    remote = [each for each in segments if each.is_remote]
+    hot, warm = (
+        [segment for segment in segments if segment.is_hot],
+        [segment for segment in segments if segment.is_warm],
+    )
+    remote = [segment for segment in segments if segment.is_remote]
     live = stream.hot.segment
     return StreamInfo(
         stream_id=stream.stream_id,
@@ -96,11 +99,13 @@ def info_of(stream: Stream) -> StreamInfo:
         end_record=stream.end_record,
         segments=len(segments),
         hot_segments=len(hot),
-        hot_bytes=sum(each.durable_bytes for each in hot) + (live.offset if live is not None else 0),
+        hot_bytes=sum(segment.durable_bytes for segment in hot) + (live.offset if live is not None else 0),
         warm_segments=len(warm),
-        warm_bytes=sum(each.warm_bytes for each in warm),
+        warm_bytes=sum(segment.warm_bytes for segment in warm),
         remote_segments=len(remote),
-        remote_bytes=sum(each.warm_bytes or stream.upkeep.object_bytes.get(each.segment_id, 0) for each in remote),
+        remote_bytes=sum(
+            segment.warm_bytes or stream.upkeep.object_bytes.get(segment.segment_id, 0) for segment in remote
+        ),
         mode=stream.mode.value,
         consumers=stream.consumers,
         retention=stream.retention,
@@ -293,14 +298,14 @@ class Stream:
     # ── tiers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def compress(self, *segment_ids: int) -> int:
         """Compress sealed segments, all if none is named; how many were not yet."""
-        wanted = [each for each in self._chosen(segment_ids) if each.is_hot and not each.is_warm]
+        wanted = [segment for segment in self._chosen(segment_ids) if segment.is_hot and not segment.is_warm]
         for segment in wanted:
             self.tiers.compress(segment.segment_id)
         return len(wanted)
 
     def upload(self, *segment_ids: int) -> int:
         """Upload sealed segments, all if none is named; how many were not yet. The log's own chunks follow."""
-        wanted = [each for each in self._chosen(segment_ids) if not each.is_remote]
+        wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_remote]
         for segment in wanted:
             self.tiers.upload(segment.segment_id)
         self.ledger.guarded(self.ledger.log.rotate)
@@ -319,20 +324,20 @@ class Stream:
 
     def hydrate(self, *segment_ids: int) -> int:
         """Bring sealed segments back to disk, all if none is named; how many were not there."""
-        wanted = [each for each in self._chosen(segment_ids) if not each.is_hot]
+        wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_hot]
         for segment in wanted:
             self.tiers.hydrate(segment.segment_id)
         return len(wanted)
 
     def pin(self, *segment_ids: int) -> AbstractContextManager[None]:
         """Keep local copies of segments, all if none is named, for the length of a block."""
-        return self.tiers.pin(each.segment_id for each in self._chosen(segment_ids))
+        return self.tiers.pin(segment.segment_id for segment in self._chosen(segment_ids))
 
     def _chosen(self, segment_ids: tuple[int, ...]) -> list[Any]:
         view = self.ledger.view
         self.hot.require()
-        chosen = (each for each in view.sealed if not segment_ids or each.segment_id in segment_ids)
-        return [each for each in chosen if not is_going(each)]
+        chosen = (segment for segment in view.sealed if not segment_ids or segment.segment_id in segment_ids)
+        return [segment for segment in chosen if not is_going(segment)]
 
     def tick(self) -> Moved:
         """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""

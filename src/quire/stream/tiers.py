@@ -128,7 +128,7 @@ class Tiers:
             hint = "`quire stream info` lists them"
             raise InvalidInput("the stream has no such segment", hint=hint, segment=segment_id)
         if not segment.is_sealed:
-            raise InvalidInput("a segment moves when it is sealed", hint="seal it first", segment=segment_id)
+            raise InvalidInput("only sealed segments can be moved", hint="seal it first", segment=segment_id)
         return segment
 
     # ── use ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,8 +150,8 @@ class Tiers:
 
     def coldest(self, segments: Iterable[StreamSegment]) -> list[StreamSegment]:
         """Those that are not pinned, longest unused first; never used ones by age."""
-        free = [each for each in segments if self._pins[each.segment_id] <= 0]
-        return sorted(free, key=lambda each: (self._used.get(each.segment_id, 0.0), each.segment_id))
+        free = [segment for segment in segments if self._pins[segment.segment_id] <= 0]
+        return sorted(free, key=lambda segment: (self._used.get(segment.segment_id, 0.0), segment.segment_id))
 
     # ── tier 0 → tier 1 ───────────────────────────────────────────────────────────────────────────────────────────────
     def compress(self, segment_id: int) -> StreamSegment:
@@ -181,13 +181,15 @@ class Tiers:
             raise Corruption(
                 "a segment's file is missing", hint=VERIFY, path=source, segment=segment.segment_id
             ) from None
-        found = sealed_blocks(raw, segment.durable_bytes, path=source)
+        blocks = sealed_blocks(raw, segment.durable_bytes, path=source)
         if crc64(raw) != segment.crc64:
             raise Corruption("a segment is not what was sealed", hint=VERIFY, path=source, segment=segment.segment_id)
-        dictionary = self._dictionaries.choose(raw, found)
-        data = b"".join(compress(raw, found, dictionary=dictionary))
+        dictionary = self._dictionaries.choose(raw, blocks)
+        data = b"".join(compress(raw, blocks, dictionary=dictionary))
         if _check(data, target) != segment.crc64:  # what cannot be read back is not announced
-            raise Corruption("a segment does not survive compression", path=target, segment=segment.segment_id)
+            raise Corruption(
+                "a compressed segment does not decompress to what was sealed", path=target, segment=segment.segment_id
+            )
         self._replace(target, Tier.WARM, [data])
         hit("stream.compress.written")
         return len(data), dictionary.id
@@ -254,7 +256,7 @@ class Tiers:
 
     def objects_there(self) -> dict[str, int]:
         """The objects in the places of this stream's segments, with their sizes; one listing for each origin."""
-        origins = {each.key.rsplit("/", 2)[0] for each in self._ledger.view if each.is_remote}
+        origins = {segment.key.rsplit("/", 2)[0] for segment in self._ledger.view if segment.is_remote}
         store = self._store()
         pages = (page for origin in sorted(origins) for page in store.list_pages(f"{origin}/"))
         return {info.key: info.size_bytes for page in pages for info in page}
@@ -290,14 +292,16 @@ class Tiers:
             put = store.put_file(key, path, create_only=True, identity=same)
         except AlreadyExists as error:
             raise Corruption(
-                "another object has the segment's name",
-                hint="nothing was overwritten; see what it is, remove it, and upload again",
+                "a different object has the segment's name",
+                hint="nothing was overwritten; check the object, remove it, and upload again",
                 segment=segment.segment_id,
                 key=key,
             ) from error
         hit("stream.upload.sent")
         if put.size_bytes != size or store.get_range(key, size - FOOTER_BYTES, FOOTER_BYTES) != footer:
-            raise Corruption("the object is not what was sent", hint="try again", segment=segment.segment_id, key=key)
+            raise Corruption(
+                "the object differs from what was uploaded", hint="try again", segment=segment.segment_id, key=key
+            )
         return put.etag or ""
 
     # ── away ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -374,7 +378,7 @@ class Tiers:
         with self._moving:
             view = self._ledger.view
             segment = view.get(segment_id)
-            taken = sum(each.durable_bytes for each in view if each.is_hot)
+            taken = sum(segment.durable_bytes for segment in view if segment.is_hot)
             if segment is None or taken + segment.durable_bytes > self._settings.hot_bytes:
                 return False
             try:

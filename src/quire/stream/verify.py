@@ -44,11 +44,11 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
             where = {"segment": one.segment_id, "next": other.segment_id, "end": one.end_record}
             yield LogProblem(rule="T4", what="segments do not follow each other", where=where)
     for segment in view:
-        found = list(_of_segment(stream, segment, deep))
-        if found and stream.ledger.view.get(segment.segment_id) != segment:
+        problems = list(_of_segment(stream, segment, deep))
+        if problems and stream.ledger.view.get(segment.segment_id) != segment:
             again = stream.ledger.view.get(segment.segment_id)
-            found = list(_of_segment(stream, again, deep)) if again is not None else []
-        yield from found
+            problems = list(_of_segment(stream, again, deep)) if again is not None else []
+        yield from problems
     yield from _leaks(stream)
     yield from _apart(stream)
 
@@ -83,7 +83,7 @@ def _checked(rule: str, segment: StreamSegment, crc: Callable[[], int]) -> Itera
     try:
         if crc() != segment.crc64:
             yield LogProblem(
-                rule=rule, what="a copy is not the segment that was sealed", where={"segment": segment.segment_id}
+                rule=rule, what="a copy differs from the segment that was sealed", where={"segment": segment.segment_id}
             )
     except (Corruption, ObjectNotFound, OutOfRange) as error:
         yield LogProblem(rule=rule, what=error.what, where={"segment": segment.segment_id, **_told(error)})
@@ -99,9 +99,9 @@ def _told(error: QuireError) -> dict[str, object]:
 def _hot_crc(stream: Stream, segment: StreamSegment) -> int:
     path = stream.files.segment(Tier.HOT, segment.segment_id)
     raw = memoryview(read_all(stream.files.disk, path))[: segment.durable_bytes]
-    found = sealed_blocks(raw, segment.durable_bytes, path=path)
-    if found.end_record != segment.end_record:
-        raise Corruption("a segment has another number of records", path=path, end=found.end_record)
+    blocks = sealed_blocks(raw, segment.durable_bytes, path=path)
+    if blocks.end_record != segment.end_record:
+        raise Corruption("a segment has the wrong number of records", path=path, end=blocks.end_record)
     return crc64(raw)
 
 
@@ -127,7 +127,7 @@ def _leaks(stream: Stream) -> Iterator[LogProblem]:
     for tier in Tier:
         here = set(stream.files.segments(tier))
         view = stream.ledger.view  # after the listing: what was made since is known
-        known = {each.segment_id for each in view if (each.is_hot if tier is Tier.HOT else each.is_warm)}
+        known = {segment.segment_id for segment in view if (segment.is_hot if tier is Tier.HOT else segment.is_warm)}
         for segment_id in sorted(here - known):
             where = {"segment": segment_id, "path": stream.files.segment(tier, segment_id)}
             yield LogProblem(rule="T6", what="a file belongs to no copy", where=where, leak=True)

@@ -105,12 +105,14 @@ NO_DICTIONARY = Dictionary(0, b"")
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL) -> Iterator[bytes]:
+def compress(
+    raw: Bytes, segment: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL
+) -> Iterator[bytes]:
     """The parts of the compressed form of a sealed segment, in order; `found` is what the scan says of `raw`."""
     import zstandard
 
-    header, view = found.header, memoryview(raw)[: found.cut]
-    runs = _runs(found)
+    header, view = segment.header, memoryview(raw)[: segment.cut]
+    runs = _runs(segment)
     checked = HEADER.pack(
         MAGIC,
         VERSION,
@@ -119,7 +121,7 @@ def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY,
         header.stream_id,
         header.segment_id,
         header.base_record,
-        found.cut,
+        segment.cut,
         dictionary.id,
         len(runs),
         0,
@@ -143,7 +145,7 @@ def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY,
         offset,
         len(appendix),
         len(rows),
-        found.end_record,
+        segment.end_record,
         crc64(table),
         crc64(view),
         0,
@@ -151,13 +153,13 @@ def compress(raw: Bytes, found: Scan, *, dictionary: Dictionary = NO_DICTIONARY,
     yield checked + crc64(checked).to_bytes(8, "little")
 
 
-def _runs(found: Scan) -> list[tuple[int, int, int, int]]:
+def _runs(segment: Scan) -> list[tuple[int, int, int, int]]:
     """(start, stop, first record, first timestamp) of each frame: whole blocks, about `FRAME_BYTES` together."""
-    if not found.blocks:
-        return [(0, found.cut, found.header.base_record, found.header.created_at_ms)]
+    if not segment.blocks:
+        return [(0, segment.cut, segment.header.base_record, segment.header.created_at_ms)]
     runs = []
-    first, start = found.blocks[0], 0
-    for block, following in zip(found.blocks, [*found.blocks[1:], None]):
+    first, start = segment.blocks[0], 0
+    for block, following in zip(segment.blocks, [*segment.blocks[1:], None]):
         if following is None or following.end - start > FRAME_BYTES:
             runs.append((start, block.end, first.first_record, first.timestamp_ms))
             start = block.end
@@ -196,7 +198,7 @@ class WarmReader:
         inside = self._table_at - start
         table = tail[inside : inside + table_bytes] if inside >= 0 else read(self._table_at, table_bytes)
         if len(table) != table_bytes or crc64(table) != crc:
-            raise self._damaged("its table is not what was written")
+            raise self._damaged("its table differs from what was written")
         self._rows = np.frombuffer(table, row_fields())
         self._check_table(raw_bytes)
         self._firsts: list[int] = self._rows["first_record"].tolist()
@@ -227,7 +229,7 @@ class WarmReader:
         if not in_row:
             raise self._damaged("its frames do not follow each other")
         if int(rows["raw_bytes"].max()) > FRAME_RAW_BYTES_MAX or int(rows["raw_bytes"].min()) == 0:
-            raise self._damaged("a frame has a size that no frame has")
+            raise self._damaged("a frame has an impossible size")
         if raw_bytes is not None and int(raw_ends[-1]) != raw_bytes:
             raise self._damaged("it is not as long as the segment that was sealed", raw_bytes=raw_bytes)
         if self._dictionary_bytes and self._dictionary_bytes <= 8:
@@ -239,11 +241,11 @@ class WarmReader:
             raise self._damaged("it is too short")
         magic, *_, crc = fields = FOOTER.unpack(raw)
         if magic != END_MAGIC or crc64(raw[:CHECKED_BYTES]) != crc:
-            raise self._damaged("its footer is not what was written")
+            raise self._damaged("its footer differs from what was written")
         return fields
 
     def _damaged(self, what: str, **where: int) -> Corruption:
-        hint = "`quire stream verify` tells what is lost"
+        hint = "`quire stream verify` shows what is lost"
         return Corruption(f"a compressed segment is damaged: {what}", hint=hint, path=self.path, **where)
 
     @property
@@ -282,16 +284,16 @@ class WarmReader:
         row = self.frame(number)
         body = self._read(row.offset, row.bytes)
         if len(body) != row.bytes or crc64(body) != row.crc64:
-            raise self._damaged("a frame is not what was written", frame=number, offset=row.offset)
+            raise self._damaged("a frame differs from what was written", frame=number, offset=row.offset)
         try:
             # zstd reserves what the frame itself declares, whatever limit it is given: so that is looked at first.
             if zstandard.frame_content_size(body) != row.raw_bytes:
-                raise self._damaged("a frame declares another length", frame=number, offset=row.offset)
+                raise self._damaged("a frame declares the wrong length", frame=number, offset=row.offset)
             raw = self._zstd().decompress(body, max_output_size=row.raw_bytes)
         except zstandard.ZstdError as error:
             raise self._damaged(f"a frame does not decompress: {error}", frame=number, offset=row.offset) from error
         if len(raw) != row.raw_bytes:
-            raise self._damaged("a frame has another length", frame=number, offset=row.offset)
+            raise self._damaged("a frame has the wrong length", frame=number, offset=row.offset)
         return raw
 
     def blocks(self, number: int) -> tuple[bytes, Sequence[RecordBlock]]:
@@ -302,10 +304,10 @@ class WarmReader:
         while at < len(raw):
             block = decode_head(raw, row.raw_offset + at, seed, at=at)
             if block is None:
-                raise self._damaged("a block is not what was written", frame=number, offset=row.raw_offset + at)
+                raise self._damaged("a block differs from what was written", frame=number, offset=row.raw_offset + at)
             following = block.end - row.raw_offset
             if following > aligned(len(raw), ALIGN):
-                raise self._damaged("a block ends behind its frame", frame=number, offset=row.raw_offset + at)
+                raise self._damaged("a block extends past its frame", frame=number, offset=row.raw_offset + at)
             blocks.append(block._replace(offset=at))
             at = following
         return raw, blocks
@@ -316,7 +318,7 @@ class WarmReader:
             return NO_DICTIONARY
         raw = self._read(self._dictionary_at, self._dictionary_bytes)
         if crc64(raw[:-8]) != int.from_bytes(raw[-8:], "little"):
-            raise self._damaged("its dictionary is not what was written", offset=self._dictionary_at)
+            raise self._damaged("its dictionary differs from what was written", offset=self._dictionary_at)
         return Dictionary(dictionary_of(self._read(0, WARM_HEADER_BYTES), path=self.path), raw[:-8])
 
     def _zstd(self) -> zstandard.ZstdDecompressor:
@@ -332,12 +334,12 @@ class WarmReader:
     def verify(self) -> int:
         """Read everything; the raw segment's crc64, which is as the footer says."""
         check_header(self._read(0, WARM_HEADER_BYTES), path=self.path)
-        found = 0
+        checksum = 0
         for number in range(self.frames):
-            found = crc64(self.raw(number), found)
-        if found != self.raw_crc64:
-            raise self._damaged("its frames are not the segment that was sealed")
-        return found
+            checksum = crc64(self.raw(number), checksum)
+        if checksum != self.raw_crc64:
+            raise self._damaged("its frames differ from the segment that was sealed")
+        return checksum
 
 
 def reader_of(data: Bytes, path: str, raw_bytes: int | None = None) -> WarmReader:
@@ -352,7 +354,7 @@ def bounded(store: ObjectStore, key: str, raw_bytes: int) -> bytes:
     """A segment's object, if it is no larger than a compressed segment of this length can be."""
     size = store.head(key).size_bytes
     if size > raw_bytes + raw_bytes // 32 + MIB:
-        raise Corruption("an object is larger than its segment can be", key=key, bytes=size, raw_bytes=raw_bytes)
+        raise Corruption("an object exceeds its segment's maximum size", key=key, bytes=size, raw_bytes=raw_bytes)
     return store.get(key)
 
 

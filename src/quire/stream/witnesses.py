@@ -76,16 +76,21 @@ class UnknownFile(msgspec.Struct, frozen=True):
 def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
     """What rows say of their segments."""
     known = (
-        KnownSegment(each, row.first_lsn, row.last_lsn + 1, row.used_bytes, row.crc64, bool(row.suffix))
-        for each, row in sorted(rows.items())
+        KnownSegment(segment_id, row.first_lsn, row.last_lsn + 1, row.used_bytes, row.crc64, bool(row.suffix))
+        for segment_id, row in sorted(rows.items())
     )
     return Witness(tuple(known), last_segment)
 
 
 def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
     """What is in the files of segments that have no row yet (rule 2); a file that cannot be read holds nothing here."""
-    found = (holding(files, tier, each) for tier in Tier for each in files.segments(tier) if each > last_segment)
-    return [held for held in found if held is not None]
+    files_found = (
+        holding(files, tier, segment_id)
+        for tier in Tier
+        for segment_id in files.segments(tier)
+        if segment_id > last_segment
+    )
+    return [held for held in files_found if held is not None]
 
 
 def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | None:
@@ -99,9 +104,9 @@ def holding(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | No
             finally:
                 file.close()
         else:
-            found = scan(read_all(files.disk, path), path=path)
-            whose = (found.header.stream_id, found.header.segment_id)
-            base, end = found.header.base_record, found.end_record
+            blocks = scan(read_all(files.disk, path), path=path)
+            whose = (blocks.header.stream_id, blocks.header.segment_id)
+            base, end = blocks.header.base_record, blocks.end_record
     except (FileNotFoundError, Corruption, FormatTooNew):
         return None
     return UnknownFile(tier, segment_id, base, end) if whose == (files.stream_id, segment_id) else None
@@ -119,13 +124,13 @@ def behind(
         info = index.get(row.segment_id)
         if info is None:
             if row.segment_id > index.opened_max:
-                yield f"LMDB has segment {row.segment_id}, the log has never heard of it"
+                yield f"LMDB has segment {row.segment_id}, the log does not know it"
         elif (what := _differs(info, row)) is not None:
             yield f"segment {row.segment_id}: {what}"
-    for each in held:
-        if each.segment_id > index.opened_max and each.end_record > each.base_record:
-            records = f"records {each.base_record} to {each.end_record - 1}"
-            yield f"the {each.tier} file of segment {each.segment_id} has {records}, the log has never heard of it"
+    for file in held:
+        if file.segment_id > index.opened_max and file.end_record > file.base_record:
+            records = f"records {file.base_record} to {file.end_record - 1}"
+            yield f"the {file.tier} file of segment {file.segment_id} has {records}, the log does not know it"
 
 
 def _differs(info: SegmentInfo, row: KnownSegment) -> str | None:
@@ -148,6 +153,6 @@ def refused(name: str, stream_id: int, why: list[str]) -> Corruption:
     more = f" (and {len(why) - TOLD_MAX} more)" if len(why) > TOLD_MAX else ""
     return Corruption(
         f"the manifest log of a stream is behind: {'; '.join(why[:TOLD_MAX])}{more}",
-        hint=f"nothing was removed; `quire stream repair {shlex.quote(name)}` says what can be rebuilt",
+        hint=f"nothing was removed; `quire stream repair {shlex.quote(name)}` shows what can be rebuilt",
         stream_id=stream_id,
     )

@@ -71,7 +71,7 @@ def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
     """Do what the background of a dead process left; nothing, if nothing is due by now."""
     done = 0
-    while kv.upkeep.compact_due(told=False):
+    while kv.upkeep.compact_due(is_reported=False):
         done += 1
         progress(done, 0)
     return {"compactions": done}

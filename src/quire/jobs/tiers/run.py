@@ -63,7 +63,7 @@ def upload(task: MoveTask, *, disk: Disk, open_store: OpenStore, tick: Tick = no
     except AlreadyExists as error:
         raise Corruption(
             "another object has the artifact's name",
-            hint="nothing was overwritten; see what it is, remove it, and upload again",
+            hint="nothing was overwritten; check the object, remove it, and upload again",
             artifact=place.key,
             **error.where,
         ) from error
