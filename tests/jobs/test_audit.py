@@ -19,7 +19,7 @@ from quire.jobs.audit.run import join_blocks, split_block
 from quire.jobs.runner import ThreadRunner
 from quire.jobs.sweep import job as sweep_module
 from quire.jobs.worker import Worker
-from quire.manifest import check, holders, small_holders
+from quire.manifest import check, holders
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState, LeafRecord, RefcountRecord
 from quire.manifest.store import ManifestStore
@@ -151,7 +151,7 @@ def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pyte
         with store.pages.open("shop").begin() as txn:
             txn.write_pages({page: bytes([page]) * 4_096 for page in range(8)})
         store.checkpoint("shop", runner="threads")
-        for module, name in ((small_holders, "count_few"), (holders, "count_holders"), (check, "_newest_versions")):
+        for module, name in ((holders, "count_holders"), (check, "_newest_versions")):
             monkeypatch.setattr(module, name, counting)
         assert store.heavy.audit(runner="threads").num_rows == 0
         env = store.manifest.env

@@ -14,7 +14,7 @@ from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import ManifestSettings
 from quire.manifest import check as checks
-from quire.manifest import holders, small_holders
+from quire.manifest import holders
 from quire.manifest import records as r
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
@@ -253,7 +253,7 @@ def test_without_some_rules_the_others_find_the_same_and_nothing_is_counted(
             str(each) for each in whole if each.rule != "R1"
         }
         for module, looking in (
-            (small_holders, "count_few"), (holders, "count_holders"), (holders, "_references"), (holders, "tally"),
+            (holders, "count_holders"), (holders, "_references"), (holders, "tally"),
             (checks, "_newest_versions"),
         ):  # fmt: skip
             monkeypatch.setattr(module, looking, counting)

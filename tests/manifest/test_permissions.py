@@ -19,7 +19,7 @@ NOBODY = 65534
 
 AS_NOBODY = """
 import os, sys
-import quire.manifest.small_holders, quire.manifest.ownership  # what owners load when they open, which nobody may not
+import quire.manifest.holders, quire.manifest.ownership  # what owners load when they open, which nobody may not
 from quire.core.errors import QuireError
 from quire.manifest.store import ManifestStore
 path, mode, user = sys.argv[1], sys.argv[2], int(sys.argv[3])

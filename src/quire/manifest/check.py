@@ -58,7 +58,6 @@ from quire.manifest.records import (
     JobState,
     SnapshotKind,
 )
-from quire.manifest.small_holders import are_few, count_few
 
 DAMAGED = "damaged"
 """What stands for the value of an index row that cannot be read."""
@@ -155,12 +154,10 @@ _COUNTING = frozenset({"R1", "R4", "S2"})
 
 
 def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Problem]:
-    if not without >= _COUNTING and are_few(txn):
-        findings = count_few(txn)
-    else:  # numpy: longer to load than to do without, where little is held
-        from quire.manifest.holders import check_rows, count_holders
+    # Loads numpy, which those who only import this module do without.
+    from quire.manifest.holders import check_rows, count_holders
 
-        findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
+    findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
     for rule, what, key, fix, leak in findings:
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 

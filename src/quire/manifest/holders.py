@@ -2,7 +2,7 @@
 
 An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and compare
 millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked
-at row by row. Where there are few of them `quire.manifest.small_holders` does the same without numpy.
+at row by row.
 
 Holders (the definition that every op keeps and R1 checks):
   leaf        each live database and each snapshot that names it
@@ -31,20 +31,18 @@ from quire.core.errors import ManifestDamaged, QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.manifest import tables as t
-from quire.manifest.ops.corrections import CorrectRefcount
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount
 from quire.manifest.ops.refs import artifact_key, unpack_artifact
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import WalState
+from quire.manifest.records import TERMINAL_JOB_STATES, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
-from quire.manifest.small_holders import (
-    UNREADABLE,
-    Finding,
-    intact_zeros,
-    outstanding_uploads,
-    own_references,
-    wrong_count,
-    wrong_zero,
-)
+
+UNREADABLE = -1
+"""Stands for `in_use` of a row whose checksum is wrong."""
+
+Finding = tuple[str, str, ArtifactKey | str, Op | None, bool]
+"""(rule, what, artifact, fix, leak)."""
 
 STEP_ROWS = 8_192
 """Rows looked at together: few enough that their objects stay in the processor's cache."""
@@ -82,13 +80,19 @@ def tally(codes: Codes) -> tuple[Codes, npt.NDArray[np.int64]]:
 def count_holders(txn: ReadTxn) -> Iterator[Finding]:
     """R1 to R4, S2 and S4: every difference between what is counted and what is held."""
     findings: list[Finding] = []
-    found: dict[str, list[Codes]] = {sort: [np.zeros((0, 2), np.uint64)] for sort in ("held", "row")}
+    references: dict[str, list[Codes]] = {sort: [np.zeros((0, 2), np.uint64)] for sort in ("held", "row")}
     for sort, codes in _references(txn, findings):
-        found[sort].append(codes)
-    held, counts = tally(np.concatenate(found.pop("held")))
+        references[sort].append(codes)
+    held, counts = tally(np.concatenate(references.pop("held")))
     yield from findings
+
+    def holders_of(artifact: ArtifactKey, _: int) -> int:
+        code = encode(artifact.origin_db_id, artifact.kind, artifact.delta_id, artifact.id, artifact.generation)
+        return int(counts[(held == code).all(axis=1)].sum())
+
+    yield from _check_index(txn, holders_of)
     yield from _compare_counts(txn, held, counts)
-    yield from _compare_catalog(held, np.concatenate(found.pop("row")), txn)
+    yield from _compare_catalog(held, np.concatenate(references.pop("row")), txn)
 
 
 def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]]:
@@ -98,31 +102,17 @@ def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]
     for sort, codes in _references(txn, unread):
         unread.clear()
         yield (sort, *tally(codes))
-    for codes, in_use, _ in _stored_steps(txn, t.GC_REFCOUNTS.rows.columns):
+    for codes, in_use in _stored_steps(txn, t.GC_REFCOUNTS.rows.columns):
         yield "stored", codes, in_use
 
 
 def check_rows(txn: ReadTxn) -> Iterator[Finding]:
-    """K1 of leaves and catalogs, R2, R3 and S4. A wrong R2 is mended as if `in_use` was right: whether it is was not asked."""
+    """K1 of leaves and catalogs, R2, R3 and S4. A wrong R2 is mended as if `in_use` was right: nothing was counted."""
     findings: list[Finding] = []
     for _ in chain(_leaf_steps(txn, findings), _catalog_steps(txn, findings)):
         yield from findings
         findings.clear()
-    waiting: dict[bytes, tuple[int, int]] = {}
-    damaged: list[bytes] = []
-    zeros = intact_zeros(txn, damaged)
-    for key in _in_one_only(zeros, _doomed(txn, waiting)):
-        yield wrong_zero(txn, key, is_doomed=_is_doomed(txn, key))
-    for key in damaged:
-        if not _is_doomed(txn, key):  # else it was missing above
-            yield wrong_zero(txn, key, is_doomed=False)
-    uploads = outstanding_uploads(txn)
-    for key in sorted(waiting.keys() | uploads.keys()):
-        in_use, pending = waiting.get(key, (0, 0))
-        if pending != uploads.get(key, 0):
-            if key not in waiting and (row := txn.refcount(unpack_artifact(key))) is not None:
-                in_use = row.in_use
-            yield _wrong_uploads(key, in_use, pending, uploads.get(key, 0))
+    yield from _check_index(txn, lambda _, in_use: in_use)
 
 
 def _references(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
@@ -226,7 +216,7 @@ def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes
     for segments in _tables(own):
         yield "row", encode(segments[:, 0], ArtifactKind.WAL, 0, segments[:, 1], 0)
         yield "held", _in_namespaces(segments[:, 2].tolist())
-    yield "held", _in_namespaces(own_references(txn))
+    yield "held", _in_namespaces(_own_references(txn))
     for spaces in _tables(key for key, _ in txn.scan(t.REMOTE_NAMESPACE)):
         yield "row", encode(0, ArtifactKind.NAMESPACE, 0, spaces[:, 0], 0)
 
@@ -251,41 +241,54 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
         if table.rows.are_intact(keys, values):
             return [body(raw[2:-4]).namespace_id for raw in values]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # found and named below
-    found = []
+        pass  # the row is named below
+    namespaces = []
     for key, raw in zip(keys, values):
         try:
-            found.append(table.rows.decode(key, raw).namespace_id)
+            namespaces.append(table.rows.decode(key, raw).namespace_id)
         except QuireError as error:
             findings.append(("K1", f"a row of {table.name} does not decode: {error}", key.hex(), None, False))
-    return found
+    return namespaces
 
 
 def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) -> Iterator[Finding]:
-    """Counts that differ from the holders and the outstanding uploads, and a wrong `gc_zero` (R1, R2, R3)."""
-    stored, in_use, pending = _stored_counts(txn)
-    uploads = outstanding_uploads(txn)
-    # R3 first: a corrected count puts its own index row right, whatever was done to it before.
-    damaged: list[bytes] = []
-    zeros = set(intact_zeros(txn, damaged))
-    doomed = {artifact_key(decode(code)) for code in stored[(in_use == 0) & (pending == 0)]}
-    for key in sorted((zeros ^ doomed).union(damaged)):
-        yield wrong_zero(txn, key, is_doomed=key in doomed)
+    """R1: counts that differ from the holders."""
+    stored, in_use = _stored_counts(txn)
     positive = in_use != 0  # of a row that cannot be read too: it equals nothing that is held
-    if not (np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts)):
-        yield from _differences(stored, in_use, uploads, held, counts)
-    waiting = {artifact_key(decode(code)): int(n) for code, n in zip(stored[pending > 0], pending[pending > 0])}
+    if np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts):
+        return
+    uploads = outstanding_uploads(txn)
+    actual = {(int(a), int(b)): int(n) for (a, b), n in zip(stored, in_use)}
+    expected = {(int(a), int(b)): int(n) for (a, b), n in zip(held, counts)}
+    for code in sorted(actual.keys() | expected.keys()):
+        have, want = actual.get(code, 0), expected.get(code, 0)
+        if have != want:
+            artifact = decode(code)
+            key = artifact_key(artifact)
+            fix = CorrectRefcount(key, want, uploads.get(key, 0))
+            yield "R1", _wrong_count(have, want), artifact, fix, False
+
+
+def _check_index(txn: ReadTxn, holders_of: Callable[[ArtifactKey, int], int]) -> Iterator[Finding]:
+    """R3 and R2; `holders_of` says how many hold an artifact, whose row says `in_use`."""
+    waiting: dict[bytes, tuple[int, int]] = {}
+    damaged: list[bytes] = []
+    # R3 first: a corrected count puts its own index row right, whatever was done to it before.
+    for key in _in_one_only(_intact_zeros(txn, damaged), _doomed(txn, waiting)):
+        yield _wrong_zero(txn, key, is_doomed=_is_doomed(txn, key))
+    for key in damaged:
+        if not _is_doomed(txn, key):  # else it was missing above
+            yield _wrong_zero(txn, key, is_doomed=False)
+    uploads = outstanding_uploads(txn)
     for key in sorted(waiting.keys() | uploads.keys()):
-        if waiting.get(key, 0) != uploads.get(key, 0):
+        in_use, pending = waiting.get(key, (0, 0))
+        if pending != uploads.get(key, 0):
             artifact = unpack_artifact(key)
-            code = encode(artifact.origin_db_id, artifact.kind, artifact.delta_id, artifact.id, artifact.generation)
-            holders = int(counts[(held == code).all(axis=1)].sum())
-            yield _wrong_uploads(key, holders, waiting.get(key, 0), uploads.get(key, 0))
-
-
-def _wrong_uploads(key: bytes, holders: int, pending: int, outstanding: int) -> Finding:
-    what = f"pending_upload is {pending}, {outstanding} uploads are outstanding"
-    return "R2", what, unpack_artifact(key), CorrectRefcount(key, holders, outstanding), False
+            if key not in waiting and (row := txn.refcount(artifact)) is not None:
+                in_use = row.in_use
+            what = f"pending_upload is {pending}, {uploads.get(key, 0)} uploads are outstanding"
+            fix = CorrectRefcount(key, holders_of(artifact, in_use), uploads.get(key, 0))
+            yield "R2", what, artifact, fix, False
 
 
 def _doomed(txn: ReadTxn, waiting: dict[bytes, tuple[int, int]]) -> Iterator[bytes]:
@@ -313,23 +316,22 @@ def _in_one_only(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[by
             other = next(second, None)
 
 
-def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    none = np.zeros(0, np.int64)
-    found = [(np.zeros((0, 2), np.uint64), none, none), *_stored_steps(txn, _counts)]
-    stored, in_use, pending = (np.concatenate(column) for column in zip(*found))
+def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64]]:
+    """(codes in order, `in_use`) as they are stored."""
+    steps = [(np.zeros((0, 2), np.uint64), np.zeros(0, np.int64)), *_stored_steps(txn, _counts)]
+    stored, in_use = (np.concatenate(column) for column in zip(*steps))
     order = np.lexsort((stored[:, 1], stored[:, 0]))
-    return stored[order], in_use[order], pending[order]
+    return stored[order], in_use[order]
 
 
 def _stored_steps(
     txn: ReadTxn, counts: Callable[[list[bytes], list[bytes]], Any]
-) -> Iterator[tuple[Codes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(codes, `in_use`, `pending_upload`) as they are stored; `counts` reads a step's rows."""
+) -> Iterator[tuple[Codes, npt.NDArray[np.int64]]]:
+    """(codes, `in_use`) as they are stored; `counts` reads a step's rows."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
-        row = counts(keys, values)
         codes = encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"])
-        yield codes, row["in_use"].astype(np.int64), row["pending_upload"].astype(np.int64)
+        yield codes, counts(keys, values)["in_use"].astype(np.int64)
 
 
 def _counts(keys: list[bytes], values: list[bytes]) -> Any:
@@ -355,24 +357,6 @@ def _is_doomed(txn: ReadTxn, key: bytes) -> bool:
     return row is not None and not (row.in_use or row.pending_upload)
 
 
-def _differences(
-    stored: Codes,
-    in_use: npt.NDArray[np.int64],
-    uploads: dict[bytes, int],
-    held: Codes,
-    counts: npt.NDArray[np.int64],
-) -> Iterator[Finding]:
-    actual = {(int(a), int(b)): int(n) for (a, b), n in zip(stored, in_use)}
-    expected = {(int(a), int(b)): int(n) for (a, b), n in zip(held, counts)}
-    for code in sorted(actual.keys() | expected.keys()):
-        have, want = actual.get(code, 0), expected.get(code, 0)
-        if have != want:
-            artifact = decode(code)
-            key = artifact_key(artifact)
-            fix = CorrectRefcount(key, want, uploads.get(key, 0))
-            yield "R1", wrong_count(have, want), artifact, fix, False
-
-
 def _compare_catalog(held: Codes, catalog: Codes, txn: ReadTxn) -> Iterator[Finding]:
     """S2 and R4: what is held has a row; what has a row is, or was, held."""
     rows, _ = tally(catalog)
@@ -386,3 +370,48 @@ def _compare_catalog(held: Codes, catalog: Codes, txn: ReadTxn) -> Iterator[Find
         artifact = decode(code)
         if artifact.kind is not ArtifactKind.NAMESPACE and txn.refcount(artifact) is None:
             yield "R4", "nothing refers to this artifact, and nothing will delete it", artifact, None, True
+
+
+def _own_references(txn: ReadTxn) -> list[int]:
+    """Namespaces that hold themselves, so that they stay while they are empty: those of the current owner epoch (A1), and
+    places that people call by a name; neither if it was dropped."""
+    epoch = txn.owner_epoch()
+    rows = ((key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.dropped_at_ms)
+    return [number for number, row in rows if row.holds_itself or (epoch and row.owner_epoch == epoch)]
+
+
+def _intact_zeros(txn: ReadTxn, damaged: list[bytes]) -> Iterator[bytes]:
+    """The keys of `gc_zero` in order; those of damaged rows go into `damaged`, and count as missing."""
+    for key, raw in txn.raw_scan(t.GC_ZERO):
+        try:
+            t.GC_ZERO.rows.decode(key, raw)
+        except ManifestDamaged:
+            damaged.append(key)
+        else:
+            yield key
+
+
+def _wrong_zero(txn: ReadTxn, key: bytes, *, is_doomed: bool) -> Finding:
+    """What R3 says of a row of `gc_zero`: it is missing, too many, or damaged."""
+    artifact = unpack_artifact(key)
+    row = txn.refcount(artifact) if is_doomed else None
+    fix = CorrectIndex("gc_zero", key, None if row is None else row.zero_since_ms)
+    return "R3", "gc_zero is wrong", artifact, fix, False
+
+
+def _wrong_count(have: int, held: int) -> str:
+    """What R1 says of a count."""
+    return (
+        f"the row of its counts is damaged, held {held} times" if have < 0 else f"in_use is {have}, held {held} times"
+    )
+
+
+def outstanding_uploads(txn: ReadTxn) -> dict[bytes, int]:
+    """How many upload jobs of each artifact have not ended."""
+    uploads: dict[bytes, int] = {}
+    for _, job in txn.scan(t.JOB_QUEUE):
+        if job.artifact is not None and job.state not in TERMINAL_JOB_STATES:
+            origin, kind, number, generation, delta = job.artifact
+            key = artifact_key(ArtifactKey(origin, ArtifactKind(kind), number, generation, delta))
+            uploads[key] = uploads.get(key, 0) + 1
+    return uploads
