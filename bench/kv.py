@@ -30,7 +30,7 @@ from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk, read_all
 from quire.durable.log_format import HEAD, HEADER_BYTES, LINK
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome, sst_entry_path
+from quire.durable.names import LsmHome, sst_entry_path
 from quire.lsm.compaction import run, table_options
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import AddSst, AllocateSstId, ManifestSstEntry, RemoveSst, UpdateLsn

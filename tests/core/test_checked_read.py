@@ -13,7 +13,7 @@ import pytest
 import quire
 from quire.core.checked_read import checked_read
 from quire.core.errors import Corruption
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.backup import back_up, read_backup, restore
 from quire.objects.local import LocalStore
 from tests.stream.streams import StreamWorld

@@ -14,12 +14,11 @@ from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable import names
 from quire.durable.names import (
     check_name,
-    manifest_log_key,
     object_key,
-    parse_manifest_log_key,
     parse_object_key,
     parse_path,
 )
+from quire.durable.object_names import manifest_log_key, parse_manifest_log_key
 
 IDS = st.integers(1, 2**32 - 1)
 U32 = st.integers(0, 2**32 - 1)

@@ -15,7 +15,8 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed
-from quire.durable.names import manifest_log_key, object_key
+from quire.durable.names import object_key
+from quire.durable.object_names import manifest_log_key
 from quire.jobs.sweep import job as sweep_module
 from quire.jobs.sweep.job import sweep_job
 from quire.jobs.sweep.run import Listed, ListTask, list_range

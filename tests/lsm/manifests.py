@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from quire.durable.files import Disk, OsDisk
-from quire.durable.lsm_names import LsmHome, sst_entry_path
+from quire.durable.names import LsmHome, sst_entry_path
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import (
     AddFrozenWal,

@@ -21,7 +21,7 @@ from quire.core.limits import KIB, MIB
 from quire.core.settings import LsmSettings
 from quire.durable import failpoints
 from quire.durable.files import Disk, OsDisk
-from quire.durable.lsm_names import LsmHome, load_number
+from quire.durable.names import LsmHome, load_number
 from quire.lsm import load_notes
 from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.compaction import LEVELS_MAX, level_for

@@ -25,7 +25,7 @@ from quire.core.errors import (
 from quire.durable.files import OsDisk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import (
     ErrorKind,

@@ -13,7 +13,7 @@ from quire.core.errors import Corruption
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.durable.quarantine import entries
 from quire.lsm.backup import back_up
 from quire.lsm.inventory import RepairReport

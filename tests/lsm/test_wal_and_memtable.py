@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption
 from quire.durable.files import OsDisk
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir, sst_entry_path
-from quire.durable.names import LsmManifestLogFile, LsmManifestSnapshotFile, LsmWalFile, SstFile
+from quire.durable.names import (
+    LsmHome,
+    LsmManifestLogFile,
+    LsmManifestSnapshotFile,
+    LsmWalFile,
+    SstFile,
+    lsm_home,
+    lsm_number,
+    lsm_snapshot_dir,
+    sst_entry_path,
+)
 from quire.lsm.memtable import Memtable
 from quire.lsm.merge import VersionRetention, compacted, merged, retained, scan_parts, visible
 from quire.lsm.wal import LOG_KIND, KvWal, batches_of, decode_batch, encode_batch

@@ -18,7 +18,7 @@ from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.durable.quarantine import entries
 from quire.lsm.manifest_format import LOG_FIRST
 from quire.lsm.verify import problems

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import InvalidName, OutOfRange
 from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind, NamespaceId
-from quire.durable.names import manifest_log_key
+from quire.durable.object_names import manifest_log_key
 from quire.objects.namespace import RemoteNamespace
 
 IDS = st.integers(1, U32_MAX)

@@ -12,7 +12,7 @@ import pytest
 from quire.core.errors import Corruption, ObjectStoreUnavailable, StorageFault, StoreFenced
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.durable.owner_names import LEGACY_OWNER, OWNER_FILE, owner_key
+from quire.durable.object_names import LEGACY_OWNER, OWNER_FILE, owner_key
 from quire.objects.api import DeletableStore, list_objects
 from quire.objects.guarded import GuardedStore
 from quire.objects.owner_record import OwnerObject, decode_object, encode_object, read_file, recorded_state

@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire.core.errors import InvalidConfig, InvalidInput, NameTaken, StillReferenced, UnknownNamespace
 from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.backup import back_up, read_backup
 from quire.manifest import tables as t
 from quire.testing.clock import ManualClock

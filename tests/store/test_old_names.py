@@ -12,7 +12,7 @@ import quire
 from quire.cli import main
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import object_key
-from quire.durable.owner_names import LEGACY_OWNER
+from quire.durable.object_names import LEGACY_OWNER
 from quire.lsm.backup import FORMER_HOME
 from quire.manifest import tables as t
 from quire.manifest.reads import BORN_WITH_EPOCHS

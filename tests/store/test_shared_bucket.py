@@ -13,7 +13,7 @@ import quire
 from quire.core.errors import Corruption, ForeignObject, ObjectStoreUnavailable, StoreFenced
 from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettings
 from quire.durable.failpoints import armed
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.backup import back_up, read_backup
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import JobKind

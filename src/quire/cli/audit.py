@@ -11,7 +11,7 @@ from quire.cli.formatting import moment, plain, size
 from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Listing, Row
 from quire.core.errors import InvalidInput
-from quire.durable.remote_names import parse_epoch_key
+from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
     from quire.manifest.audit import AuditEntry

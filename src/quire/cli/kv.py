@@ -24,7 +24,7 @@ from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
 from quire.durable.files import OsDisk
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.object_names import kv_backups_prefix
 
 if TYPE_CHECKING:
     from quire.lsm.backup import Backup

@@ -1,4 +1,4 @@
-"""Builds *and* parses every file name in a store and every object key: the one place that knows how they look.
+"""Builds *and* parses every file name in a store and the object keys of artifacts (`object_names.py` has the other keys).
 
 Terms
   path      relative to the store's directory, `/` between parts
@@ -11,14 +11,15 @@ Rules
   2. Ids are checked when a name is built: a database id is never 0.
   3. Names of databases, snapshots and cursors are text from people (`check_name`); they never become file names.
 
-Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page. The
-values are msgspec's: a dataclass takes most of a millisecond to define, and most commands load this module.
+Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page.
 Raises `OutOfRange` for an id that does not fit, `InvalidInput` for an artifact that has no object, `InvalidName`.
 
     >>> WalSegmentFile(db_id=7, segment_id=31).path
     'pages/00000007/wal/0000001f.seg'
     >>> parse_path("pages/00000007/wal/0000001f.seg")
     WalSegmentFile(db_id=7, segment_id=31)
+    >>> spare_path(7, 2), LsmHome(lsm_home(7)).wal(31), lsm_number("000031.log", ".log")
+    ('streams/7/hot/spare-2.seg.tmp', 'lsm/00000007/wal/000031.log', 31)
     >>> object_key(ArtifactKey(origin_db_id=7, kind=ArtifactKind.DELTA, id=2, generation=9, delta_id=3))
     '00000007/00000002/delta-0003:00000009'
 """
@@ -70,16 +71,31 @@ def pages_cache_dir(db_id: int) -> str:
     return f"{PAGES}/{some_u32('db_id', db_id):08x}/cache"
 
 
+def lsm_home(db_id: int) -> str:
+    """The directory of a key-value database: what the paths in its manifest are relative to."""
+    return f"{LSM}/{some_u32('db_id', db_id):08x}"
+
+
 def lsm_dir(db_id: int, part: str) -> str:
     """A key-value database's `manifest`, `wal` or `sst` directory."""
     assert part in ("manifest", "wal", "sst"), part
-    return f"{LSM}/{some_u32('db_id', db_id):08x}/{part}"
+    return f"{lsm_home(db_id)}/{part}"
+
+
+def lsm_snapshot_dir(db_id: int, number: int) -> str:
+    """Where a snapshot of a key-value database keeps its links."""
+    return f"{lsm_home(db_id)}/snapshots/{u64('number', number):06d}"
+
+
+def stream_home(stream_id: int) -> str:
+    """Where everything of a stream is."""
+    return f"{STREAMS}/{u64('stream_id', stream_id)}"
 
 
 def stream_dir(stream_id: int, part: str) -> str:
     """A stream's `hot`, `warm` or `manifest` directory."""
     assert part in ("hot", "warm", "manifest"), part
-    return f"{STREAMS}/{u64('stream_id', stream_id)}/{part}"
+    return f"{stream_home(stream_id)}/{part}"
 
 
 def scratch_dir(job_id: int) -> str:
@@ -345,7 +361,6 @@ def parse_path(path: str) -> StoreName | None:
 
 # ── object keys ───────────────────────────────────────────────────────────────────────────────────────────────────────
 _OBJECT = f"{_HEX8}/{_HEX8}/(base|wal|delta-([0-9a-f]{{4}})):{_HEX8}"
-_MANIFEST_LOG_KEY = f"manifest/{_NUMBER}/{_NUMBER}\\.mlog"
 
 
 def object_key(key: ArtifactKey) -> str:
@@ -379,17 +394,68 @@ def parse_object_key(text: str) -> ArtifactKey | None:
     )
 
 
-def manifest_log_key(stream_id: int, chunk_index: int) -> str:
-    """The object key of a sealed chunk of a stream's manifest log."""
-    return f"manifest/{u64('stream_id', stream_id)}/{u64('chunk_index', chunk_index)}.mlog"
+# ── below one stream or key-value database ────────────────────────────────────────────────────────────────────────────
+def state_path(stream_id: int) -> str:
+    """What a stream remembers beside its log: consumers, retention, the mode it was last open in."""
+    return f"{stream_home(stream_id)}/stream.json"
 
 
-def parse_manifest_log_key(text: str) -> tuple[int, int] | None:
-    """(stream_id, chunk_index) of a manifest-log chunk's key; `None` if it is foreign."""
-    match = re.fullmatch(_MANIFEST_LOG_KEY, text)
-    if match is None or max(int(match[1]), int(match[2])) > U64_MAX:
-        return None
-    return int(match[1]), int(match[2])
+def spare_path(stream_id: int, number: int) -> str:
+    """A file that is to become a segment. Its end says that it is swept when the stream is opened."""
+    return f"{stream_dir(stream_id, 'hot')}/spare-{u64('number', number)}.seg{TEMPORARY}"
+
+
+def parse_segment_name(name: str) -> int | None:
+    """The segment whose file has this name in `hot/` or `warm/`; `None` if it is foreign."""
+    match = re.fullmatch(f"{_HEX16}\\.seg", name)
+    return None if match is None else int(match[1], 16)
+
+
+def parse_stream_home(name: str) -> int | None:
+    """The stream whose directory has this name; `None` if it is foreign."""
+    return int(name) if re.fullmatch(_NUMBER, name) else None
+
+
+class LsmHome(msgspec.Struct, frozen=True):
+    """The files of a key-value database, or of a snapshot of one, below the directory `path`. Both have the same layout, and
+    paths in a database's manifest are relative to it: a copy of the manifest beside links to the tables is a database."""
+
+    path: str
+
+    @property
+    def manifest_log(self) -> str:
+        return f"{self.path}/manifest/000000.log"
+
+    @property
+    def manifest_snapshot(self) -> str:
+        return f"{self.path}/manifest/MANIFEST-000001"
+
+    def wal(self, number: int) -> str:
+        return f"{self.path}/wal/{u64('number', number):06d}.log"
+
+    def sst(self, sst_id: int) -> str:
+        return f"{self.path}/{sst_entry_path(sst_id)}"
+
+    def load(self, number: int) -> str:
+        """The note about a bulk load."""
+        return f"{self.path}/loads/{u64('number', number):016x}.json"
+
+
+def sst_entry_path(sst_id: int) -> str:
+    """A table's path as the manifest of its database has it, relative to the database's directory."""
+    return f"sst/{u64('sst_id', sst_id):06d}.sst"
+
+
+def lsm_number(name: str, suffix: str) -> int | None:
+    """The number in the name of a WAL (`.log`) or a table (`.sst`) of a key-value database; `None` if it is foreign."""
+    match = re.fullmatch(_NUMBER6, name.removesuffix(suffix)) if name.endswith(suffix) else None
+    return int(match[1]) if match is not None and int(match[1]) <= U64_MAX else None
+
+
+def load_number(name: str) -> int | None:
+    """The number in the name of a note about a bulk load; `None` if it is foreign."""
+    match = re.fullmatch(f"{_HEX16}\\.json", name)
+    return int(match[1], 16) if match is not None else None
 
 
 # ── names people give ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,7 +28,7 @@ from quire.core.events import emit
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.durable.stream_names import parse_stream_home
+from quire.durable.names import parse_stream_home
 from quire.jobs.context import JobContext
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter

@@ -14,7 +14,7 @@ Rules
   4. Restoring checks size and SHA-256 of every table before the database gets its name, and opens every table.
 
 Objects: `<home>/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `<home>/<label>/backups/<lsn:016x>.json`. The home of a
-store's backups is below its identity (`remote_names.kv_backups_prefix`), so that two stores in one bucket may use one label;
+store's backups is below its identity (`object_names.kv_backups_prefix`), so that two stores in one bucket may use one label;
 older stores had all of theirs in `kv`.
 
 Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and what the object store raises.
@@ -38,7 +38,7 @@ from quire.core.limits import MIB
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_new
-from quire.durable.lsm_names import sst_entry_path
+from quire.durable.names import sst_entry_path
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.snapshots import write_manifest
 from quire.lsm.sst_reader import SSTable

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from quire.core.errors import InvalidInput, OutOfRange, StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.lsm import compaction
 from quire.lsm.loading import Load, double_key
 from quire.lsm.merge import VersionRetention

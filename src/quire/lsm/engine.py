@@ -50,9 +50,8 @@ from quire.core.events import emit
 from quire.core.settings import LsmSettings
 from quire.durable import quarantine
 from quire.durable.files import Disk
-from quire.durable.lsm_names import LsmHome, lsm_home, lsm_number, lsm_snapshot_dir
-from quire.durable.names import LSM, check_name
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.names import LSM, LsmHome, check_name, lsm_home, lsm_number, lsm_snapshot_dir
+from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.compaction import table_options
 from quire.lsm.compaction_jobs import JobRows
 from quire.lsm.kv import Kv

@@ -28,7 +28,7 @@ from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.files import Disk, read_all
 from quire.durable.log_format import LogHeader, decode_header
 from quire.durable.log_reader import find_frames, scan
-from quire.durable.lsm_names import LsmHome, lsm_number, sst_entry_path
+from quire.durable.names import LsmHome, lsm_number, sst_entry_path
 from quire.lsm.manifest import recorded_end
 from quire.lsm.manifest_data import AddSst, Compaction, ManifestData, RemoveSst
 from quire.lsm.manifest_format import LOG_NEXT, ManifestSnapshot, decode_event, decode_snapshot

@@ -60,7 +60,7 @@ from quire.core.events import emit
 from quire.core.settings import LsmSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.lsm.maintenance import KvMaintenance, Stalls
 from quire.lsm.memtable import Memtable
 from quire.lsm.reading import HeldLsns, KvIterator, KvRanges, KvSnapshot

@@ -23,8 +23,7 @@ import msgspec
 
 from quire.core.errors import Corruption
 from quire.durable.files import Disk, read_all, write_atomic
-from quire.durable.lsm_names import LsmHome, load_number
-from quire.durable.names import TEMPORARY
+from quire.durable.names import TEMPORARY, LsmHome, load_number
 
 KEPT = 1_024
 

@@ -36,7 +36,7 @@ import msgspec
 from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.durable.lsm_names import sst_entry_path
+from quire.durable.names import sst_entry_path
 from quire.lsm import compaction
 from quire.lsm.load_notes import LoadNote, remove_note, write_note
 from quire.lsm.manifest_data import ManifestSstEntry

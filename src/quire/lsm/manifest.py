@@ -47,8 +47,7 @@ from quire.durable.files import Disk, read_all
 from quire.durable.log_format import NAMED_HEADER_BYTES, LogHeader, decode_header
 from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome
-from quire.durable.names import TEMPORARY
+from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm.manifest_data import (
     AddFrozenWal,
     AddSst,

@@ -41,7 +41,7 @@ from quire.durable import quarantine
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.log_reader import read_log
-from quire.durable.lsm_names import LsmHome, lsm_number
+from quire.durable.names import LsmHome, lsm_number
 from quire.lsm.load_notes import settle_notes
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput
 from quire.durable.files import Disk, OsDisk
-from quire.durable.lsm_names import LsmHome
-from quire.durable.names import TEMPORARY
+from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm import compaction
 from quire.lsm.merge import VersionRetention, parts
 from quire.lsm.sst_reader import SSTable

@@ -23,8 +23,7 @@ from quire.core.errors import Corruption, StorageFault
 from quire.durable.failpoints import hit
 from quire.durable.files import write_atomic, write_new
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import sst_entry_path
-from quire.durable.names import TEMPORARY
+from quire.durable.names import TEMPORARY, sst_entry_path
 from quire.lsm.inventory import KvSurvey, checked, readable_blocks
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot

@@ -28,7 +28,7 @@ from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_atomic
 from quire.durable.log_writer import LogWriter
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.durable.trees import remove_tree
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.log_reader import read_log
-from quire.durable.lsm_names import LsmHome, lsm_number
+from quire.durable.names import LsmHome, lsm_number
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.wal import LOG_KIND, batches_of
 from quire.lsm.witnesses import log_end

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import StalePlan
-from quire.durable.remote_names import epoch_prefix, kv_backups_prefix
+from quire.durable.object_names import epoch_prefix, kv_backups_prefix
 from quire.manifest import tables as t
 from quire.manifest.ops.artifacts import PutNamespace
 from quire.manifest.ops.base import Counter, Op

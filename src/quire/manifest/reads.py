@@ -36,7 +36,7 @@ from quire.core.errors import (
 )
 from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc32
-from quire.durable.remote_names import epoch_prefix
+from quire.durable.object_names import epoch_prefix
 from quire.manifest import tables as t
 from quire.manifest.codec import R
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.core.errors import ForeignObject
-from quire.durable.mlog_names import is_log_key
 from quire.durable.names import parse_object_key
+from quire.durable.object_names import is_log_key
 from quire.objects.api import PAGE_OBJECTS, DeletableStore
 
 Confirm = Callable[[], None]

@@ -23,7 +23,7 @@ from quire.core.errors import Corruption, FormatTooNew
 from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
-from quire.durable.owner_names import OWNER_FILE
+from quire.durable.object_names import OWNER_FILE
 
 FORMAT = 1
 FILE_BYTES_MAX = 4096

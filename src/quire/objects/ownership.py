@@ -55,7 +55,7 @@ from quire.core.errors import (
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.durable.owner_names import LEGACY_OWNER, owner_key, owner_prefix, parse_owner_key
+from quire.durable.object_names import LEGACY_OWNER, owner_key, owner_prefix, parse_owner_key
 from quire.objects.api import DeletableStore, ExistingObject, ObjectStore
 from quire.objects.owner_record import (
     NONCE_CHARACTERS,

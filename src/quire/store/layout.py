@@ -41,7 +41,7 @@ from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, Manif
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, write_atomic
-from quire.durable.owner_names import OWNER_FILE
+from quire.durable.object_names import OWNER_FILE
 from quire.durable.trees import remove_tree
 from quire.manifest.store import ManifestStore
 from quire.objects.open import ALLOWED, REMOTE_SCHEMES

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from quire.core.errors import UnknownArtifact
 from quire.durable import names
-from quire.durable.remote_names import parse_epoch_key
+from quire.durable.object_names import parse_epoch_key
 from quire.durable.space import given_bytes, measure_database
 from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn

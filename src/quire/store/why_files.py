@@ -12,7 +12,7 @@ import re
 import shlex
 
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.durable import mlog_names, names
+from quire.durable import names, object_names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.store.why_database_files import Look, own_name, owned, size_of
@@ -57,14 +57,14 @@ def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
 def of_object(txn: ReadTxn, key: str, look: Look | None) -> Answer | None:
     """What keeps an object by its key; `None` if it is none of these."""
     gone, name = "with its stream: quire drop {name}", own_name(txn, key)
-    if chunk := names.parse_manifest_log_key(name):
+    if chunk := object_names.parse_manifest_log_key(name):
         what = f"has chunk {chunk[1]} of its manifest log in it: what became of its segments"
         release = f"quire manifest bundle {{name}}, when its week is over; or {gone}"
         return owned(txn, key, "log", chunk[0], (what, release), look)
-    if bundle := mlog_names.parse_bundle_key(name):
+    if bundle := object_names.parse_bundle_key(name):
         what = f"has chunks {bundle[1]} to {bundle[2]} of its manifest log in it, the history of its segments"
         return owned(txn, key, "log", bundle[0], (what, gone), look)
-    if snapshot := mlog_names.parse_snapshot_key(name):
+    if snapshot := object_names.parse_snapshot_key(name):
         what = f"has snapshot {snapshot[1]} of its manifest log in it"
         return owned(txn, key, "log", snapshot[0], (what, f"{UPKEEP}, when newer ones stand for it; or {gone}"), look)
     if backup := _BACKUP.fullmatch(key.removeprefix(f"{txn.store_id()}/backups/")):

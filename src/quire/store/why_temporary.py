@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from quire.core.ids import U64_MAX
-from quire.durable import lsm_names, names, stream_names
+from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.store.why_database_files import Look, owned, size_of
@@ -67,7 +67,7 @@ def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if (match := _OF_STREAM.fullmatch(path)) is None:
         return None
     stream_id = int(match["id"])
-    if stream_id <= U64_MAX and path == stream_names.state_path(stream_id):
+    if stream_id <= U64_MAX and path == names.state_path(stream_id):
         what = "remembers in it its consumers, its retention, and in which mode it was last open"
         return owned(txn, path, "file", stream_id, (what, "quire drop {name}"), look)
     if _SPARE.search(path):
@@ -85,7 +85,7 @@ def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if version := _SNAPSHOT.fullmatch(rest):
         return _of_version(txn, path, db_id, int(version["number"]), look)
     folder, _, name = rest.partition("/")
-    if folder == "loads" and lsm_names.load_number(name) is not None:
+    if folder == "loads" and names.load_number(name) is not None:
         what = "remembers in it what became of a bulk load, for a client that asks again"
         return owned(txn, path, "file", db_id, (what, "when a thousand newer loads are over"), look)
     if path.endswith(names.TEMPORARY):

@@ -28,9 +28,12 @@ from quire.durable.names import (
     StreamSegmentFile,
     Tier,
     parse_path,
+    parse_segment_name,
+    spare_path,
+    state_path,
     stream_dir,
+    stream_home,
 )
-from quire.durable.stream_names import parse_segment_name, spare_path, state_path, stream_home
 from quire.stream.mlog_format import Identity, identity_of
 
 

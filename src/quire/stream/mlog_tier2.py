@@ -27,9 +27,8 @@ import msgspec
 from quire.core.checked_read import checked_read
 from quire.core.errors import ObjectNotFound
 from quire.core.ids import U64_MAX
-from quire.durable import mlog_names
-from quire.durable.names import manifest_log_key, parse_manifest_log_key
-from quire.durable.remote_names import parse_epoch_key
+from quire.durable import object_names
+from quire.durable.object_names import manifest_log_key, parse_epoch_key, parse_manifest_log_key
 from quire.objects.api import list_objects
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
@@ -104,10 +103,10 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self._key(manifest_log_key(self.stream_id, index))
 
     def bundle_key(self, first: int, last: int) -> str:
-        return self._key(mlog_names.bundle_key(self.stream_id, first, last))
+        return self._key(object_names.bundle_key(self.stream_id, first, last))
 
     def snapshot_key(self, snapshot_id: int) -> str:
-        return self._key(mlog_names.snapshot_key(self.stream_id, snapshot_id))
+        return self._key(object_names.snapshot_key(self.stream_id, snapshot_id))
 
     def listing(self) -> LogListing:
         """What is there (rule 4)."""
@@ -137,13 +136,13 @@ class LogObjects(msgspec.Struct, frozen=True):
     def _listed(self, prefix: str) -> LogListing:
         listing = LogListing()
         cut = len(prefix) + 1 if prefix else 0
-        for info in list_objects(self.store, _under(prefix, mlog_names.log_prefix(self.stream_id))):
+        for info in list_objects(self.store, _under(prefix, object_names.log_prefix(self.stream_id))):
             key = info.key[cut:]
             if chunk := parse_manifest_log_key(key):
                 listing.chunks[chunk[1]] = info
-            elif bundle := mlog_names.parse_bundle_key(key):
+            elif bundle := object_names.parse_bundle_key(key):
                 listing.bundles[bundle[1:]] = info
-            elif snapshot := mlog_names.parse_snapshot_key(key):
+            elif snapshot := object_names.parse_snapshot_key(key):
                 listing.snapshots[snapshot[1]] = info
         return listing
 

@@ -49,7 +49,7 @@ from quire.core.events import emit
 from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
-from quire.durable.remote_names import parse_epoch_key
+from quire.durable.object_names import parse_epoch_key
 from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.handler import Done, Outcome, Progress, options
 from quire.jobs.locations import Place

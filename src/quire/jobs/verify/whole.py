@@ -45,7 +45,7 @@ from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
 from quire.durable.names import Tier, WalSegmentFile, object_key, stream_dir
-from quire.durable.remote_names import kv_backups_prefix
+from quire.durable.object_names import kv_backups_prefix
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Outcome, Progress
 from quire.jobs.locations import Place

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.durable import names
-from quire.durable.lsm_names import lsm_home
+from quire.durable.names import lsm_home
 from quire.durable.space import Space, given_bytes, measure
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalStateRecord

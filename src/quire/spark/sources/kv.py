@@ -31,7 +31,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
-from quire.durable.lsm_names import LsmHome
+from quire.durable.names import LsmHome
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end

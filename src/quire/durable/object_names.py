@@ -1,0 +1,134 @@
+"""Object keys beside those of artifacts: a store's prefix and owner objects, and a stream's manifest log.
+
+Terms
+  store_id      the identity of a store, drawn when it is made: a UUID in its usual text
+  owner epoch   counts the takeovers of a store: its creation is 1; 0 is a store that was made before there were epochs
+  session       counts the openings of one epoch that put something
+
+Everything of a store is below its identity, so two stores never share a name (A1). As in `names.py`, build and parse are
+inverse, and foreign text is `None`.
+
+Pure functions, any thread; importable on executors. Raises `InvalidName`, `OutOfRange`.
+
+    >>> epoch_prefix("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19", 1)
+    '1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/e/00000001'
+    >>> parse_epoch_key("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/e/00000001/00000007/00000002/base:00000003")
+    ('1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19', 1, '00000007/00000002/base:00000003')
+    >>> parse_owner_key("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/owner/00000001.00000007")
+    ('1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19', 1, 7)
+    >>> parse_bundle_key(bundle_key(7, 0, 41))
+    (7, 0, 41)
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.core.errors import InvalidName
+from quire.core.ids import U64_MAX, some_u32, u32, u64
+
+_STORE_ID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_EPOCH_KEY = f"({_STORE_ID})/e/([0-9a-f]{{8}})/(.+)"
+_NUMBER = "(0|[1-9][0-9]{0,19})"
+
+OWNER_FILE = "owner.json"
+"""In a store's directory: which session of which epoch this directory has claimed."""
+
+LEGACY_OWNER = "legacy-owner"
+"""At the root of a place: which store owns the objects there that are below no store's prefix."""
+
+
+# ── a store's prefix ──────────────────────────────────────────────────────────────────────────────────────────────────
+def store_prefix(store_id: str) -> str:
+    """What the names of all objects of a store begin with."""
+    if not re.fullmatch(_STORE_ID, store_id):
+        raise InvalidName("not the identity of a store", hint="it is a UUID in lower case", store_id=store_id[:64])
+    return store_id
+
+
+def epoch_prefix(store_id: str, owner_epoch: int) -> str:
+    """What the names of all objects begin with that are written in an owner epoch."""
+    return f"{store_prefix(store_id)}/e/{some_u32('owner_epoch', owner_epoch):08x}"
+
+
+def kv_backups_prefix(store_id: str) -> str:
+    """Where the backups of a store's key-value databases are."""
+    return f"{store_prefix(store_id)}/backups/kv"
+
+
+def parse_epoch_key(key: str) -> tuple[str, int, str] | None:
+    """(store_id, owner epoch, suffix) of an object's key; `None` if it is not below the prefix of an epoch."""
+    match = re.fullmatch(_EPOCH_KEY, key)
+    if match is None or int(match[2], 16) == 0:
+        return None
+    return match[1], int(match[2], 16), match[3]
+
+
+# ── owner objects: who may write below a store's prefix ───────────────────────────────────────────────────────────────
+def owner_prefix(store_id: str) -> str:
+    """Below it are the owner objects of a store, and nothing else."""
+    return f"{store_id}/owner"
+
+
+def owner_key(store_id: str, epoch: int, session: int) -> str:
+    """The object that says that a session of an epoch has begun. Session 0 never has: it sorts before all others."""
+    return f"{owner_prefix(store_id)}/{some_u32('owner_epoch', epoch):08x}.{u32('session', session):08x}"
+
+
+def parse_owner_key(key: str) -> tuple[str, int, int] | None:
+    """(store_id, epoch, session); `None` for a foreign name."""
+    match = re.fullmatch(r"([^/]+)/owner/([0-9a-f]{8})\.([0-9a-f]{8})", key)
+    if match is None or int(match[2], 16) == 0 or int(match[3], 16) == 0:
+        return None
+    return match[1], int(match[2], 16), int(match[3], 16)
+
+
+# ── a stream's manifest log: chunks, snapshots, bundles ───────────────────────────────────────────────────────────────
+def log_prefix(stream_id: int) -> str:
+    """What all object keys of a stream's manifest log begin with."""
+    return f"manifest/{u64('stream_id', stream_id)}"
+
+
+def manifest_log_key(stream_id: int, chunk_index: int) -> str:
+    """The object key of a sealed chunk of a stream's manifest log."""
+    return f"{log_prefix(stream_id)}/{u64('chunk_index', chunk_index)}.mlog"
+
+
+def parse_manifest_log_key(text: str) -> tuple[int, int] | None:
+    """(stream_id, chunk_index) of a manifest-log chunk's key; `None` if it is foreign."""
+    match = re.fullmatch(f"manifest/{_NUMBER}/{_NUMBER}\\.mlog", text)
+    if match is None or max(int(match[1]), int(match[2])) > U64_MAX:
+        return None
+    return int(match[1]), int(match[2])
+
+
+def snapshot_key(stream_id: int, snapshot_id: int) -> str:
+    """The object key of a snapshot."""
+    return f"{log_prefix(stream_id)}/snapshot_{u64('snapshot_id', snapshot_id)}.bin"
+
+
+def bundle_key(stream_id: int, first: int, last: int) -> str:
+    """The object key of a bundle: the chunks `first` to `last` as one object."""
+    return f"{log_prefix(stream_id)}/bundle_{u64('first', first)}_{u64('last', last)}.mlog"
+
+
+def is_log_key(text: str) -> bool:
+    """Whether a key is of a manifest log: a chunk, a bundle or a snapshot."""
+    parsers = (parse_manifest_log_key, parse_bundle_key, parse_snapshot_key)
+    return any(parse(text) is not None for parse in parsers)
+
+
+def parse_snapshot_key(text: str) -> tuple[int, int] | None:
+    """(stream_id, snapshot_id); `None` if it is foreign."""
+    match = re.fullmatch(f"manifest/{_NUMBER}/snapshot_{_NUMBER}\\.bin", text)
+    if match is None or max(map(int, match.groups())) > U64_MAX:
+        return None
+    return int(match[1]), int(match[2])
+
+
+def parse_bundle_key(text: str) -> tuple[int, int, int] | None:
+    """(stream_id, first, last); `None` if it is foreign."""
+    match = re.fullmatch(f"manifest/{_NUMBER}/bundle_{_NUMBER}_{_NUMBER}\\.mlog", text)
+    if match is None or max(map(int, match.groups())) > U64_MAX or int(match[2]) > int(match[3]):
+        return None
+    return int(match[1]), int(match[2]), int(match[3])
