@@ -128,8 +128,8 @@ def test_a_store_that_another_process_has(run: Run, path: Path) -> None:
 def test_who_may_not_look_has_found_no_damage(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that is for reading only: LMDB's readers leave a mark in it."""
     refused = quire.NotWritable("this user may not write the manifest's lock file", hint="`chmod +rw` it")
-    monkeypatch.setattr("quire.cli.check.probe", lambda _: "the manifest cannot be read: Permission denied")
-    monkeypatch.setattr("quire.cli.check.denied", lambda _, **__: refused)
+    monkeypatch.setattr("quire.cli.manifest.probe", lambda _: "the manifest cannot be read: Permission denied")
+    monkeypatch.setattr("quire.cli.manifest.denied", lambda _, **__: refused)
     ended = run("manifest", "check")
     assert (ended.code, ended.out) == (6, "")
     assert ended.err.splitlines()[1] == "next:  `chmod +rw` it"

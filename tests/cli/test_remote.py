@@ -231,7 +231,7 @@ def test_commands_are_for_the_owners_own_machine(path: Path, monkeypatch: pytest
 def test_every_command_is_done_there_or_says_why_not() -> None:
     """A command that owns the store is in one of the two lists."""
     known = {f"{module}.{name}" for module, names in remote.FUNCTIONS.items() for name in names} | set(remote.INSTEAD)
-    for module in {module for module, _ in app.COMMANDS.values()} | {"check", "manifest_log", "show"}:
+    for module in {module for module, _ in app.COMMANDS.values()} | {"manifest_log"}:
         text = (SRC / "quire" / "cli" / f"{module}.py").read_text("utf-8")
         if "cli.owner(" in text:
             assert any(each.startswith(f"{module}.") for each in known), module

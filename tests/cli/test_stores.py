@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.core.settings import StoreSettings
 from quire.manifest.ops.snapshots import ForkDb
-from quire.store.info import Glance
+from quire.store.info import StoreReader
 from tests.cli.conftest import Run, quire_program
 
 
@@ -152,7 +152,7 @@ def test_names_cannot_turn_the_line_around(run: Run) -> None:
 def test_a_glance_says_what_the_store_says(path: Path) -> None:
     with quire.open(path, "r") as store:
         databases, info = store.databases(), store.info()
-    with Glance(str(path)) as glance:
+    with StoreReader(str(path)) as glance:
         assert glance.databases() == databases
         assert glance.info() == info
 

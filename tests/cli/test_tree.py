@@ -10,8 +10,8 @@ import pytest
 
 import quire
 from quire.cli import tree as command
-from quire.cli.lineage import SNAPSHOTS_SHOWN
 from quire.cli.output import width_of
+from quire.cli.tree import SNAPSHOTS_SHOWN
 from tests.cli.conftest import Run, on_a_terminal, quire_program
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ")
@@ -64,7 +64,7 @@ def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Pa
 
 def test_a_fork_of_a_snapshot_that_is_gone(run: Run, family: Path) -> None:
     run("snapshot", "drop", "shop", "monday", "--yes")
-    assert "├── then  id 3, dropped, forked WHEN of snapshot #1, dropped" in drawn(run("tree").out)
+    assert "├── then  id 3, dropped, forked WHEN from snapshot #1, dropped" in drawn(run("tree").out)
 
 
 def test_programs_get_it_nested(run: Run, family: Path) -> None:
@@ -97,7 +97,7 @@ def test_sizes_are_what_dropping_would_free(run: Run, family: Path) -> None:
     shop, _ = run("tree", "--sizes", "--json").data
     assert shop["share"]["artifacts"] >= 0
     assert shop["snapshots"][0]["share"] == run("snapshot", "show", "shop", "monday", "--json").data["share"]
-    assert " only here" in run("tree", "--sizes").out
+    assert " exclusive" in run("tree", "--sizes").out
 
 
 def test_many_snapshots_are_cut_short_for_people(run: Run, family: Path) -> None:
@@ -105,7 +105,7 @@ def test_many_snapshots_are_cut_short_for_people(run: Run, family: Path) -> None
         for number in range(20):
             store.snapshot("shop", f"s{number}")
     lines = drawn(run("tree").out)
-    assert lines[1] == "├── … 16 older snapshots  `--all` shows them"
+    assert lines[1] == "├── … 16 older snapshots  use `--all` to show"
     assert lines[2].startswith("├── @monday"), "it has forks"
     assert sum("@s" in line for line in lines) == SNAPSHOTS_SHOWN
     assert len(drawn(run("tree", "--all").out)) == 27

@@ -15,7 +15,7 @@ from quire.core.settings import MaintenanceSettings, StoreSettings, StreamSettin
 from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
 from quire.manifest.records import JobKind, JobState
-from quire.store.info import Glance
+from quire.store.info import StoreReader
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.manifest.test_check import Vandal
@@ -181,7 +181,7 @@ def test_a_reader_lists_the_other_databases_and_says_which_is_damaged(
     vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
     flip(vandal, table, closed)
     vandal.done()
-    looks: list[Callable[[str], Glance | Store]] = [Glance, lambda path: quire.open(path, "r")]
+    looks: list[Callable[[str], StoreReader | Store]] = [StoreReader, lambda path: quire.open(path, "r")]
     for look in looks:
         with look(str(tmp_path / "store")) as reader:
             assert [info.name for info in reader.databases()] == ["child"]

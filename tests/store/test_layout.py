@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.core.errors import ManifestDamaged
 from quire.durable.files import OsDisk
-from quire.store.info import Glance
+from quire.store.info import StoreReader
 from quire.store.layout import Found, look
 from quire.testing.faults import LOUD, Fault, FaultyDisk, PowerCut
 from tests.store.conftest import assert_sound
@@ -196,7 +196,7 @@ def test_a_page_of_the_manifest_that_makes_no_sense_is_damage_to_who_only_looks(
     for start in range(2 * page, len(whole), page):  # behind LMDB's two meta pages
         manifest.write_bytes(whole[:start] + bytes(page) + whole[start + page :])
         try:
-            with Glance(str(root)) as look:
+            with StoreReader(str(root)) as look:
                 look.databases()
                 look.info()
         except ManifestDamaged:

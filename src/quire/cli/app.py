@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from quire.cli.declarations import Group
 
@@ -36,7 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve", "Own a store and serve it to other processes."),
     "doctor": ("doctor", "Check the machine, the store and the object store."),
     "tour": ("tour", "Watch a store at work, step by step."),
-    "completion": ("complete", "Print the completion script of a shell."),
+    "completion": ("completion", "Print a shell completion script."),
     "db": ("db", "Change a database's status, tags and compression."),
     "snapshot": ("snapshots", "Create, list, compare and drop snapshots."),
     "sqlite": ("sqlite", "Import, export, follow and query SQLite databases."),
@@ -85,6 +86,11 @@ class Program(Group):
         """The list of commands, without loading them."""
         with formatter.section("Commands"):
             formatter.write_dl([(word, line) for word, (_, line) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands and options that begin so, without loading commands."""
+        words = [CompletionItem(word, help=line) for word, (_, line) in COMMANDS.items() if word.startswith(incomplete)]
+        return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def load_all(self) -> Program:
         """Load every command: for tests."""

@@ -18,11 +18,10 @@ from quire.cli.command import Cli, Verdict
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
-from quire.cli.job_progress import Bench, failure_of
+from quire.cli.job_progress import Bench, bar, failure_of
 from quire.cli.jobs import job_json
 from quire.cli.lookup import names_of, need_pages
 from quire.cli.output import Listing, Note, Report, Row
-from quire.cli.progress_bar import bar
 from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
 from quire.manifest import tables as t

@@ -1,15 +1,14 @@
-"""What all commands share: where the store is, what they return, how their outcome becomes output and an exit code.
+"""What all commands share: where the store is, what they return, and how the outcome becomes output and an exit code.
 
-Rules
-  1. A command is a function whose first parameter is a `Cli`. It returns what it shows (a `Shown`), or raises; `Verdict`
-     also carries an exit code.
-  2. An error is one sentence and the next step, with the exit code of its group; a traceback only with --debug.
-  3. The store is the one of --store, else of QUIRE_STORE, else the current directory.
-  4. A command that needs the owner of a store that another process has is done there, if that process listens (K8).
-  5. A reader that closes the pipe (`quire ls | head -1`) has seen enough: the command ends at once, with nothing said and
-     the code a shell gives to what SIGPIPE ended. The signal itself stays ignored: it would also come from sockets.
+A command is a function whose first parameter is a `Cli`. It returns what it shows (`Shown`), or a `Verdict` with an exit code
+as well, or it raises. An error is one sentence and the next step, with the exit code of its group; a traceback needs --debug.
 
-Importing this module loads neither typer nor the store, nor msgspec.
+A command that must own a store which another process owns is run by that process, if it listens (K8).
+
+A reader that closes the pipe (`quire ls | head -1`) ends the command at once, silently, with the exit code that a shell
+reports for SIGPIPE. The signal itself stays ignored: sockets would raise it too.
+
+Importing this module loads neither the manifest nor the store: help needs neither.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import quire
 from quire.cli.exit_codes import OK, PIPE_CLOSED, exit_of
 from quire.cli.formatting import visible
 from quire.cli.output import JsonOutput, Look, Output, Shown, TextOutput, wrapped
@@ -52,20 +52,19 @@ class Cli:
     as_json: bool = False
 
     def reader(self) -> ManifestStore:
-        """The manifest, for reading: works while another process owns the store. Nothing else of it is loaded."""
-        from quire.store.layout import read_manifest
+        """The manifest, opened for reading: works while another process owns the store."""
+        from quire.durable.names import MANIFEST
+        from quire.manifest.store import ManifestStore
 
-        return read_manifest(self.path)
+        manifest = self.settings().manifest
+        return ManifestStore.open(os.path.join(os.path.abspath(self.path), MANIFEST), mode="r", settings=manifest)
 
     def settings(self) -> StoreSettings:
-        """What the store's quire.toml says."""
+        """The settings in the store's quire.toml."""
         from quire.durable.files import OsDisk
-        from quire.store.layout import Found, look, not_found, read_config
+        from quire.store.layout import existing_config
 
-        disk, root = OsDisk(), os.path.abspath(self.path)
-        if look(disk, root) is not Found.STORE:
-            raise not_found(root)
-        return read_config(disk, root, None)
+        return existing_config(OsDisk(), os.path.abspath(self.path))
 
     def owner(
         self,
@@ -76,35 +75,33 @@ class Cli:
         takeover: bool = False,
         moved: bool = False,
     ) -> Store:
-        """The store, for changing it; never makes one.
+        """The store, opened for changes; never creates one.
 
-        A command does what it was asked for: `upkeep` in the background is for those that may take minutes.
-        `grace_seconds` replaces the time that bytes stay after their last reference went.
+        `upkeep` in the background is for commands that may take minutes. `grace_seconds` replaces the delay between the
+        last reference to bytes and their deletion.
         """
         from msgspec.structs import replace
 
-        from quire.store.opening import open as open_quire
-
         settings = self.settings()
         maintenance = replace(settings.maintenance, enabled=upkeep and settings.maintenance.enabled)
-        if upkeep and not maintenance.workers:  # who runs such a command wants the work done here
+        if upkeep and not maintenance.workers:  # the command is there to do the work, whatever quire.toml says
             maintenance = replace(maintenance, workers=1)
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
         settings = replace(settings, maintenance=maintenance)
-        return open_quire(self.path, create=False, repair=repair, takeover=takeover, moved=moved, settings=settings)
+        return quire.open(self.path, create=False, repair=repair, takeover=takeover, moved=moved, settings=settings)
 
     def keeper(self) -> Store | Client:
-        """Who changes the store for us: this process as its owner, or the live owner, asked through its socket (K8)."""
+        """The store, owned by this process, or a client of the process that owns it (K8)."""
         try:
             return self.owner()
         except StoreLocked:
             from quire.service.discover import find_owner
 
-            found = find_owner(self.path)
-            if found is None:
+            client = find_owner(self.path)
+            if client is None:
                 raise
-            return found
+            return client
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""What a shell offers for a word that is being typed: names of databases, snapshots, cursors, tables; words that options take.
+"""The command `completion`, and what a shell offers for a word that is being typed: names of databases, snapshots, cursors and
+tables, and the words that options accept.
 
-What a parameter takes is known by its metavar, so that a new command completes by itself. Completion only reads, as `quire ls`
-does: nothing is created and no lock is taken. Paths and new names are left to the shell.
-
-Loaded only while a shell asks.
+What a parameter accepts is known by its metavar, so a new command completes without further work. Completion reads the manifest
+as `quire ls` does: it creates nothing and takes no lock. Paths and new names are left to the shell.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import click
 from click.shell_completion import (
@@ -22,9 +23,15 @@ from click.shell_completion import (
     shell_complete,
 )
 
-from quire.cli.command import COMPLETING, HERE, Cli
+from quire.cli.app import Program
+from quire.cli.command import COMPLETING, HERE, Cli, Verdict
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.exit_codes import OK
+from quire.cli.output import Note
+from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.tables import TABLES
+from quire.store.info import StoreReader
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "KIND": ("pages", "stream", "lsm"),
@@ -36,33 +43,50 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "MODE": ("off", "shadow", "on"),
     "STATUS": ("active", "read_only"),
 }
-"""Metavar → what may be there."""
+"""Metavar → the words it accepts."""
 
 DATABASES = frozenset({"DB", "OTHERDB", "OLD", "WHAT", "STREAM", "LABEL"})
 SNAPSHOTS = frozenset({"SNAP", "A", "B", "VERSION"})
 NAMED_IN = frozenset({"quire drop"})
-"""Commands whose NAME is that of a database that is there."""
+"""Commands whose NAME is an existing database."""
 
 KINDS: Mapping[str, str] = {"kv": "LSM", "stream": "STREAM", "sqlite": "PAGES"}
-"""Group → the only kind of its databases."""
+"""Group → the kind of its databases."""
 
 
-def candidates(metavar: str, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-    """What begins with `incomplete`, for a parameter with this metavar."""
-    try:
-        return [CompletionItem(text) for text in _offered(metavar.strip("[]."), ctx) if text.startswith(incomplete)]
-    except Exception:
-        return []  # a shell that asks is never told an error
+def add_to(app: Group) -> None:
+    """Register this command."""
+    command(app, "completion", example="quire completion bash")(completion)
 
 
-def script(program: click.Command, shell: str) -> str:
-    """What a shell runs to have the words of `quire` completed."""
-    return SHELLS[shell](program, {}, "quire", COMPLETING).source()
+def completion(
+    cli: Cli, shell: Annotated[str, Argument(metavar="SHELL", help="The shell: bash, zsh or fish.")]
+) -> Note | Verdict:
+    """Print a shell completion script.
+
+    Add `eval "$(quire completion bash)"` to ~/.bashrc, or the same with zsh to ~/.zshrc. For fish, write the output to
+    ~/.config/fish/completions/quire.fish.
+    """
+    if shell not in SHELLS:
+        raise InvalidInput("completion does not support this shell", hint="choose bash, zsh or fish", shell=shell)
+    script = SHELLS[shell](Program(), {}, "quire", COMPLETING).source()
+    if cli.as_json:
+        return Note(text="", data={"shell": shell, "script": script})
+    sys.stdout.write(script)
+    return Verdict(None, OK)
 
 
 def answer(program: click.Command, instruction: str) -> int:
-    """Write what could come next, for the script of a shell that asks in the environment; the exit code."""
-    return shell_complete(program, {}, "quire", COMPLETING, instruction)
+    """Write the candidates for the word being typed, as a shell's script requests them; the exit code."""
+    return shell_complete(program, {"obj": candidates}, "quire", COMPLETING, instruction)
+
+
+def candidates(metavar: str, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+    """The candidates that begin with `incomplete`, for a parameter with this metavar."""
+    try:
+        return [CompletionItem(text) for text in _offered(metavar.strip("[]."), ctx) if text.startswith(incomplete)]
+    except Exception:
+        return []  # an error message would end up on the command line that is being typed
 
 
 def _offered(word: str, ctx: click.Context) -> Iterator[str]:
@@ -79,7 +103,7 @@ def _offered(word: str, ctx: click.Context) -> Iterator[str]:
 
 
 def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
-    with Cli(ctx.params.get("store") or HERE).reader() as manifest, manifest.read() as txn:
+    with StoreReader(ctx.params.get("store") or HERE) as store, store.read() as txn:
         if word == "CURSOR":
             yield from sorted(row.name for _, row in txn.scan(t.CHANGE_CURSORS) if row.name)
             return
@@ -92,12 +116,12 @@ def _in_store(word: str, ctx: click.Context) -> Iterator[str]:
         # while an option waits for its value, the arguments are not parsed yet
         database = other or ctx.params.get("database") or next(iter(ctx.args), "")
         for db_id in (db_id for db_id, record in live.items() if record.name == database):
-            for snapshot in manifest.snapshots.of(db_id):
-                yield snapshot.name or str(snapshot.snapshot_id)
+            for (_, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX, db_id):
+                yield snapshot.name or str(snapshot_id)
 
 
 class Bash(BashComplete):
-    """Bash, with names that have spaces: click's own script takes the backslashes away again."""
+    """Bash, with support for names that contain spaces: click's own script strips the backslashes."""
 
     source_template = """\
 %(complete_func)s() {

@@ -22,7 +22,6 @@ from typing import Any, Concatenate, ParamSpec
 import click
 
 from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict, output_for, perform, tell
-from quire.cli.completion import candidates
 from quire.cli.exit_codes import OK
 from quire.cli.output import Shown
 from quire.core.errors import InvalidInput
@@ -173,7 +172,8 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def _complete(metavar: str, ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Any]:
-    return candidates(metavar, ctx, incomplete)
+    candidates: list[Any] = ctx.obj(metavar, ctx, incomplete)  # `completion.answer` puts the function there
+    return candidates
 
 
 def _shared(store: str) -> list[click.Parameter]:

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 
-from quire.cli.check import RESTORE, unreadable
 from quire.cli.command import HERE, Cli, Verdict
 from quire.cli.declarations import Group, Option, command
 from quire.cli.error_text import for_people, next_step
 from quire.cli.exit_codes import OK, PROBLEMS
 from quire.cli.formatting import count_of, here, size, span
+from quire.cli.manifest import RESTORE, unreadable
 from quire.cli.output import Listing, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
@@ -46,7 +46,7 @@ from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.ownership import newer_owner
 from quire.spark.java import find_java
-from quire.store.layout import Found, look, not_found, objects_url, read_config
+from quire.store.layout import Found, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, open_place, state_beside
 
 T = TypeVar("T")
@@ -224,9 +224,7 @@ def _disk(path: str) -> Finding:
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _store(root: str) -> Finding:
     """A directory with the right files and a configuration that makes sense; what is in the manifest is another row."""
-    if look(OsDisk(), root) is not Found.STORE:
-        raise not_found(root)
-    read_config(OsDisk(), root, None)
+    existing_config(OsDisk(), root)
     return Finding("store", "ok", root)
 
 

@@ -1,50 +1,38 @@
-"""Values as people want them: records by their telling fields, sizes, times, names that stay on their line.
+"""Values as people read them: sizes, times, counts, and records as short lists of fields.
 
-Pure functions, but for the local time zone. What programs get is `quire.core.json_values`; that and msgspec are loaded by those
-functions that need them: listing a store needs neither.
+Pure functions, except for the local time zone. Help text uses this module too, so msgspec is loaded only by the functions
+that handle records.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from msgspec.json import encode
-from msgspec.structs import fields
-
-from quire.core.ids import ArtifactKey
-from quire.core.json_values import plain as plain_of
 from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     import msgspec
+
+    from quire.manifest.slots import Chain
 
 SHORT_CHARACTERS = 48
 """Longer values are cut in text; JSON has them whole."""
 
 
 def plain(value: Any) -> Any:
-    """As `quire.core.json_values.plain`, which is loaded for what is not plain already, or nearly so.
+    """The JSON form of a value (`quire.core.json_values`)."""
+    from quire.core.json_values import plain as json_form
 
-    >>> plain([(1, b"\\x01"), {3: None}])
-    [[1, '01'], {'3': None}]
-    """
-    kind = type(value)
-    if kind in (str, int, float, bool, type(None)):
-        return value
-    if kind is dict:
-        return {str(key): plain(each) for key, each in value.items()}
-    if kind in (list, tuple):
-        return [plain(each) for each in value]
-    if kind is bytes:
-        return value.hex()
-
-    return plain_of(value)
+    return json_form(value)
 
 
 def telling(record: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a record that differ from their defaults: what a person wants to see of it."""
-    defaults = {each.name: each.default for each in fields(type(record)) if not each.required}
+    """The fields of a record that differ from their defaults."""
+    from msgspec.structs import fields
+
+    defaults = {field.name: field.default for field in fields(type(record)) if not field.required}
     shown: dict[str, Any] = {}
     for name in record.__struct_fields__:
         value = getattr(record, name)
@@ -59,10 +47,7 @@ def pairs(values: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, str):
-        return short(value)
-
-    return short(encode(value).decode())
+    return short(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def short(text: str) -> str:
@@ -74,7 +59,7 @@ def short(text: str) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A coordinate of an error or a problem, for people: no Python in it.
+    """A value from an error or a problem, without Python syntax.
 
     >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
@@ -88,23 +73,34 @@ def in_words(value: Any) -> str:
         return "yes" if value else "no"
     if type(value) in (str, int):
         return short(str(value))
+    from quire.core.ids import ArtifactKey
 
     if isinstance(value, ArtifactKey):
         delta = f", delta {value.delta_id}" if value.delta_id else ""
         return f"{value.kind.name.lower()} {value.id} of database {value.origin_db_id}, generation {value.generation}{delta}"
     if isinstance(value, tuple | list):
         return ("/" if isinstance(value, tuple) else ", ").join(map(in_words, value))
-    told = plain(value)
-    return pairs(told) if isinstance(told, dict) else short(str(told))
+    json_form = plain(value)
+    return pairs(json_form) if isinstance(json_form, dict) else short(str(json_form))
+
+
+def chain_text(chain: Chain, origin_db_id: int) -> str:
+    """`base:1@60 + delta-1:2@100`: kind, generation and covered lsn of each artifact; another origin is named."""
+    links = []
+    for link in chain:
+        name = link.kind.name.lower() + (f"-{link.delta_id}" if link.delta_id else "")
+        origin = "" if link.origin_db_id == origin_db_id else f" of db {link.origin_db_id}"
+        links.append(f"{name}:{link.generation}@{link.covered_lsn}{origin}")
+    return " + ".join(links)
 
 
 def visible(text: str) -> str:
-    """Names come from people: what would move the cursor or turn the line around is shown, not done.
+    """Escape control and bidirectional characters: names come from people and must not move the cursor.
 
     >>> print(visible("a\\x1b[2Jb\\u202ec größe 数据"))
     a\\x1b[2Jb\\u202ec größe 数据
     """
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def size(count: int) -> str:
@@ -127,7 +123,7 @@ def moment(at_ms: int) -> str:
 
 
 def here(at_ms: int, now_ms: int) -> str:
-    """A moment as a clock on the wall showed it, and how long ago that is."""
+    """A moment in local time, with its age."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_ms / 1000))} ({span(now_ms - at_ms)} ago)"
 
 

@@ -29,7 +29,7 @@ from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.leases import leases_of
 from quire.manifest.records import AuditAction, JobKind, JobState
-from quire.store.info import artifact_bytes
+from quire.store.shares import artifact_bytes
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn

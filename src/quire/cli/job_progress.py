@@ -27,7 +27,6 @@ from quire.cli.lookup import names_of
 from quire.core import errors
 from quire.core.clock import SystemClock
 from quire.core.errors import InternalError, QuireError, Unavailable
-from quire.jobs.enqueue import start
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.base import Counter
@@ -120,7 +119,7 @@ class Bench:
     def run(self, kind: JobKind, db_id: int, runner: str = "") -> Job:
         """The job of an exclusive kind for a database, run now: the outstanding one, else a new one. As it ended."""
         jobs, worker = self.store.manifest.jobs, worker_of(self.store)
-        job_id = start(self.store.context, kind, db_id, runner=runner)
+        job_id = self.store.heavy.start(kind, db_id, runner=runner)
 
         def work() -> None:
             if not worker.run(job_id):
@@ -239,3 +238,22 @@ class Display:
             transient=True,
         )
         return self._closing.enter_context(self._progress)
+
+
+Told = Callable[[int, int], None]
+"""`told(done, total)`; total 0 if it is not known."""
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Told]:
+    """Gives what is to be told how far the work is. An interrupt comes out of the work itself."""
+    if not on_terminal():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total or None)

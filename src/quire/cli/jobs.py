@@ -17,8 +17,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import INTERRUPTED, OK
 from quire.cli.formatting import count_of, in_words, moment, pairs, plain, size, span
 from quire.cli.job_progress import Bench, until_interrupted, worker_of
-from quire.cli.logging import Log, log_to
-from quire.cli.lookup import any_database, names_of
+from quire.cli.lookup import Log, any_database, log_to, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind

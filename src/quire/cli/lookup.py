@@ -12,11 +12,17 @@ Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `Wro
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Option
+from quire.cli.durations import moment_of
+from quire.cli.formatting import moment
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
-from quire.core.ids import U32_MAX
+from quire.core.ids import U32_MAX, Epoch
+from quire.core.logs import configure
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
 
@@ -36,6 +42,16 @@ Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
 Follow = Annotated[
     bool, Option("--follow", "-f", help="Go on with what is new, until Ctrl-C; JSON has a line per record.")
+]
+
+At = Annotated[
+    str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a moment.", show_default="as it is now")
+]
+Log = Annotated[
+    str,
+    Option(
+        "--log", metavar="STYLE", help="Tell events on stderr: json or console.", show_default="QUIRE_LOG, or warnings"
+    ),
 ]
 
 
@@ -142,3 +158,59 @@ def need_pages(found: AnyInfo, what: str) -> None:
     if found.kind.name != "PAGES":
         hint = "`quire ls` shows the kinds"
         raise WrongKind(f"only page databases {what}", hint=hint, name=found.name, kind=found.kind.name.lower())
+
+
+def log_to(style: str) -> None:
+    """Write events in this style, if one was asked for."""
+    if style:
+        configure(style)
+
+
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True)
+class Version:
+    """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
+
+    text: str
+    snapshot: SnapshotInfo | None = None
+    at: Epoch | datetime | None = None
+
+    @property
+    def then(self) -> str:
+        """How a sentence goes on that began with the database's name: `was at snapshot monday (id 1)`."""
+        return self.text.replace("as of ", "was at ").removeprefix("as it ")
+
+
+def version_of(where: Any, database: str, text: str) -> Version:
+    """What people typed for a version (rule 1); `where` knows the snapshots: a manifest, a store, or its owner."""
+    if not text:
+        return Version("as it is now")
+    try:
+        found = snapshot_named(where, database, text)
+        return Version(f"as of snapshot {title_of(found)}", snapshot=found)
+    except UnknownSnapshot as unknown:
+        if (epoch := _epoch(text)) is not None:
+            return Version(f"as of epoch {text}", at=epoch)
+        try:
+            now_ms = SystemClock().now_ms()
+            at_ms = moment_of(text, "--at", now_ms=now_ms)
+        except InvalidInput:
+            also = "an epoch (3:4711) or a moment (15m, 2026-05-01T14:30) names a version, too"
+            raise UnknownSnapshot(unknown.what, hint=f"{unknown.hint}; {also}", **unknown.where) from None
+        if at_ms > now_ms:
+            raise InvalidInput(
+                "this moment is still to come", hint="leave `--at` out for the newest version", given=text
+            ) from None
+
+    return Version(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))
+
+
+def _epoch(text: str) -> Epoch | None:
+    """`3:4711`: the segment, and the lsn."""
+    segment, colon, lsn = text.partition(":")
+    digits = segment + lsn
+    if not (colon and segment and lsn and digits.isascii() and digits.isdecimal()):
+        return None
+    if len(segment) > 10 or len(lsn) > 20:
+        return None
+    return Epoch(int(lsn), int(segment))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from quire.cli.app import Program
 from quire.cli.command import COMPLETING, output_for, pipe_closed, tell, unwritable
-from quire.cli.completion import answer
 from quire.cli.declarations import run as run_command_line
 from quire.cli.exit_codes import INTERRUPTED
 
@@ -33,8 +32,10 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; its exit code."""
     try:
-        if asked := os.environ.get(COMPLETING):
-            return answer(Program(), asked)
+        if instruction := os.environ.get(COMPLETING):
+            from quire.cli.completion import answer  # reads stores, which help does not
+
+            return answer(Program(), instruction)
         code = run_command_line(Program(), arguments)
         sys.stdout.flush()
         return code

@@ -1,64 +1,221 @@
-"""Commands that look into the manifest: tables and dump; and, registered here, `check`, `inspect` and `verify`.
+"""Commands about the manifest: check, tables, dump; those about manifest logs are in `manifest_log`.
 
-Rules
-  1. `dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
-  2. Packed bodies are shown unpacked: a slot leaf as its chains.
+`check` lists every broken rule and ends with exit code 1 if there is one; an error that stops the checker is listed as one
+more problem. `--repair` changes nothing unless every problem can be repaired, because a half-repaired store is harder to
+understand than a damaged one; `--partial` repairs the rest all the same. A child process reads the pages first: some damage
+kills whoever reads it.
+
+`dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import check, manifest_log
-from quire.cli.command import Cli
+from quire.cli import manifest_log
+from quire.cli.command import Cli, Verdict
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import pairs, plain, telling
+from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.formatting import chain_text, count_of, in_words, pairs, plain, telling
 from quire.cli.output import STEP_ROWS, Listing, Row
-from quire.core.errors import InvalidInput, ManifestDamaged
+from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
 from quire.core.limits import SLOTS_PER_LEAF
+from quire.durable import names
+from quire.durable.files import OsDisk
 from quire.manifest.change import ChangeRecord
+from quire.manifest.check import Problem
+from quire.manifest.check import check as check_rules
+from quire.manifest.env import denied
+from quire.manifest.probe import probe
 from quire.manifest.reads import table_named
 from quire.manifest.records import LeafRecord
+from quire.manifest.repair import propose
 from quire.manifest.slots import unpack_leaf
 from quire.manifest.tables import TABLES
+from quire.store.layout import need_store
 
 if TYPE_CHECKING:
     from quire.manifest.slots import Chain, Leaf
+    from quire.manifest.store import ManifestStore
     from quire.manifest.tables import Table
 
-
-CHANGE_LOG = {"change_log": ("local", "committed batches, in order", ["sequence"])}
-"""The one table that tables.py does not declare: the module that does loads every operation (a test compares)."""
+CIRCULAR = re.compile(r"; run `quire manifest check`[^()]*(?=\(|$)")
+"""What an error inside a problem advises: what its reader is doing."""
+RESTORE = "restore the manifest from a backup (docs/operations.md)"
 
 
 def add_to(app: Group) -> None:
     """Register these commands, as a group."""
     group = Group("Inspect the manifest, the catalog of everything in a store.")
-    check.add_to(group)
+    command(group, "check", example="quire manifest check --repair")(check)
     command(group, "tables", example="quire manifest tables")(tables)
     command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
     manifest_log.add_to(group)
     app.add("manifest", group)
 
 
+def check(
+    cli: Cli,
+    repair: Annotated[
+        bool,
+        Option("--repair", help="Mend what can be recomputed, if that is all there is. Needs to own the store."),
+    ] = False,
+    partial: Annotated[
+        bool, Option("--partial", help="With --repair: mend what can be, even if something else cannot.")
+    ] = False,
+) -> Verdict:
+    """Hold the manifest to its rules; exit code 1 if one is broken.
+
+    Copy the store before you repair it: `cp -r` while no process owns it.
+    """
+    if partial and not repair:
+        raise InvalidInput("`--partial` says how to repair", hint="say `--repair --partial`")
+    before = _problems_now(cli)
+    damage = [each for each in before if not each.leak]
+    if not repair or not damage:
+        return _verdict(before, advice=_advice(cli, damage))
+    stuck = sum(each.fix is None for each in damage)
+    if stuck == len(damage) or (stuck and not partial):
+        return _verdict(before, advice=f"Nothing was changed.\n{_advice(cli, damage)}")
+    left = _mend(cli)
+    remaining = {_line(each) for each in left}
+    mended = [each for each in damage if _line(each) not in remaining]
+    return _verdict(left, mended=() if cli.as_json else mended, repairs=len(mended), advice=_advice(cli, left))
+
+
+def unreadable(root: str) -> str | None:
+    """What keeps the pages of a store's manifest from being read; `None` if nothing does (rule 4)."""
+    need_store(OsDisk(), root)
+    path = os.path.join(root, names.MANIFEST)
+    why = probe(path)
+    if why is not None and (refused := denied(path, write=False)) is not None:
+        raise refused  # who may not look has found no damage
+    return why
+
+
+def _problems_now(cli: Cli) -> list[Problem]:
+    if (why := unreadable(os.path.abspath(cli.path))) is not None:
+        return [Problem("K1", why)]
+    with cli.reader() as manifest:
+        return _problems(manifest)
+
+
+def _problems(manifest: ManifestStore) -> list[Problem]:
+    found: list[Problem] = []
+    try:
+        with manifest.read() as txn:
+            found = propose(txn, list(check_rules(txn)))
+    except QuireError as error:  # rule 1
+        found.append(Problem("K1", f"the check could not go on: {error}"))
+    return found
+
+
+def _mend(cli: Cli) -> list[Problem]:
+    """Mend what can be; what is left."""
+    try:
+        with _without_repair_warnings(), cli.owner(repair=True) as store:
+            return _problems(store.manifest)
+    except ManifestDamaged:  # not all of it could be: the store stays closed to owners
+        return _problems_now(cli)
+
+
+@contextmanager
+def _without_repair_warnings() -> Iterator[None]:
+    """Rule 3: the manifest warns of each repair on stderr, for those who repair from a program. Other warnings go on."""
+    heard = StringIO()
+    try:
+        with redirect_stderr(heard):
+            yield
+    finally:
+        for line in heard.getvalue().splitlines(keepends=True):
+            if "manifest.repair" not in line:
+                sys.stderr.write(line)
+
+
+def _verdict(
+    problems: Sequence[Problem], *, mended: Sequence[Problem] = (), repairs: int = 0, advice: str = ""
+) -> Verdict:
+    after = f" after {count_of(repairs, 'repair')}" if repairs else ""
+    closing = count_of(len(problems), "problem") if problems else "the manifest keeps all its rules"
+    shown = Listing(
+        columns=["rule", "kind", "what"],
+        rows=[
+            *(_problem_row(each, "mended") for each in mended),
+            *(_problem_row(each, _kind(each)) for each in problems),
+        ],
+        empty=f"the manifest keeps all its rules{after}",
+        closing=f"{closing}{after}" + (f"\n{advice}" if advice else ""),
+    )
+    return Verdict(shown, PROBLEMS if problems else OK)
+
+
+def _problem_row(problem: Problem, kind: str) -> Row:
+    data = {
+        "rule": problem.rule,
+        "what": problem.what,
+        "where": plain(problem.where),
+        "leak": problem.leak,
+        "mendable": problem.fix is not None,
+    }
+    return Row([problem.rule, kind, _line(problem)], data)
+
+
+def _kind(problem: Problem) -> str:
+    if problem.leak:
+        return "leak"
+    return "mendable" if problem.fix is not None else "damage"
+
+
+def _line(problem: Problem) -> str:
+    place = ", ".join(f"{name.replace('_', ' ')}: {in_words(value)}" for name, value in problem.where.items())
+    what = CIRCULAR.sub(" ", problem.what).strip()
+    return f"{what} ({place})" if place else what
+
+
+def _advice(cli: Cli, problems: Sequence[Problem]) -> str:
+    """What to do about damage (leaks need nothing), the copy first."""
+    damage = [each for each in problems if not each.leak]
+    if not damage:
+        return ""
+    stuck = sum(each.fix is None for each in damage)
+    if stuck == len(damage):
+        return f"{'It cannot' if stuck == 1 else 'None of it can'} be mended: {RESTORE}."
+    root = os.path.abspath(cli.path)
+    copy = f"cp -r {shlex.quote(root)} {shlex.quote(root + '.copy')}"
+    lines = [f"Copy the store first, while no process owns it (a hot copy: docs/operations.md):\n  {copy}"]
+    how = f"quire manifest check --repair{' --partial' if stuck else ''} --store {shlex.quote(root)}"
+    if stuck:
+        lines.insert(0, f"{stuck:,} of {len(damage):,} cannot be mended: {RESTORE}, or mend the rest.")
+    return "\n".join([*lines, f"Then mend {'the rest' if stuck else 'it'}:\n  {how}"])
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tables(cli: Cli) -> Listing:
     """List the tables of the manifest."""
-    declared = {
-        each.name: (each.policy.value, each.purpose, [name for name, _ in each.key.fields]) for each in TABLES.values()
-    }
     with cli.reader() as manifest, manifest.read() as txn:
-        counts = {name: txn.count(name) for name in {**declared, **CHANGE_LOG}}
-    rows = [(name, counts[name], *about) for name, about in {**declared, **CHANGE_LOG}.items()]
+        counts = {name: txn.count(name) for name in TABLES}
     return Listing(
         columns=["table", ">rows", "policy", "purpose"],
         rows=[
             Row(
-                [name, f"{count:,}", policy, purpose],
-                {"table": name, "rows": count, "policy": policy, "purpose": purpose, "key": key},
+                [table.name, f"{counts[table.name]:,}", table.policy.value, table.purpose],
+                {
+                    "table": table.name,
+                    "rows": counts[table.name],
+                    "policy": table.policy.value,
+                    "purpose": table.purpose,
+                    "key": [name for name, _ in table.key.fields],
+                },
             )
-            for name, count, policy, purpose, key in rows
+            for table in TABLES.values()
         ],
     )
 
@@ -134,13 +291,3 @@ def _in_runs(chains: Leaf, origin_db_id: int) -> str:
         numbers = str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
         runs.append(f"{numbers} {chain_text(chain, origin_db_id)}")
     return "; ".join(runs) or "no slots"
-
-
-def chain_text(chain: Chain, origin_db_id: int) -> str:
-    """`base:1@60 + delta-1:2@100`: kind, generation and covered lsn of each artifact; another origin is named."""
-    links = []
-    for link in chain:
-        name = link.kind.name.lower() + (f"-{link.delta_id}" if link.delta_id else "")
-        whose = "" if link.origin_db_id == origin_db_id else f" of db {link.origin_db_id}"
-        links.append(f"{name}:{link.generation}@{link.covered_lsn}{whose}")
-    return " + ".join(links)

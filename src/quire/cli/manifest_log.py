@@ -26,7 +26,6 @@ from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
-from quire.jobs.context import StorePool
 from quire.manifest.records import DbKind
 from quire.manifest.tables import DB_NAMES
 from quire.pages.cache import PageCache
@@ -227,6 +226,7 @@ def _one(cli: Cli, name: str) -> tuple[int, str]:
 @contextmanager
 def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
     """Object stores by their URLs, each opened once."""
+    from quire.jobs.context import StorePool  # loads numpy
 
     def opened(url: str) -> ObjectStore:
         with cli.reader() as manifest, manifest.read() as txn:

@@ -40,6 +40,12 @@ from quire.core.errors import QuireError
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
+LABEL_COLUMNS_MIN = 40
+"""Room that a label has at any depth (rule 2)."""
+
+GUIDES = ("├── ", "└── ", "│   ", "    ")
+GUIDES_ASCII = ("+-- ", "`-- ", "|   ", "    ")
+"""Before a node, before the last one, and what stands below each of them."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +197,6 @@ def _lines(value: Shown, look: Look) -> Iterator[str]:
     if isinstance(value, Report):
         return _report(value, look)
     if isinstance(value, Tree):
-        from quire.cli.tree_drawing import tree_lines
-
         return tree_lines(value, look)
     return iter(wrapped(visible(value.text), look.width))
 
@@ -242,3 +246,53 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
 def _json(value: Any) -> str:
     any_character = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     return json.dumps(value, ensure_ascii=not any_character, separators=(", ", ": "))
+
+
+# ── trees ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def tree_lines(tree: Tree, look: Look) -> Iterator[str]:
+    """The lines of a tree."""
+    if not tree.roots:
+        yield visible(tree.empty)
+        return
+    guides = GUIDES if _shows("├─└│") else GUIDES_ASCII
+    for root in tree.roots:
+        yield from _drawn(root, look, guides)
+    if tree.closing:
+        yield ""
+        for line in tree.closing.splitlines():
+            yield from wrapped(visible(line), look.width)
+
+
+def _shows(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _drawn(root: Node, look: Look, guides: tuple[str, str, str, str]) -> Iterator[str]:
+    """No recursion: forks of forks may be many deep."""
+    node, last, below_node, below_last = guides
+    todo: list[tuple[Node, str, str]] = [(root, "", "")]
+    while todo:
+        each, before, below = todo.pop()
+        yield from _label(each, before, below + (below_node if each.below else ""), look)
+        children = list(each.below)
+        for child in reversed(children):
+            is_last = child is children[-1]
+            todo.append((child, below + (last if is_last else node), below + (below_last if is_last else below_node)))
+
+
+def _label(each: Node, before: str, below: str, look: Look) -> Iterator[str]:
+    name = visible(each.name)
+    text = f"{name}  {visible(each.text)}" if each.text else name
+    room = look.width - max(len(before), len(below))
+    first, *others = wrapped(text, max(room, LABEL_COLUMNS_MIN) if look.width else 0)
+    head = look.styled(before, "2") if before else ""
+    if each.faded:
+        yield head + look.styled(first, "2")
+    else:
+        yield head + look.styled(first[: len(name)], "1") + first[len(name) :]
+    for other in others:
+        yield look.styled(below, "2") + (look.styled(other, "2") if each.faded else other)

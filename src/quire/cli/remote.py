@@ -73,7 +73,7 @@ INSTEAD = {
     "serve.serve": "a store has one owner, which may serve by itself (`store.serve()`): `quire doctor` says who it is",
     "objects.takeover": "this directory has an owner already: stop that process first",
     "objects.moved": "stop the owner first: it writes to the place it knows",
-    "check.check": "a store is repaired by its only process: stop the owner first",
+    "manifest.check": "a store is repaired by its only process: stop the owner first",
 }
 """What to do where a command is not done there."""
 

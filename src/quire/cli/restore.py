@@ -8,9 +8,9 @@ from quire.cli.checkpoint import DryRun, Runner, need_runner
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import count_of, size
+from quire.cli.job_progress import bar
 from quire.cli.lookup import Database, Snapshot, need_pages, snapshot_named
 from quire.cli.output import Note
-from quire.cli.progress_bar import bar
 
 
 def add_to(app: Group) -> None:

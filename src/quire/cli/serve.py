@@ -16,7 +16,7 @@ from quire.cli.command import Cli
 from quire.cli.declarations import Group, Option, command
 from quire.cli.formatting import count_of
 from quire.cli.job_progress import LOOK_SECONDS, until_interrupted
-from quire.cli.logging import Log, log_to
+from quire.cli.lookup import Log, log_to
 from quire.cli.output import Note
 from quire.cli.remote import run_here
 from quire.core.events import emit

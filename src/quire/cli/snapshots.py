@@ -7,14 +7,16 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import count_of, moment, plain, size, span, tags_text
+from quire.cli.formatting import chain_text, count_of, moment, plain, size, span, tags_text
 from quire.cli.lookup import (
+    At,
     Database,
     Snapshot,
     Yes,
@@ -24,16 +26,14 @@ from quire.cli.lookup import (
     snapshot_named,
     tags_of,
     title_of,
+    version_of,
 )
-from quire.cli.manifest import chain_text
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.show import about, purpose
-from quire.cli.version_options import At, version_of
 from quire.core.errors import UnknownSnapshot
 from quire.manifest import tables as t
 from quire.manifest.records import WalState
-from quire.manifest.retention import SCHEDULE_TAG
-from quire.store.info import artifact_bytes, snapshots_share
+from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
+from quire.store.shares import artifact_bytes, snapshots_share
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.service.client import Client
-    from quire.store.info import Share
+    from quire.store.shares import ExclusiveShare
     from quire.store.store import Store
 
 NOW = "now"
@@ -334,17 +334,31 @@ def _slot_cells(each: SlotDiff) -> list[str]:
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def about(snapshot: SnapshotInfo) -> str:
+    """What an automatic snapshot is for, when a snapshot expires, and its tags."""
+    tags = {key: value for key, value in snapshot.tags.items() if key != WINDOW_TAG and LENT_TAGS.get(key) != value}
+    expires = f"expires {moment(snapshot.expires_at_ms)}" if snapshot.expires_at_ms else ""
+    return ", ".join(filter(None, (purpose(snapshot.tags), expires, tags_text(tags))))
+
+
+def purpose(tags: Mapping[str, str]) -> str:
+    """What a snapshot that no person created is for; empty for any other."""
+    if tags.items() >= LENT_TAGS.items():
+        return "lent to a query (Spark, or another reader)"
+    return "for time travel" if WINDOW_TAG in tags else ""
+
+
 def snapshot_json(each: SnapshotInfo, database: str) -> dict[str, Any]:
     """A snapshot, with the name of its database."""
     return {**plain(each), "database": database}
 
 
-def share_json(share: Share) -> dict[str, Any]:
+def share_json(share: ExclusiveShare) -> dict[str, Any]:
     """A share, with the sum that follows from its numbers."""
     return {**plain(share), "artifacts": share.artifacts}
 
 
-def share_words(share: Share) -> str:
+def share_words(share: ExclusiveShare) -> str:
     """A share as a list: `2 chunks, 1 WAL segment (64.0 MiB)`."""
     parts = [
         count_of(number, one)
@@ -354,7 +368,7 @@ def share_words(share: Share) -> str:
     return f"{', '.join(parts)} ({size(share.size_bytes)})" if parts else "nothing"
 
 
-def share_clause(share: Share, holders: int = 1) -> str:
+def share_clause(share: ExclusiveShare, holders: int = 1) -> str:
     """What dropping so many snapshots leads to, for the end of a question."""
     whose = "it holds" if holders == 1 else "they hold"
     if not share.artifacts:
@@ -362,6 +376,6 @@ def share_clause(share: Share, holders: int = 1) -> str:
     return f"and delete {share_words(share)} that only {whose}"
 
 
-def share_later(share: Share) -> str:
+def share_later(share: ExclusiveShare) -> str:
     """What a drop has led to, for the end of a sentence."""
     return f"; {share_words(share)} will be deleted (`quire gc --dry-run` says when)" if share.artifacts else ""

@@ -12,17 +12,15 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
+import quire
 from quire.cli.command import ELSEWHERE, Cli, Verdict, on_terminal
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import OK
 from quire.cli.formatting import count_of, plain, size, visible
 from quire.cli.job_progress import until_interrupted
-from quire.cli.logging import Log, log_to
-from quire.cli.lookup import Database, need_pages, settled
+from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, version_of
 from quire.cli.output import Note
-from quire.cli.version_options import At, version_of
 from quire.core.errors import InvalidInput, StoreLocked
-from quire.store.opening import open as open_quire
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -223,7 +221,7 @@ def _at_hand(cli: Cli) -> Store:
     try:
         return cli.owner(upkeep=True)
     except StoreLocked:
-        return open_quire(cli.path, "r")
+        return quire.open(cli.path, "r")
 
 
 # ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────

@@ -11,8 +11,8 @@ from quire.cli.command import Cli, Verdict
 from quire.cli.declarations import Group, Option, command
 from quire.cli.exit_codes import OK
 from quire.cli.formatting import plain, size
+from quire.cli.job_progress import bar
 from quire.cli.output import Facts, Listing, Note, Report, Row
-from quire.cli.progress_bar import bar
 from quire.durable.space import measure
 from quire.manifest.metrics import RollingCollector, rolling
 

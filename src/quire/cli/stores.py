@@ -1,26 +1,27 @@
-"""Commands that change a store or its databases: init, create, drop, rename; and, registered here, those of `show`.
-
-Each does one call of `Store` and says what came of it.
-"""
+"""Commands about a store and its databases: init, ls, info, create, drop, rename."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec.structs import replace
 
-from quire.cli import show
+import quire
 from quire.cli.command import Cli, Verdict, agreed
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import article, count_of
-from quire.cli.output import Note
+from quire.cli.formatting import article, count_of, moment, size
+from quire.cli.output import Facts, Listing, Note, Row
+from quire.core.reader_info import reader_text
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
 from quire.manifest.records import DbStatus
 from quire.objects.open import open_store
+from quire.store.info import StoreReader
 from quire.store.layout import Found, check_objects_url, look
-from quire.store.opening import open as open_quire
+
+if TYPE_CHECKING:
+    from quire.store.info import DatabaseInfo, StoreInfo
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
@@ -28,8 +29,8 @@ Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 def add_to(app: Group) -> None:
     """Register these commands."""
     command(app, "init", example="quire init ./data")(init)
-    command(app, "ls", example="quire ls --store ./data")(show.ls)
-    command(app, "info", example="quire info --json")(show.info)
+    command(app, "ls", example="quire ls --store ./data")(ls)
+    command(app, "info", example="quire info --json")(info)
     command(app, "create", example="quire create shop --kind pages")(create)
     command(app, "drop", example="quire drop shop --yes")(drop)
     command(app, "rename", example="quire rename shop store")(rename)
@@ -57,9 +58,72 @@ def init(
         open_store(object_store).close()  # refuses what cannot work, before anything is made
     found = look(OsDisk(), target) is Found.STORE
     settings = StoreSettings(object_store=object_store) if object_store else None
-    with open_quire(target, "r" if found else "rw", settings=settings) as store:
+    with quire.open(target, "r" if found else "rw", settings=settings) as store:
         text = f"{store.path} is a store already" if found else f"made a store in {store.path}"
         return Note(text=text, data={"path": store.path, "created": not found, "object_store": store.objects_url})
+
+
+def ls(cli: Cli) -> Listing:
+    """List the databases of a store."""
+    with StoreReader(cli.path) as store:
+        found = store.databases()
+    followed = any(database.follows for database in found)  # else the column would take room from the others
+    return Listing(
+        columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
+        rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in found],
+        empty="no databases yet: `quire create NAME --kind pages` makes one",
+    )
+
+
+def _cells(each: DatabaseInfo) -> list[str]:
+    status = each.status.name.lower().replace("_", "-")
+    return [each.name, each.kind.name.lower(), status, str(each.snapshots), moment(each.created_at_ms), origin(each)]
+
+
+def origin(each: DatabaseInfo) -> str:
+    """What a database was forked from: a name, or the id of a parent that has none any more."""
+    return each.parent or (f"#{each.parent_db_id}, dropped" if each.parent_db_id else "")
+
+
+def info(cli: Cli) -> Facts:
+    """Show a summary of a store."""
+    with StoreReader(cli.path) as store:
+        found = store.info()
+    databases = ", ".join(f"{count:,} {kind}" for kind, count in found.databases.items() if count) or "none"
+    changes = f"{found.oldest_change:,} to {found.newest_change:,}" if found.oldest_change else "none"
+    artifacts = (
+        count_of(found.chunks, "chunk"),
+        count_of(found.deltas, "delta"),
+        count_of(found.wal_segments, "WAL segment"),
+    )
+    return Facts(
+        lines=[
+            ("store", found.path),
+            ("id", f"{found.store_id} (schema {found.schema})"),
+            ("objects", found.object_store),
+            ("owner", _owner_text(found)),
+            ("databases", databases + (f"; {found.dropped:,} dropped" if found.dropped else "")),
+            ("snapshots", f"{found.snapshots:,}"),
+            ("artifacts", ", ".join(artifacts)),
+            ("unreferenced", f"{count_of(found.unreferenced, 'artifact')} waiting for the collector"),
+            ("jobs", f"{found.jobs:,}"),
+            *([("follows", count_of(found.followed_files, "SQLite file"))] if found.followed_files else []),
+            ("change feed", changes),
+            ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
+            ("readers", f"{count_of(found.readers, 'slot')} in use"),
+            ("on disk", size(found.disk_bytes)),
+            *[("reads it", reader_text(each)) for each in found.page_readers],
+        ],
+        data=found,
+    )
+
+
+def _owner_text(found: StoreInfo) -> str:
+    """Who may write the objects: an epoch, a session, and whether the bucket has confirmed them."""
+    if found.owner_state == "not needed":
+        return f"epoch {found.owner_epoch:,}; the objects are the store's own"
+    session = f", session {found.owner_session:,}" if found.owner_session else ""
+    return f"epoch {found.owner_epoch:,}{session}, {found.owner_state}"
 
 
 def create(

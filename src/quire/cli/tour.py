@@ -14,19 +14,24 @@ streams, key-value databases and Spark in `tour_engines`; `Guide` is how they ta
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli import tour_engines as engines
-from quire.cli import tour_versions as versions
+import quire
+from quire.cli import tour_steps as steps
 from quire.cli.command import Cli, Verdict
 from quire.cli.declarations import Group, Option, command
 from quire.cli.exit_codes import OK, PROBLEMS
 from quire.cli.feed import summary
 from quire.cli.formatting import count_of, moment, size
-from quire.cli.output import Facts
-from quire.cli.tour_guide import Guide, Onlooker
-from quire.cli.tour_versions import FORK, SHOP
+from quire.cli.output import Facts, Look, Tree, tree_lines
+from quire.cli.tour_steps import FORK, SHOP
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
 from quire.core.ids import ArtifactKind
@@ -39,22 +44,37 @@ from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.records import ChunkRecord, DbStatus, LeafRef, Residency
 from quire.manifest.slots import Leaf, Link, pack_leaf
-from quire.manifest.tables import LIVE_LEAF, TABLES
-from quire.store.opening import open as open_quire
+from quire.manifest.tables import CHUNK_CATALOG, LIVE_LEAF, TABLES
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
+
+    from quire.cli.output import Node
     from quire.manifest.guard import ManifestGuard
     from quire.store.info import DatabaseInfo
     from quire.store.store import Store
 
 WAREHOUSE = "warehouse"
-DATABASES = ((SHOP, "pages"), (WAREHOUSE, "pages"), (engines.CLICKS, "stream"), (engines.SESSIONS, "lsm"))
+DATABASES = ((SHOP, "pages"), (WAREHOUSE, "pages"), (steps.CLICKS, "stream"), (steps.SESSIONS, "lsm"))
 TAGS = {"made by": "quire tour"}
 DIRECTORY = "./quire-data"
 """Where the tour goes when nobody says where: never the current directory itself."""
 BURST_OPS = 5_000
 BATCH_OPS = 10
 CLOCK = SystemClock()
+
+NEXT = (
+    "tree --sizes",
+    "why shop",
+    "snapshot diff shop before",
+    "fork shop mine",
+    "retention plan shop",
+    "jobs ls",
+    "gc --dry-run",
+    "feed tail --limit 5",
+    "doctor",
+)
+"""What to try next: real commands."""
 
 
 def add_to(app: Group) -> None:
@@ -68,7 +88,7 @@ def tour(
     """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
-    with open_quire(cli.path) as store:
+    with quire.open(cli.path) as store:
         guide.title("A store", f"a directory, owned by one process: {store.path}")
         facts: dict[str, Any] = {
             "path": store.path,
@@ -76,16 +96,16 @@ def tour(
             "burst": burst(store, guide),
             "collected": collect(store, guide),
             "refused": one_bad_batch(store, guide),
-            "sqlite": versions.sqlite(store, guide),
-            "checkpoint": versions.checkpoint(store, guide),
-            "branch": versions.branch(store, guide),
-            "lineage": versions.lineage(store, guide),
-            "retention": versions.retention(store, guide),
-            "collector": versions.collection(store, guide),
-            "audit": versions.audit(store, guide),
-            "stream": engines.stream(store, guide),
-            "kv": engines.key_values(store, guide),
-            "spark": engines.spark(store, guide) if spark else None,
+            "sqlite": steps.sqlite(store, guide),
+            "checkpoint": steps.checkpoint(store, guide),
+            "branch": steps.branch(store, guide),
+            "lineage": steps.lineage(store, guide),
+            "retention": steps.retention(store, guide),
+            "collector": steps.collection(store, guide),
+            "audit": steps.audit(store, guide),
+            "stream": steps.stream(store, guide),
+            "kv": steps.key_values(store, guide),
+            "spark": steps.spark(store, guide) if spark else None,
             "tables": show_tables(store, guide),
             "changes": show_changes(store, guide),
             "problems": check(store, guide),
@@ -277,3 +297,100 @@ def check(store: Store, guide: Guide) -> list[str]:
 # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _chunk(lsn: int) -> ChunkRecord:
     return ChunkRecord(Residency.LOCAL, CHUNK_BYTES, CLOCK.now_ms(), lsn_end=lsn)
+
+
+# ── the guide ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Onlooker:
+    """Reads snapshots of the catalog in its own thread, and counts those that show half a batch."""
+
+    def __init__(self, store: Store, batch_ops: int) -> None:
+        self.snapshots = 0
+        self.halves = 0
+        self._store = store
+        self._batch_ops = batch_ops
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="onlooker")
+
+    def __enter__(self) -> Onlooker:
+        self._before = self._rows()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self.halves += bool((self._rows() - self._before) % self._batch_ops)
+            self.snapshots += 1
+
+    def _rows(self) -> int:
+        with self._store.manifest.read() as txn:
+            return txn.count(CHUNK_CATALOG)
+
+
+class Guide:
+    """Tells people what happens; says nothing when a program listens."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.console import Console
+
+        self._console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+
+    def title(self, title: str, text: str) -> None:
+        """A step begins."""
+        from rich.text import Text
+
+        self._console.print()
+        self._console.print(Text.assemble((title, "bold cyan"), " · ", (text, "dim")))
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line about the step."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        self._console.print(Padding(Text(text, style=style), (0, 0, 0, 2), expand=False))
+
+    def table(self, columns: list[str], rows: list[list[str]]) -> None:
+        """Rows, the last column as wide as there is room; columns that begin with `>` are aligned to the right."""
+        from rich.box import SIMPLE_HEAD
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for name in columns:
+            justify: JustifyMethod = "right" if name.startswith(">") else "left"
+            table.add_column(name.removeprefix(">"), justify=justify, no_wrap=name != columns[-1])
+        for row in rows:
+            table.add_row(*(Text(cell, overflow="ellipsis", no_wrap=True) for cell in row))
+        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+    def tree(self, root: Node) -> None:
+        """A lineage, as `quire tree` draws it."""
+        from rich.text import Text
+
+        look = Look(self._console.width - 2, self._console.is_terminal and not self._console.no_color)
+        for line in tree_lines(Tree(roots=[root], data=None), look):
+            self._console.print(Text.from_ansi(f"  {line}"), soft_wrap=True)
+
+    @contextmanager
+    def progress(self, text: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar with the rate and the time that is left; only on a terminal."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(f"  {text}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+            task = progress.add_task(text, total=total)
+            yield lambda count: progress.advance(task, count)
+
+    def farewell(self, path: str, seconds: float) -> None:
+        """What to try next."""
+        self.title("What next", f"that took {seconds:.1f} s; run it again, or try")
+        where = f"--store {shlex.quote(path)}"
+        if shutil.which("quire") is None:
+            self.say(f"(quire is here: {os.path.relpath(sys.argv[0])})")
+        for line in NEXT:
+            self.say(f"quire {line} {where}", "bold")
+        self._console.print()

@@ -1,30 +1,46 @@
-"""The command `tree`: databases, their snapshots and the forks made of them, as a tree.
+"""The command `tree`: databases, their snapshots and the forks made from them.
 
-Rules
-  1. A fork stands below the snapshot it was made at; if that is gone, or it was made of the database as it was, below the
-     database. People see a database that was dropped only for the sake of its forks; programs see all there is a record of.
-  2. People see the newest `SNAPSHOTS_SHOWN` snapshots of a database and those with forks; `--all` and programs see all.
-  3. Nothing is read but the manifest; `--sizes` also reads who holds what, which takes longer.
+A fork stands below the snapshot it was made from, or below its parent if that snapshot was dropped or there was none. Text
+shows the newest `SNAPSHOTS_SHOWN` snapshots of a database and those with forks, and a dropped database only if it has forks;
+`--all` shows every snapshot, and JSON has everything on record.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Group, Option, command
-from quire.cli.formatting import plain
-from quire.cli.lineage import DEPTH_MAX, Known, in_order, nested, roots
+from quire.cli.formatting import count_of, moment, plain, size
 from quire.cli.output import Node, Tree
-from quire.cli.snapshots import share_json
-from quire.core.errors import UnknownDatabase
-from quire.store.info import Share, live_share, snapshots_share
+from quire.cli.snapshots import about, share_json
+from quire.core.errors import InvalidInput, UnknownDatabase
+from quire.store.shares import ExclusiveShare, live_share, snapshots_share
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
+    from quire.manifest.records import DbRecord
     from quire.manifest.snapshots import LineageNode, SnapshotInfo
     from quire.manifest.store import ManifestStore
+
+SNAPSHOTS_SHOWN = 5
+DEPTH_MAX = 150
+"""Deeper nesting is more than most JSON libraries read, ours included."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the manifest says, read before anything is drawn."""
+
+    records: dict[int, DbRecord]
+    snapshots: dict[int, list[SnapshotInfo]]
+    names: dict[int, dict[int, str]]
+    """Database → snapshot id → name."""
+    shares: dict[tuple[int, int], ExclusiveShare]
+    """What a snapshot (database, snapshot) or a live database (database, 0) holds exclusively; empty without `--sizes`."""
+    everything: bool
 
 
 def add_to(app: Group) -> None:
@@ -34,48 +50,170 @@ def add_to(app: Group) -> None:
 
 def tree(
     cli: Cli,
-    everything: Annotated[bool, Option("--all", help="All snapshots, however many.")] = False,
-    sizes: Annotated[bool, Option("--sizes", help="Say how much only this database or snapshot holds.")] = False,
+    everything: Annotated[bool, Option("--all", help="Show all snapshots.")] = False,
+    sizes: Annotated[
+        bool, Option("--sizes", help="Show how much each database and snapshot holds exclusively.")
+    ] = False,
 ) -> Tree:
     """Show database lineage: databases, snapshots and forks."""
     with cli.reader() as manifest:
         lineage = manifest.snapshots.lineage()
         known = _known(manifest, lineage, everything=everything, sizes=sizes)
     if cli.as_json:
-        return Tree(roots=(), data=nested(lineage, known, _told, DEPTH_MAX))
+        return Tree(roots=(), data=_nested(lineage, known))
     return Tree(
-        roots=roots(lineage, known),
+        roots=_roots(lineage, known),
         data=None,
-        empty="no databases yet: `quire create NAME --kind pages` makes one",
+        empty="no databases: create one with `quire create NAME --kind pages`",
     )
 
 
 def nodes_of(manifest: ManifestStore) -> list[Node]:
     """The lineage of a store, for people."""
     lineage = manifest.snapshots.lineage()
-    return roots(lineage, _known(manifest, lineage, everything=False, sizes=False))
+    return _roots(lineage, _known(manifest, lineage, everything=False, sizes=False))
 
 
 def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: bool, sizes: bool) -> Known:
     snapshots: dict[int, list[SnapshotInfo]] = {}
-    for each in in_order(lineage):
-        with suppress(UnknownDatabase):  # gone, or just now
-            snapshots[each.db_id] = manifest.snapshots.of(each.db_id)
-    names = {db_id: {one.snapshot_id: one.name for one in found} for db_id, found in snapshots.items()}
+    for database in _in_order(lineage):
+        with suppress(UnknownDatabase):  # dropped, perhaps a moment ago
+            snapshots[database.db_id] = manifest.snapshots.of(database.db_id)
+    names = {db_id: {row.snapshot_id: row.name for row in rows} for db_id, rows in snapshots.items()}
     with manifest.read() as txn:
         records = dict(txn.databases())
         shares = _shares(txn, snapshots) if sizes else {}
     return Known(records, snapshots, names, shares, everything)
 
 
-def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], Share]:
+def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], ExclusiveShare]:
     shares = {(db_id, 0): live_share(txn, db_id) for db_id in snapshots}
-    for db_id, found in snapshots.items():
-        for each in found:
-            shares[db_id, each.snapshot_id] = snapshots_share(txn, db_id, [each.snapshot_id])
+    for db_id, rows in snapshots.items():
+        for snapshot in rows:
+            shares[db_id, snapshot.snapshot_id] = snapshots_share(txn, db_id, [snapshot.snapshot_id])
     return shares
 
 
-def _told(value: Any) -> dict[str, Any]:
-    """A snapshot or a share as an object."""
-    return share_json(value) if isinstance(value, Share) else plain(value)
+# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _node(database: LineageNode, known: Known, nodes: dict[int, Node]) -> Node:
+    """A database, its forks below what they were made from; `nodes` has those already."""
+    snapshots = known.snapshots.get(database.db_id, [])
+    kept = known.names.get(database.db_id, {})
+    forks_at: dict[int, list[LineageNode]] = {}
+    for fork in (fork for fork in database.forks if fork.db_id in nodes):
+        forks_at.setdefault(fork.parent_snapshot_id if fork.parent_snapshot_id in kept else 0, []).append(fork)
+    newest = {snapshot.snapshot_id for snapshot in snapshots[-SNAPSHOTS_SHOWN:]}
+    shown = [row for row in snapshots if known.everything or row.snapshot_id in newest or row.snapshot_id in forks_at]
+    below = [
+        Node(
+            _snapshot_name(snapshot),
+            _snapshot_text(snapshot, known),
+            [nodes[fork.db_id] for fork in forks_at.get(snapshot.snapshot_id, ())],
+        )
+        for snapshot in shown
+    ]
+    if len(shown) < len(snapshots):
+        left = count_of(len(snapshots) - len(shown), "older snapshot")
+        below.insert(0, Node(f"… {left}", "use `--all` to show", faded=True))
+    below += [nodes[fork.db_id] for fork in forks_at.get(0, ())]
+    return Node(database.name or f"#{database.db_id}", _text(database, known), below, faded=_is_dropped(database))
+
+
+def _text(database: LineageNode, known: Known) -> str:
+    record = known.records.get(database.db_id)
+    if record is None:
+        return "dropped"
+    words = [record.kind.name.lower()]
+    if _is_dropped(database):
+        words = [f"id {database.db_id}", "dropped"]
+    elif record.status.name == "READ_ONLY":
+        words.append("read-only")
+    if database.parent_db_id:
+        words.append(_forked(database, known))
+    if not _is_dropped(database):
+        words += _exclusive(known, database.db_id, 0)
+    return ", ".join(words)
+
+
+def _forked(fork: LineageNode, known: Known) -> str:
+    dropped = fork.parent_snapshot_id and fork.parent_snapshot_id not in known.names.get(fork.parent_db_id, ())
+    source = f" from snapshot #{fork.parent_snapshot_id}, dropped" if dropped else ""
+    return f"forked {moment(fork.created_at_ms)}{source}"
+
+
+def _snapshot_name(snapshot: SnapshotInfo) -> str:
+    return f"@{snapshot.name}" if snapshot.name else f"#{snapshot.snapshot_id}"
+
+
+def _snapshot_text(snapshot: SnapshotInfo, known: Known) -> str:
+    words = [moment(snapshot.created_at_ms), *_exclusive(known, snapshot.db_id, snapshot.snapshot_id)]
+    return ", ".join(filter(None, (*words, about(snapshot))))
+
+
+def _exclusive(known: Known, db_id: int, snapshot_id: int) -> list[str]:
+    share = known.shares.get((db_id, snapshot_id))
+    return [] if share is None else [f"{size(share.size_bytes)} exclusive"]
+
+
+def _roots(lineage: list[LineageNode], known: Known) -> list[Node]:
+    """The trees, for people."""
+    nodes: dict[int, Node] = {}
+    for database in reversed(_in_order(lineage)):
+        node = _node(database, known, nodes)
+        if node.below or not _is_dropped(database):
+            nodes[database.db_id] = node
+    return [nodes[root.db_id] for root in lineage if root.db_id in nodes]
+
+
+def _in_order(lineage: list[LineageNode]) -> list[LineageNode]:
+    """Every database, parents before their forks."""
+    order = list(lineage)
+    for database in order:  # grows while it is walked
+        order += database.forks
+    return order
+
+
+def _is_dropped(database: LineageNode) -> bool:
+    return database.status is None or database.status.name == "TOMBSTONED"
+
+
+# ── for programs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def _nested(lineage: list[LineageNode], known: Known) -> list[dict[str, Any]]:
+    """The trees as JSON objects."""
+    depth: dict[int, int] = {}
+    nodes = _in_order(lineage)
+    for node in nodes:
+        depth[node.db_id] = depth.get(node.parent_db_id, 0) + 1
+    if max(depth.values(), default=0) > DEPTH_MAX:
+        hint = "`quire ls --json` names every parent"
+        raise InvalidInput("forks are nested too deeply for one JSON document", hint=hint, max=DEPTH_MAX)
+    objects: dict[int, dict[str, Any]] = {}
+    for node in reversed(nodes):
+        objects[node.db_id] = _object(node, known, [objects[fork.db_id] for fork in node.forks])
+    return [objects[root.db_id] for root in lineage]
+
+
+def _object(node: LineageNode, known: Known, forks: list[dict[str, Any]]) -> dict[str, Any]:
+    record = known.records.get(node.db_id)
+    snapshots = known.snapshots.get(node.db_id, [])
+    names = known.names.get(node.parent_db_id, {})
+    return {
+        "db_id": node.db_id,
+        "name": node.name,
+        "kind": record.kind.name.lower() if record else None,
+        "status": node.status.name.lower() if node.status else "gone",
+        "created_at_ms": node.created_at_ms,
+        "parent_db_id": node.parent_db_id,
+        "parent_snapshot_id": node.parent_snapshot_id,
+        "parent_snapshot": names.get(node.parent_snapshot_id, ""),
+        "parent_generation": node.parent_generation,
+        "parent_lsn": node.parent_lsn,
+        **_share_of(known, node.db_id, 0),
+        "snapshots": [{**plain(row), **_share_of(known, node.db_id, row.snapshot_id)} for row in snapshots],
+        "forks": forks,
+    }
+
+
+def _share_of(known: Known, db_id: int, snapshot_id: int) -> dict[str, Any]:
+    share = known.shares.get((db_id, snapshot_id))
+    return {} if share is None else {"share": share_json(share)}

@@ -14,7 +14,7 @@ from quire.store.layout import objects_url
 from quire.store.object_location import open_place
 from quire.store.why import readers_at
 from quire.store.why import why as ask
-from quire.store.why_database_files import on_disk
+from quire.store.why_files import on_disk
 
 if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn

@@ -14,7 +14,7 @@ Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was ask
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -179,23 +179,35 @@ class Heavy:
         return with_disk(found, measure(self._store.path))
 
     def retention_all(
-        self, names: Iterable[str] | None = None, *, force: bool = False, progress: Progress = no_tick
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        force: bool = False,
+        only: Mapping[int, Collection[int]] | None = None,
+        progress: Progress = no_tick,
     ) -> list[Job]:
-        """Apply the policies of these databases, or of all that have one, in one run; their jobs, as they ended (rule 2).
+        """Apply the policies of these databases, or of all that have one, in one run; their jobs, as they ended.
 
-        With `force` also where a policy takes the last snapshots. What they let go is deleted as always, after its grace. A
-        database whose job somebody else is at is not among them.
+        With `only` (database id → snapshot ids) no other snapshots are dropped, of no other databases. `force` also drops the
+        last snapshots of a database. Bytes are deleted after their grace, as always. A database whose retention job another
+        worker is running is not among the results.
         """
-        if names is None:
+        if only is not None:
+            db_ids = list(only)
+        elif names is None:
             db_ids = [db_id for db_id, _ in self._manifest.retention.databases()]
         else:
             db_ids = [self._id_of(name) for name in names]
-        return apply_many(self._manifest, db_ids, force=force, progress=progress)
+        return apply_many(self._manifest, db_ids, force=force, only=only, progress=progress)
+
+    def start(self, kind: JobKind, db_id: int, *, runner: str = "") -> int:
+        """Enqueue a job of an exclusive kind, unless one is outstanding; the id of either."""
+        return start(self._rooms.context, kind, db_id, runner=runner)
 
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
         """Run a job of an exclusive kind in this thread: the outstanding one, if there is one."""
-        return self._run_job(start(self._rooms.context, kind, db_id, runner=runner))
+        return self._run_job(self.start(kind, db_id, runner=runner))
 
     def _run_to_end(
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None

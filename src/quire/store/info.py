@@ -1,36 +1,30 @@
-"""What a store says about itself and its databases: frozen values, read from one snapshot of the manifest.
+"""Descriptions of a store and its databases: frozen values, read from one snapshot of the manifest.
 
-Pure functions of a read transaction; the values outlive it. `Glance` opens no more than they need: neither the writer nor
-the jobs are loaded, which is a third of the time of a command that only lists.
-
-Raises what opening a store for reading raises.
+Pure functions of a read transaction, and `StoreReader`, which opens one. Raises what opening a store for reading raises.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
 from quire.core.events import emit
-from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.space import given_below
 from quire.manifest import tables as t
-from quire.manifest.change import CHANGE_LOG
-from quire.manifest.env import ManifestEnv
+from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus, WalState
-from quire.manifest.slots import artifacts, unpack_leaf
+from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
 from quire.store import layout
 from quire.store.object_location import state_beside
@@ -102,27 +96,15 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that read page databases of this store beside its owner, oldest first."""
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Artifacts with bytes that nobody else holds: what is deleted when their holder lets go."""
+class StoreReader:
+    """A store opened for listing: reads the manifest's rows, takes no lock and starts no engine. A context manager.
 
-    chunks: int = 0
-    deltas: int = 0
-    wal_segments: int = 0
-    size_bytes: int = 0
-
-    @property
-    def artifacts(self) -> int:
-        return self.chunks + self.deltas + self.wal_segments
-
-
-class Glance:
-    """A store that is only looked at; says what a `Store` opened with mode "r" says. Use it as a context manager."""
+    It says what a `Store` opened with mode "r" says, without loading the manifest's writer, its checker or the jobs.
+    """
 
     def __init__(self, path: str) -> None:
         disk, self.path = OsDisk(), os.path.abspath(path)
-        if layout.look(disk, self.path) is not layout.Found.STORE:
-            raise layout.not_found(self.path)
-        self._settings = layout.read_config(disk, self.path, None)
+        self._settings = layout.existing_config(disk, self.path)
         self._env = ManifestEnv(os.path.join(self.path, names.MANIFEST), self._settings.manifest, write=False)
         try:
             with ReadTxn(self._env) as txn:
@@ -137,15 +119,19 @@ class Glance:
     def __exit__(self, *_: object) -> None:
         self._env.close()
 
+    def read(self) -> ReadTxn:
+        """A snapshot of the manifest."""
+        return ReadTxn(self._env)
+
     def databases(self) -> list[DatabaseInfo]:
         """The live databases, by name."""
-        with ReadTxn(self._env) as txn:
+        with self.read() as txn:
             return live_databases(txn)
 
     def info(self) -> StoreInfo:
-        """The store in numbers."""
+        """A summary of the store."""
         url = layout.objects_url(self.path, self._settings)
-        with ReadTxn(self._env) as txn:
+        with self.read() as txn:
             owner = state_beside(txn, OsDisk(), self.path, self._settings.object_store)
             figures = self._env.info()
             return store_info(txn, path=self.path, mode="r", object_store=url, owner=owner, figures=figures)
@@ -245,7 +231,7 @@ def store_info(
         wal_segments=txn.count(t.WAL_CATALOG),
         jobs=txn.count(t.JOB_QUEUE),
         unreferenced=txn.count(t.GC_ZERO),
-        oldest_change=oldest if txn.count(CHANGE_LOG) else 0,
+        oldest_change=oldest if txn.count(CHANGE_LOG_NAME) else 0,
         newest_change=head,
         manifest_bytes=figures["file_bytes"],
         map_bytes=figures["map_size"],
@@ -267,74 +253,6 @@ def _page_readers(txn: ReadTxn, path: str) -> tuple[ReaderInfo, ...]:
         msgspec.structs.replace(info, tags={"database": record.name if record else "", **info.tags})
         for info, record in found
     )
-
-
-def snapshots_share(txn: ReadTxn, db_id: int, snapshot_ids: Iterable[int]) -> Share:
-    """What only these snapshots of a database hold, together."""
-    leaves: Tally[ArtifactKey] = Tally()
-    segments: Tally[ArtifactKey] = Tally()
-    for snapshot_id in snapshot_ids:
-        record = txn.snapshot(db_id, snapshot_id)
-        if record is not None:
-            leaves.update(_leaf(origin, leaf, generation) for leaf, origin, generation in record.leaves)
-            segments.update(_segment(pin.origin_db_id, pin.segment_id) for pin in record.pins)
-    return _share(txn, leaves, segments)
-
-
-def live_share(txn: ReadTxn, db_id: int) -> Share:
-    """What only a database as it is now holds, its snapshots left aside."""
-    live = (_leaf(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
-    wal = (
-        _segment(row.origin_db_id, key[1])
-        for key, row in txn.scan(t.WAL_CATALOG, db_id)
-        if row.state is not WalState.TRUNCATED
-    )
-    return _share(txn, Tally(live), Tally(wal))
-
-
-def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> Share:
-    """What goes if these references do: a leaf that goes lets go of every artifact its chains name (M7)."""
-    named: Tally[ArtifactKey] = Tally()
-    for leaf in _gone(txn, leaves):
-        row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
-        if row is not None:
-            named.update(artifacts(unpack_leaf(row.entries), leaf.id))
-    gone = [*_gone(txn, named), *_gone(txn, segments)]
-    kinds = Tally(key.kind for key in gone)
-    return Share(
-        chunks=kinds[ArtifactKind.BASE],
-        deltas=kinds[ArtifactKind.DELTA],
-        wal_segments=kinds[ArtifactKind.WAL],
-        size_bytes=sum(artifact_bytes(txn, key) for key in gone),
-    )
-
-
-def _gone(txn: ReadTxn, references: Tally[ArtifactKey]) -> list[ArtifactKey]:
-    counts = ((key, count, txn.refcount(key)) for key, count in references.items())
-    return [key for key, count, row in counts if row is not None and row.in_use <= count]
-
-
-def _leaf(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
-    return ArtifactKey(origin_db_id, ArtifactKind.LEAF, number, generation)
-
-
-def _segment(origin_db_id: int, segment_id: int) -> ArtifactKey:
-    return ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0)
-
-
-def artifact_bytes(txn: ReadTxn, key: ArtifactKey) -> int:
-    """The bytes of an artifact; 0 for a leaf, which has none, and for one that the catalog does not know."""
-    row: Any
-    if key.kind is ArtifactKind.BASE:
-        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
-    elif key.kind is ArtifactKind.DELTA:
-        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
-    elif key.kind is ArtifactKind.WAL:
-        row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
-        return 0 if row is None else row.used_bytes
-    else:
-        return 0
-    return 0 if row is None else int(row.size_bytes)
 
 
 def _number(txn: ReadTxn, name: str, default: int) -> int:

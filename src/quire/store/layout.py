@@ -31,19 +31,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from contextlib import suppress
 from enum import Enum
 
 import msgspec
 
-from quire.core.clock import Clock
 from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
-from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.durable.files import Disk, read_all, write_atomic
 from quire.durable.object_names import OWNER_FILE
 from quire.durable.trees import remove_tree
-from quire.manifest.store import ManifestStore
 from quire.objects.open import ALLOWED, REMOTE_SCHEMES
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY
@@ -186,24 +183,16 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
     )
 
 
-def read_manifest(path: str) -> ManifestStore:
-    """The manifest of the store at `path`, opened for reading: for who needs nothing else of a store."""
-    disk, root = OsDisk(), os.path.abspath(path)
+def existing_config(disk: Disk, root: str) -> StoreSettings:
+    """The settings of the store at `root`; raises `StoreNotFound` if there is none."""
+    need_store(disk, root)
+    return read_config(disk, root, None)
+
+
+def need_store(disk: Disk, root: str) -> None:
+    """Raise `StoreNotFound` if there is no store at `root`."""
     if look(disk, root) is not Found.STORE:
         raise not_found(root)
-    settings = read_config(disk, root, None)
-    return ManifestStore.open(os.path.join(root, names.MANIFEST), mode="r", settings=settings.manifest)
-
-
-def make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
-    """The manifest of a new store, under its name when it is whole (rule 2)."""
-    sweep_debris(disk, root)
-    unfinished = os.path.join(root, UNFINISHED)
-    ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()
-    disk.rename(unfinished, os.path.join(root, names.MANIFEST))
-    disk.sync_dir(root)
-    with suppress(FileNotFoundError):
-        disk.remove(unfinished + "-lock")
 
 
 def sweep_debris(disk: Disk, root: str) -> None:

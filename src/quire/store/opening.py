@@ -18,6 +18,7 @@ Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidCo
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, ReadOnly, StorageFault
@@ -63,8 +64,7 @@ def open(  # noqa: A001 - `quire.open` reads as it should
 
 
 def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
-    if layout.look(disk, root) is not layout.Found.STORE:
-        raise layout.not_found(root)
+    layout.need_store(disk, root)
     settings = layout.read_config(disk, root, given)
     path = os.path.join(root, names.MANIFEST)
     manifest = ManifestStore.open(path, mode="r", settings=settings.manifest, clock=clock)
@@ -102,7 +102,7 @@ def _open_owner(
             layout.write_config(disk, root, given.object_store if given else "")
         settings = layout.read_config(disk, root, given)
         if found is not layout.Found.STORE:
-            layout.make_manifest(disk, root, settings, clock)
+            _make_manifest(disk, root, settings, clock)
         manifest = ManifestStore.open(
             os.path.join(root, names.MANIFEST), settings=settings.manifest, clock=clock, create=False, repair=repair
         )
@@ -140,3 +140,14 @@ def _see_to_objects(store: Store, *, takeover: bool, moved: bool) -> None:
         store.rights.take_over()
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()
+
+
+def _make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
+    """The manifest of a new store; it gets its name when it is whole (layout.py)."""
+    layout.sweep_debris(disk, root)
+    unfinished = os.path.join(root, layout.UNFINISHED)
+    ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()
+    disk.rename(unfinished, os.path.join(root, names.MANIFEST))
+    disk.sync_dir(root)
+    with suppress(FileNotFoundError):
+        disk.remove(unfinished + "-lock")

@@ -45,12 +45,9 @@ from quire.manifest.records import (
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
-from quire.store.info import artifact_bytes
-from quire.store.why_database_files import NOBODYS, Look, own_name, stray_hint
-from quire.store.why_files import of_file, of_object
-from quire.store.why_text import drop, lent, name_of, number, quoted, snapshot_holder, title
-from quire.store.why_values import Answer as Answer
-from quire.store.why_values import Holder as Holder
+from quire.store.shares import artifact_bytes
+from quire.store.why_files import NOBODYS, Look, of_file, of_object, own_name, stray_hint
+from quire.store.why_values import Answer, Holder, drop, lent, name_of, number, quoted, snapshot_holder, title
 
 Who = Callable[[int], list[ReaderInfo]]
 """The readers of a database that are not rows."""

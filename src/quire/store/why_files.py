@@ -1,26 +1,55 @@
-"""Why files and objects are still there that are no artifacts: manifest logs, tables and logs of key-value databases, backups.
+"""Why files and objects that are not artifacts are kept: logs, key-value tables, backups, temporary files.
 
-They have no reference counts: each belongs to something, and goes with it, or when something newer stands for it. What comes
-and goes by itself is in `why_temporary.py`.
+They have no reference counts: each belongs to something and goes with it, or is superseded. Temporary files go with what they
+are for, or are removed when that is opened the next time.
 
-Reads the manifest, one transaction. Raises `UnknownArtifact` for what is not there, or belongs to nothing.
+Terms
+  look   the size of a file or object, `None` if it does not exist; the caller has the directory and the object store
+
+Reads the manifest, one transaction. Raises `UnknownArtifact` for what does not exist, or belongs to nothing.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+from collections.abc import Callable
 
-from quire.core.ids import ArtifactKey, ArtifactKind
+from msgspec.structs import replace
+
+from quire.core.errors import UnknownArtifact
+from quire.core.ids import U64_MAX, ArtifactKey, ArtifactKind
 from quire.durable import names, object_names
+from quire.durable.object_names import parse_epoch_key
+from quire.durable.space import given_bytes, measure_database
 from quire.manifest import tables as t
+from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
-from quire.store.why_database_files import Look, own_name, owned, size_of
-from quire.store.why_temporary import of_passing
-from quire.store.why_values import Answer, Holder
+from quire.manifest.records import DbStatus
+from quire.store.why_values import OWNER_OPENS, Answer, Holder, number, quoted, snapshot_holder
+
+Look = Callable[[str], int | None]
+
+ORPHANS = "`quire verify --orphans` finds objects that nothing speaks of, and `quire verify --sweep` deletes them"
+NOBODYS = "if it is there, nothing here reads it or removes it: delete it if you know where it comes from"
+"""Of a file whose database never was, or is gone altogether."""
+NOT_THERE = "paths are relative to the store, like pages/00000001/wal/00000001.seg or objects/KEY"
 
 UPKEEP = "by the owner's upkeep"
 _BACKUP = re.compile(r"kv/(?P<label>.+)/(tables/[^/]+|backups/[0-9a-f]{16}\.json)")
+_OF_STREAM = re.compile(rf"{names.STREAMS}/(?P<id>0|[1-9][0-9]{{0,19}})/.+")
+_OF_PAGES = re.compile(rf"{names.PAGES}/(?P<id>[0-9a-f]{{8}})/.+")
+_OF_LSM = re.compile(rf"{names.LSM}/(?P<id>[0-9a-f]{{8}})/(?P<rest>.+)")
+_SPARE = re.compile(r"/hot/spare-[0-9]+\.seg\.tmp$")
+_SNAPSHOT = re.compile(r"snapshots/(?P<number>[0-9]{6,20})/.+")
+_SCRATCH = re.compile(rf"{names.SCRATCH}/[0-9]+(/.+)?")
+_PROBE = re.compile(rf"({names.OBJECTS}/)?doctor/[0-9a-f]{{16}}")
+_STAGED = f"{names.OBJECTS}/{names.TEMPORARY}/"
+_UNFINISHED = f"{names.MANIFEST}{names.TEMPORARY}-lock"
+"""LMDB's lock beside a manifest that has not got its name yet."""
+
+WRITES = "writes it, or did when it ended"
 
 
 def of_file(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
@@ -101,3 +130,160 @@ def _table(txn: ReadTxn, found: names.SstFile, look: Look | None) -> Answer:
     else:
         what = (f"has {row.rows:,} versions of keys in it, on level {row.level}", "quire kv compact {name}")
     return owned(txn, found.path, "table", found.db_id, what, look)
+
+
+# ── temporary files ───────────────────────────────────────────────────────────────────────────────────────────────────
+def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+    """What keeps a file that comes and goes by itself; `None` if it is none of these."""
+    stem = names.parse_path(path.removesuffix(names.TEMPORARY))
+    if isinstance(stem, names.LeaseFile):
+        what, release = "says with it which version it reads", "when it closes or ends; the owner removes what is left"
+        return _answer(path, look, Holder("reader", str(stem.reader), what, release))
+    if _SCRATCH.fullmatch(path):
+        what = "has rows of a load in it, or pages of a large transaction"
+        return _answer(
+            path, look, Holder("store", "the owner", what, f"when that is done; what is left, {OWNER_OPENS}")
+        )
+    if path.startswith(_STAGED):
+        what = "puts an object there before it gets its name"
+        release = "when it is whole; the owner's upkeep or `quire verify --sweep` removes what is an hour old"
+        return _answer(path, look, Holder("store", "a writer", what, release))
+    if _PROBE.fullmatch(path):
+        what, release = "has put it there to see whether it comes back", "when it ends; what is left may be deleted"
+        return _answer(path, look, Holder("store", "quire doctor", what, release))
+    if path == _UNFINISHED or (isinstance(stem, names.FixedFile) and path.endswith(names.TEMPORARY)):
+        return _answer(
+            path, look, Holder("store", "the owner", WRITES, f"when it is whole; what is left, {OWNER_OPENS}")
+        )
+    return _of_stream(txn, path, look) or _of_lsm(txn, path, look) or _of_pages(txn, path, look)
+
+
+def _answer(path: str, look: Look | None, holder: Holder) -> Answer:
+    return Answer(path, "file", "comes and goes by itself", size_of(path, look), 0, (holder,))
+
+
+def _of_stream(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+    if (match := _OF_STREAM.fullmatch(path)) is None:
+        return None
+    stream_id = int(match["id"])
+    if stream_id <= U64_MAX and path == names.state_path(stream_id):
+        what = "remembers in it its consumers, its retention, and in which mode it was last open"
+        return owned(txn, path, "file", stream_id, (what, "quire drop {name}"), look)
+    if _SPARE.search(path):
+        told = ("has it ready as its next segment", "when the stream is closed, or opened the next time")
+        return owned(txn, path, "file", stream_id, told, look)
+    if path.endswith(names.TEMPORARY):
+        return owned(txn, path, "file", stream_id, (WRITES, _opened("stream")), look)
+    return None
+
+
+def _of_lsm(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+    if (match := _OF_LSM.fullmatch(path)) is None:
+        return None
+    db_id, rest = int(match["id"], 16), match["rest"]
+    if version := _SNAPSHOT.fullmatch(rest):
+        return _of_version(txn, path, db_id, int(version["number"]), look)
+    folder, _, name = rest.partition("/")
+    if folder == "loads" and names.load_number(name) is not None:
+        what = "remembers in it what became of a bulk load, for a client that asks again"
+        return owned(txn, path, "file", db_id, (what, "when a thousand newer loads are over"), look)
+    if path.endswith(names.TEMPORARY):
+        return owned(txn, path, "file", db_id, (WRITES, _opened("database")), look)
+    return None
+
+
+def _of_version(txn: ReadTxn, path: str, db_id: int, number: int, look: Look | None) -> Answer:
+    """A file of a snapshot: mostly another name of a table that the database has, or had."""
+    held = [
+        snapshot_holder(txn, db_id, snapshot_id, row, "has it as part of the database as it was")
+        for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id)
+        if row.anchor_segment_id == number
+    ]
+    if not held:
+        told = ("had it for a snapshot that was dropped", "the owner's upkeep, or the next use of a key-value database")
+        return owned(txn, path, "file", db_id, told, look)
+    return Answer(path, "file", "in use", size_of(path, look), 0, tuple(held))
+
+
+def _of_pages(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
+    if (match := _OF_PAGES.fullmatch(path)) is None or not path.endswith(names.TEMPORARY):
+        return None
+    told = (WRITES, "when it is whole; what is left, by the owner's upkeep when it is an hour old")
+    return owned(txn, path, "file", int(match["id"], 16), told, look)
+
+
+def _opened(what: str) -> str:
+    return f"when it is whole; what is left, when the {what} is opened the next time"
+
+
+# ── what all of them share ────────────────────────────────────────────────────────────────────────────────────────────
+def owned(txn: ReadTxn, path: str, kind: str, db_id: int, told: tuple[str, str], look: Look | None) -> Answer:
+    """The answer for what belongs to one database: how that holds it, and what would end it."""
+    size = size_of(path, look)
+    record = txn.database(db_id) if 0 < db_id <= 0xFFFFFFFF else None
+    if record is None:
+        whose = number(db_id) if path.startswith((names.PAGES, names.LSM)) else str(db_id)
+        message = "the manifest has no database that this could be of"
+        raise UnknownArtifact(message, hint=_nobodys(txn, path, db_id), path=path, database=whose)
+    if record.status is DbStatus.TOMBSTONED:
+        gone = Holder("time", "sweep", f"{record.name or f'#{db_id}'} was dropped", _swept(path))
+        return Answer(path, kind, "left over", size, 0, (gone,))
+    what, release = told
+    holder = Holder("database", record.name, what, release.replace("{name}", quoted(record.name)))
+    return Answer(path, kind, "in use", size, 0, (holder,))
+
+
+def own_name(txn: ReadTxn, key: str) -> str:
+    """An object's name below the prefix of the owner epoch that wrote it; another store's is left as it is."""
+    found = parse_epoch_key(key)
+    return found[2] if found is not None and found[0] == txn.store_id() else key
+
+
+def on_disk(txn: ReadTxn, root: str, asked: str, answer: Answer) -> Answer:
+    """The answer with what the file system has given for the subject in the store at `root`."""
+    if answer.kind == "database":
+        given = measure_database(root, txn.database_id(answer.subject))
+    elif answer.kind == "snapshot":
+        return answer
+    else:
+        path = os.path.join(root, asked.removeprefix("./"))
+        given = given_bytes(path) or given_bytes(os.path.join(root, names.OBJECTS, asked))
+    return replace(answer, disk_bytes=given)
+
+
+def size_of(path: str, look: Look | None) -> int:
+    """The bytes of what is there."""
+    if look is None:
+        return 0
+    size = look(path)
+    if size is None:
+        raise UnknownArtifact("there is no such file or object", hint=NOT_THERE, path=path)
+    return size
+
+
+def stray_hint(path: str) -> str:
+    """What finds or removes something that could be an artifact and is none: an object, or a file at a path in the store."""
+    found = names.parse_path(path)
+    if isinstance(found, names.WalSegmentFile):
+        return (
+            "if there is such a file, the owner looks at it when it opens the database the next time: without a commit in it "
+            "it is removed, else moved to quarantine"
+        )
+    if isinstance(found, names.StreamSegmentFile):
+        return "if there is such a file, the owner removes it or moves it to quarantine when it opens the stream the next time"
+    return NOBODYS if isinstance(found, names.CachedChunkFile) else ORPHANS
+
+
+def _nobodys(txn: ReadTxn, path: str, db_id: int) -> str:
+    if 0 < db_id < txn.next_id(Counter.DB):
+        return f"the database of this id was dropped long ago; what removes its files: {_swept(path)}"
+    return NOBODYS
+
+
+def _swept(path: str) -> str:
+    """What removes the files of a database that was dropped."""
+    if path.startswith(names.LSM):
+        return "the next use of a key-value database, or the owner's upkeep"
+    if path.startswith(names.PAGES):
+        return "the owner's upkeep, within an hour"
+    return "the owner's upkeep, or when the next stream is dropped"

@@ -1,0 +1,99 @@
+"""What only a snapshot or a live database holds: the artifacts that are deleted when it goes.
+
+Pure functions of a read transaction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.manifest import tables as t
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import WalState
+from quire.manifest.slots import artifacts, unpack_leaf
+
+
+class ExclusiveShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Artifacts with bytes that nobody else holds: what is deleted when their holder lets go."""
+
+    chunks: int = 0
+    deltas: int = 0
+    wal_segments: int = 0
+    size_bytes: int = 0
+
+    @property
+    def artifacts(self) -> int:
+        return self.chunks + self.deltas + self.wal_segments
+
+
+def snapshots_share(txn: ReadTxn, db_id: int, snapshot_ids: Iterable[int]) -> ExclusiveShare:
+    """What only these snapshots of a database hold, together."""
+    leaves: Tally[ArtifactKey] = Tally()
+    segments: Tally[ArtifactKey] = Tally()
+    for snapshot_id in snapshot_ids:
+        record = txn.snapshot(db_id, snapshot_id)
+        if record is not None:
+            leaves.update(_leaf(origin, leaf, generation) for leaf, origin, generation in record.leaves)
+            segments.update(_segment(pin.origin_db_id, pin.segment_id) for pin in record.pins)
+    return _share(txn, leaves, segments)
+
+
+def live_share(txn: ReadTxn, db_id: int) -> ExclusiveShare:
+    """What only a database as it is now holds, its snapshots left aside."""
+    live = (_leaf(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
+    wal = (
+        _segment(row.origin_db_id, key[1])
+        for key, row in txn.scan(t.WAL_CATALOG, db_id)
+        if row.state is not WalState.TRUNCATED
+    )
+    return _share(txn, Tally(live), Tally(wal))
+
+
+def _share(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> ExclusiveShare:
+    """What goes if these references do: a leaf that goes lets go of every artifact its chains name (M7)."""
+    named: Tally[ArtifactKey] = Tally()
+    for leaf in _gone(txn, leaves):
+        row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
+        if row is not None:
+            named.update(artifacts(unpack_leaf(row.entries), leaf.id))
+    gone = [*_gone(txn, named), *_gone(txn, segments)]
+    kinds = Tally(key.kind for key in gone)
+    return ExclusiveShare(
+        chunks=kinds[ArtifactKind.BASE],
+        deltas=kinds[ArtifactKind.DELTA],
+        wal_segments=kinds[ArtifactKind.WAL],
+        size_bytes=sum(artifact_bytes(txn, key) for key in gone),
+    )
+
+
+def _gone(txn: ReadTxn, references: Tally[ArtifactKey]) -> list[ArtifactKey]:
+    counts = ((key, count, txn.refcount(key)) for key, count in references.items())
+    return [key for key, count, row in counts if row is not None and row.in_use <= count]
+
+
+def _leaf(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
+    return ArtifactKey(origin_db_id, ArtifactKind.LEAF, number, generation)
+
+
+def _segment(origin_db_id: int, segment_id: int) -> ArtifactKey:
+    return ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0)
+
+
+def artifact_bytes(txn: ReadTxn, key: ArtifactKey) -> int:
+    """The bytes of an artifact; 0 for a leaf, which has none, and for one that the catalog does not know."""
+    row: Any
+    if key.kind is ArtifactKind.BASE:
+        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
+    elif key.kind is ArtifactKind.DELTA:
+        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+    elif key.kind is ArtifactKind.WAL:
+        row = txn.get(t.WAL_CATALOG, key.origin_db_id, key.id)
+        return 0 if row is None else row.used_bytes
+    else:
+        return 0
+    return 0 if row is None else int(row.size_bytes)
