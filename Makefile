@@ -17,7 +17,7 @@ FOUND := 'import sys; sys.exit(sys.version_info < (3, 11))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench torture pack clean
+.PHONY: help setup run test lint bench torture docs pack clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,13 @@ bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
 torture: $(STAMP) ## the slow tests, more examples for the properties, the simulation for SECONDS (300)
 	@QUIRE_HYPOTHESIS_PROFILE=torture QUIRE_SIMULATION_SECONDS=$(SECONDS) \
 	  $(BIN)/python -m pytest -q -n $(JOBS) -m "slow or hypothesis" --timeout 3600 $(ARGS)
+
+# The source directory is the repository, because pages link to README and CONTRIBUTING; docs/conf.py says which files are pages.
+docs: $(STAMP) ## the documentation site, in build/site
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet --no-input -e '.[docs]'
+	@$(BIN)/python -m bench.draw > /dev/null && $(BIN)/python -m docs.api
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs -d $(BUILD)/doctrees . $(BUILD)/site
+	@echo "$(BUILD)/site/index.html"
 
 # Of a virtual environment only bin/python is used by executors: that finds its packages wherever the archive is unpacked, as long as
 # the same Python is installed there. Spark brings its own part of pyspark.

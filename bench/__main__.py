@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import platform
 import sys
 import tempfile
 from pathlib import Path
 
+from bench.draw import RESULTS
 from bench.report import Report
 
 BENCHMARKS = {
@@ -32,6 +34,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the data, one round")
     parser.add_argument("--only", default="", help="run only the parts whose name contains this")
     parser.add_argument("--dir", default=None, help="where to put the data (default: a temporary directory)")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the result in docs/results, for `python -m bench.draw`"
+    )
     options = parser.parse_args()
     if options.name is None:
         for name, what in BENCHMARKS.items():
@@ -44,7 +49,11 @@ def main() -> int:
         for part in module.PARTS:
             if options.only in part.__name__:
                 part(report, Path(directory), options.quick)
-    sys.stdout.write(report.finish() + "\n")
+    result = report.finish()
+    sys.stdout.write(result + "\n")
+    if options.save:
+        text = json.dumps(json.loads(result), indent=1, ensure_ascii=False)
+        (RESULTS / f"{options.name}.json").write_text(text + "\n", "utf-8")
     return 0
 
 

@@ -90,7 +90,7 @@ def test_nothing_turns_the_line_around(capsys: pytest.CaptureFixture[str], value
 
 
 def test_a_hint_names_only_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rooms below speak of commands that are still to come."""
+    """Wiring below speak of commands that are still to come."""
     TextOutput().fail(errors.StillReferenced("held", hint="`quire whither` shows by whom"))
     assert "quire whither" not in capsys.readouterr().err
     TextOutput().fail(errors.UnknownDatabase("gone", hint="`quire ls` lists the databases"))

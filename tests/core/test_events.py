@@ -15,26 +15,26 @@ from quire.core.events import emit, listening
 def test_debug_and_info_are_quiet_by_default(capfd: pytest.CaptureFixture[str]) -> None:
     structlog.reset_defaults()
     assert not listening()
-    emit("debug", "room.step", n=1)
-    emit("info", "room.step", n=1)
+    emit("debug", "part.step", n=1)
+    emit("info", "part.step", n=1)
     assert capfd.readouterr() == ("", "")
 
 
 def test_warnings_and_errors_are_shown_on_stderr_by_default(capfd: pytest.CaptureFixture[str]) -> None:
     structlog.reset_defaults()
-    emit("warning", "room.trouble", path="x")
-    emit("error", "room.worse")
+    emit("warning", "part.trouble", path="x")
+    emit("error", "part.worse")
     out, err = capfd.readouterr()
     assert out == ""
-    assert err == "quire warning: room.trouble path='x'\nquire error: room.worse \n"
+    assert err == "quire warning: part.trouble path='x'\nquire error: part.worse \n"
 
 
 def test_a_listener_gets_every_event_with_its_fields() -> None:
     with capture_logs() as logs:
         assert listening()
-        emit("debug", "room.step", n=1)
+        emit("debug", "part.step", n=1)
     structlog.reset_defaults()
-    assert logs == [{"event": "room.step", "log_level": "debug", "n": 1}]
+    assert logs == [{"event": "part.step", "log_level": "debug", "n": 1}]
 
 
 def test_an_event_nobody_listens_to_does_not_import_structlog() -> None:

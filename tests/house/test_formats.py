@@ -34,7 +34,7 @@ def test_page_answers_what_a_reader_asks(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_page_and_owner_name_each_other(page: Path) -> None:
     owner = OWNER.search(page.read_text("utf-8"))
-    assert owner, f"{page.name} needs a line: Owner: `quire.<room>.<module>`"
+    assert owner, f"{page.name} needs a line: Owner: `quire.<package>.<module>`"
     docstrings = {source.module: source.docstring for source in modules()}
     assert owner[1] in docstrings, f"{page.name}: there is no module {owner[1]}"
     assert f"docs/formats/{page.name}" in docstrings[owner[1]], f"the docstring of {owner[1]} must name its page"

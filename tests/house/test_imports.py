@@ -27,33 +27,33 @@ LAYERS = [
     {"cli", "testing"},
     {"__main__"},
 ]
-RANK = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}
+RANK = {package: rank for rank, layer in enumerate(LAYERS) for package in layer}
 FENCES = {"lmdb": "manifest", "obstore": "objects", "apsw": "sqlite", "pyspark": "spark", "click": "cli"}
 
 
-def room_of(module: str) -> str:
-    """The room of a dotted name in quire; the root package counts as `store`, because its door leads there."""
+def package_of(module: str) -> str:
+    """The package of a dotted name in quire; the root counts as `store`, because its names lead there."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in RANK else "store"
 
 
 def wrong_ways(source: Source) -> Iterator[str]:
-    here = room_of(source.module)
+    here = package_of(source.module)
     for each in imports(source):
-        there = room_of(each.name)
+        there = package_of(each.name)
         if each.is_in("quire") and there != here and RANK[there] >= RANK[here]:
             yield f"{source.path}:{each.line}: {here} may not import {each.name}"
 
 
 def climbed_fences(source: Source) -> Iterator[str]:
     for each in imports(source):
-        for package, room in FENCES.items():
-            if each.is_in(package) and room_of(source.module) != room:
-                yield f"{source.path}:{each.line}: {package} belongs to {room}/"
+        for library, package in FENCES.items():
+            if each.is_in(library) and package_of(source.module) != package:
+                yield f"{source.path}:{each.line}: {library} belongs to {package}/"
 
 
 def inside() -> list[Source]:
-    """All modules but the root's lazy door, which is above every room."""
+    """All modules but the root's lazy names, which are above every package."""
     return [source for source in modules() if source.module != "quire"]
 
 
@@ -96,9 +96,9 @@ def test_imports_go_in_no_circle() -> None:
     assert import_order([circle[0], late]) == ["quire.b", "quire.a"]
 
 
-def test_every_room_has_a_place_in_the_order() -> None:
+def test_every_package_has_a_place_in_the_order() -> None:
     homeless = [source.path for source in inside() if source.module.split(".")[1] not in RANK]
-    assert not homeless, f"give the room a layer here and in pyproject.toml: {homeless}"
+    assert not homeless, f"give the package a layer here and in pyproject.toml: {homeless}"
 
 
 def test_imports_point_one_way() -> None:

@@ -222,7 +222,7 @@ RULES = [
     Rule(
         name="deleted objects",
         reason="two stores deleted each other's objects: one gate looks whose a name is, and who owns the store now (A3)",
-        instead="`delete` of the collector (quire.objects.collector), which rooms, jobs and engines are given",
+        instead="`delete` of the collector (quire.objects.collector), which jobs and engines are given",
         find=deletes_objects,
         caught="store.delete_many(['00000001/x'])\n",
         where=("src/quire",),
@@ -257,7 +257,7 @@ def test_rule_catches_its_example(rule: Rule) -> None:
 
 
 def test_ratchets_are_as_tight_as_they_can_be() -> None:
-    """What shrank gives its room back; what is gone leaves the list."""
+    """What shrank gives its allowance back; what is gone leaves the list."""
     files = [source for folder in CODE for source in sources(folder)]
     modules = {source.path: module_lines(source) for source in files}
     functions = {name: lines for source in files for name, _, lines in function_lines(source)}

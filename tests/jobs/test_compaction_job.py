@@ -156,18 +156,18 @@ def test_compacting_what_is_no_key_value_database_is_refused(store: Store) -> No
 def test_executors_that_do_not_see_the_store_are_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(store)
     monkeypatch.setattr(ThreadRunner, "shares_disk", False)
-    rooms = store._need_rooms()
+    wiring = store._need_wiring()
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     with pytest.raises(InvalidConfig, match="do not see"):
-        compaction_job(rooms.context, job, lambda _d, _t: None)
+        compaction_job(wiring.context, job, lambda _d, _t: None)
 
 
 def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store) -> None:
     kv, model = filled(store)
-    rooms = store._need_rooms()
+    wiring = store._need_wiring()
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
     for tasks in (1, 0):
-        done = compaction_job(rooms.context, job, lambda _d, _t: None)
+        done = compaction_job(wiring.context, job, lambda _d, _t: None)
         assert isinstance(done, Done)
         assert (done.result["tasks"] > 0) == bool(tasks)
     assert dict(kv.scan()) == model

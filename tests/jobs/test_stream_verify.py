@@ -106,7 +106,7 @@ def test_one_database_and_one_artifact(store: quire.Store, clicks: Stream) -> No
 
 # ── logs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def log_problems(store: quire.Store, *streams: Stream, deep: bool = True) -> list[tuple[int, str]]:
-    context = store._need_rooms().context
+    context = store._need_wiring().context
     runner = context.thread_runner()
     with store.manifest.read() as txn:
         prefixes, store_id = txn.object_prefixes(), txn.store_id()

@@ -27,7 +27,7 @@ from tests.service.world import HEADERS, Relay, losing_answers, reserve
 
 
 @pytest.fixture
-def rooms(store: Store) -> Store:
+def furnished(store: Store) -> Store:
     """A store with something of everything."""
     store.create("shop", "pages")
     opened = store.pages.open("shop")
@@ -83,7 +83,9 @@ def rows(store: Store) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_whose_answers_are_lost_is_done_once(name: str, rooms: Store, client: Client, tmp_path: Path) -> None:
+def test_a_call_whose_answers_are_lost_is_done_once(
+    name: str, furnished: Store, client: Client, tmp_path: Path
+) -> None:
     """The same call on a second store, with nothing lost, says what must have happened."""
     with quire.open(tmp_path / "other") as other, other.serve() as server, connect(server.address) as undisturbed:
         other.create("shop", "pages")
@@ -92,16 +94,16 @@ def test_a_call_whose_answers_are_lost_is_done_once(name: str, rooms: Store, cli
             transaction.write_page(0, b"a" * opened.page_size)
         other.snapshot("shop", "kept")
         other.feed.register(name="old")
-        for each in (rooms, other):
+        for each in (furnished, other):
             if name in NEEDS_A_JOB:
                 each.manifest.jobs.enqueue(JobKind.VERIFY)
         expected = CALLS[name](undisturbed)
         with losing_answers(3) as lost:
             assert CALLS[name](client) == expected
         assert len(lost) == 3
-        assert rows(rooms) == rows(other)
+        assert rows(furnished) == rows(other)
         if name != "start":  # its job goes on by itself
-            assert rooms.feed.head() == other.feed.head()
+            assert furnished.feed.head() == other.feed.head()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_the_key_stays_with_its_thread(store: Store, keyed: Callable[..., Any]) 
     assert [each.name for each in store.databases()] == ["elsewhere", "here", "third"]
 
 
-def test_a_job_claimed_twice_with_one_key_is_one_claim(rooms: Store, client: Client) -> None:
+def test_a_job_claimed_twice_with_one_key_is_one_claim(furnished: Store, client: Client) -> None:
     job_id = client.jobs.enqueue(JobKind.VERIFY)
     other = client.jobs.enqueue(JobKind.VERIFY)
     with losing_answers():

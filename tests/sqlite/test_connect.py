@@ -25,7 +25,7 @@ from quire.core.errors import (
     WrongKind,
 )
 from quire.core.ids import Epoch
-from quire.sqlite.connect import SqliteRoom
+from quire.sqlite.connect import SqliteDatabases
 from quire.sqlite.read_version import Pin
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count, extended
@@ -402,18 +402,18 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(store: Store, shop: ap
 
 def test_idle_versions_are_given_back_and_used_ones_renewed(store: Store, shop: apsw.Connection) -> None:
     pages = store.pages.open("shop")
-    room: SqliteRoom = store._need_rooms().sqlite
+    databases: SqliteDatabases = store._need_wiring().sqlite
     cursor = shop.execute("select id from t")
     next(cursor)
     before = pages.readers.peek()[0].expires_at
     time.sleep(0.01)
-    room.look_after()
+    databases.look_after()
     assert len(pages.readers) == 1
     after = pages.readers.peek()[0].expires_at
     assert before is not None
     assert after is not None
     assert after > before
     cursor.close()
-    room.look_after()
+    databases.look_after()
     assert len(pages.readers) == 0
     assert count(shop) == 10

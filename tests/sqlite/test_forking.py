@@ -17,19 +17,19 @@ from quire.core.ids import Epoch
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.pages.pagestore import PageStore
 from quire.sqlite import forking
-from quire.sqlite.connect import At, SqliteRoom
+from quire.sqlite.connect import At, SqliteDatabases
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, assert_sound, count
 
 WINDOW = StoreSettings(maintenance=MaintenanceSettings(enabled=False, time_travel_seconds=3_600.0))
 
 
-def room(store: Store) -> SqliteRoom:
-    return store._need_rooms().sqlite
+def databases(store: Store) -> SqliteDatabases:
+    return store._need_wiring().sqlite
 
 
 def forked(store: Store, new_name: str, at: At, name: str = "shop") -> apsw.Connection:
-    room(store).fork(name, new_name, at=at)
+    databases(store).fork(name, new_name, at=at)
     return store.sqlite(new_name)
 
 
@@ -164,7 +164,7 @@ def test_a_fork_that_fails_while_it_is_set_back_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(PageStore, "begin", fail)
         with pytest.raises(OSError, match="the disk is gone"):
-            room(travelling).fork("shop", "fork", at=epoch)
+            databases(travelling).fork("shop", "fork", at=epoch)
     assert [info.name for info in travelling.databases()] == ["shop"]
     fork = forked(travelling, "fork", epoch)
     assert rows(fork) == [(1, "first")]
@@ -182,7 +182,7 @@ def test_what_a_crash_left_of_a_fork_is_dropped_by_the_next_attempt(travelling: 
 
 def test_what_cannot_be_forked_says_why(store: Store, shop: apsw.Connection) -> None:
     epoch = epoch_of(shop)
-    fork = room(store).fork
+    fork = databases(store).fork
     with pytest.raises(NameTaken):
         fork("shop", "shop", at=epoch)
     with pytest.raises(UnknownDatabase):
@@ -206,4 +206,4 @@ def test_who_only_reads_does_not_fork(root: Path) -> None:
     with quire.open(root, settings=SETTINGS) as store:
         store.sqlite("shop", create=True).close()
     with quire.open(root, "r") as reader, pytest.raises(ReadOnly):
-        room(reader).fork("shop", "fork", at=1)
+        databases(reader).fork("shop", "fork", at=1)

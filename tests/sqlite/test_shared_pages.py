@@ -211,11 +211,11 @@ def test_a_connection_takes_its_lease_along(store: Store, shop: apsw.Connection)
 
 @pytest.mark.usefixtures("still")
 def test_a_busy_connection_does_not_look_like_a_long_reader(store: Store, shop: apsw.Connection) -> None:
-    pages, room = store.pages.open("shop"), store._need_rooms().sqlite
+    pages, databases = store.pages.open("shop"), store._need_wiring().sqlite
     (lease,) = pages.readers.peek()
     shop.execute("begin")
     assert count(shop) == 10
-    room.look_after()
+    databases.look_after()
     assert pages.readers.peek() == [lease], "it is in use"
     shop.execute("commit")
     assert pages.readers.peek() == []

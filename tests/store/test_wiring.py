@@ -1,4 +1,4 @@
-"""The rooms of a store: each made when it is asked for, alone, and closed with the store."""
+"""The parts of a store: each made when it is first needed, alone, and closed with the store."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.manifest.helpers import eventually
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
 
 
-def test_a_room_is_made_alone(path: Path) -> None:
+def test_a_part_is_made_alone(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
         store.kv("cart", create=True).put(b"ann", b"3")
-        rooms = store._need_rooms()
-        assert set(rooms._made) == {"files", "kv"}
+        wiring = store._need_wiring()
+        assert set(wiring._made) == {"files", "kv"}
         store.stream("clicks", create=True).append([b"one"]).result()
-        assert set(rooms._made) <= {"files", "kv", "streams", "stores"}
-        assert store.worker is rooms.worker, "there is one of each"
-        assert {"worker", "context", "pages", "handlers"} <= set(rooms._made)
-        assert "upkeep" not in rooms._made
-        assert "sqlite" not in rooms._made
+        assert set(wiring._made) <= {"files", "kv", "streams", "stores"}
+        assert store.worker is wiring.worker, "there is one of each"
+        assert {"worker", "context", "pages"} <= set(wiring._made)
+        assert "upkeep" not in wiring._made
+        assert "sqlite" not in wiring._made
 
 
 def test_many_threads_get_one_room(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
-        rooms = store._need_rooms()
+        wiring = store._need_wiring()
         found: list[object] = []
-        threads = [threading.Thread(target=lambda: found.append(rooms.worker)) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: found.append(wiring.worker)) for _ in range(8)]
         for each in threads:
             each.start()
         for each in threads:
@@ -53,14 +53,14 @@ def test_a_worker_without_upkeep_is_stopped_with_the_store(path: Path) -> None:
 
 def test_nothing_is_made_once_the_store_is_closed(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
-        rooms = store._need_rooms()
-        pages = rooms.pages
+        wiring = store._need_wiring()
+        pages = wiring.pages
     with pytest.raises(quire.StoreClosed):
-        _ = rooms.worker
+        _ = wiring.worker
     with pytest.raises(quire.StoreClosed):
-        _ = rooms.kv
-    assert rooms.pages is pages, "who has it may ask it, and hears that it is closed"
-    assert rooms._made.keys() == {"files", "pages", "stores"}
+        _ = wiring.kv
+    assert wiring.pages is pages, "who has it may ask it, and hears that it is closed"
+    assert wiring._made.keys() == {"files", "pages", "stores"}
 
 
 def test_jobs_that_a_crash_left_running_are_taken_back(path: Path) -> None:

@@ -1,6 +1,6 @@
 """How an error is told on the command line: what, where and what next, in the words of commands.
 
-The rooms below speak to programs: their hints may name Python calls, and commands that are still to come. Here every hint
+Other packages speak to programs: their hints may name Python calls, and commands that are still to come. Here every hint
 becomes something that can be typed.
 
 Rules

@@ -1,7 +1,7 @@
 """Named places in the code where a test can make the process die, fail or wait.
 
 Terms
-  point   a place that calls `hit("room.step.before")`
+  point   a place that calls `hit("package.step.before")`
   script  what to do at a point, hit after hit: terms joined by `->`, each `action` or `N*action`. A counted term
           serves N hits, a bare one serves all the rest; behind the last term nothing happens
   action  `off` · `kill` (SIGKILL to this process) · `raise:ENOSPC` (an `OSError` of that errno) · `sleep:20`

@@ -1,6 +1,6 @@
 """What a job needs of the store it works for, in one value.
 
-The owner makes one `JobContext` and passes it to the worker and the upkeep; nothing in this room opens a store or a manifest.
+The owner makes one `JobContext` and passes it to the worker and the upkeep; nothing here opens a store or a manifest.
 Object stores are opened once per URL and shared by all threads.
 """
 

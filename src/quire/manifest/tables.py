@@ -6,7 +6,7 @@ Terms
   derived   an index that can be rebuilt from other tables; written in the same transaction, never logged itself
 
 Rules
-  1. This list is the schema. `docs/formats/manifest.md` shows it and a house test holds the two together.
+  1. This list is the schema. `docs/formats/manifest.md` shows it and a test compares the two.
   2. A table is added by a line here and, for stores that exist, by nothing else: tables are made at open.
 
 Constants only.

@@ -2,14 +2,14 @@
 
 Terms
   admission   what a caller may do: everything through the Unix socket, over the network what its token says
-  room        a bounded number of places; a caller who finds none waits a little and is then told that the owner is busy
+  limit       a bounded number of places; a caller who finds none waits a little and is then told that the owner is busy
 
 Rules
   1. Version, kind and token of a call are looked at before anything else of it is; every refusal is counted, and told to
      whoever listens to events, with the peer where it is known and never with what was shown as a token.
   2. Refusals are logged at most `LOGGED_PER_SECOND` times a second, with the number of those left out: a flood of bad calls
      must not become a flood of log.
-  3. Long polls and streams have rooms of their own: however many there are, calls find their places.
+  3. Long polls and streams have limits of their own: however many there are, calls find their places.
 
 Threads: any.
 """
@@ -37,7 +37,7 @@ OFFERED = frozenset({flight.FlightMethod.DO_ACTION, flight.FlightMethod.DO_GET, 
 """Flight has more; what is not offered is refused here, because the transport would answer some of it with a traceback."""
 
 
-class Room:
+class CallLimit:
     """A bounded number of places (rule 3)."""
 
     def __init__(self, name: str, places: int, wait_seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Commands of people, done at the owner: what somebody types while another process has the store (K8).
 
-The command line is above this room, so the owner's program lends it: `quire serve` installs what runs a command. An owner
+The command line is above this package, so the owner's program lends it: `quire serve` installs what runs a command. An owner
 that has not, a program of somebody's own, says so, and the person is told what to do instead.
 
 Rules

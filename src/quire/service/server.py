@@ -6,7 +6,7 @@ Terms
 
 Rules
   1. Everything a client can use up is bounded: the bytes of a call and of a batch, the calls, long polls and streams at once.
-  2. A slow client costs a thread of the transport and a place in its room; neither a transaction nor the writer waits for it.
+  2. A slow client costs a thread of the transport and a place under its limit; neither transactions nor the writer wait.
   3. What goes wrong is told as an error of ours, a bug as `InternalError`; tracebacks stay here.
   4. Through the Unix socket whoever may open it may do everything. Over TCP every call shows a token.
   5. Closing answers long polls, lets calls end for `stop_seconds`, then hangs up on whoever does not read.
@@ -34,7 +34,7 @@ from quire.core.tracing import continued, span
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
-from quire.service.admission import MIDDLEWARE, Gate, Refusals, Room
+from quire.service.admission import MIDDLEWARE, CallLimit, Gate, Refusals
 from quire.service.api import StoreApi
 from quire.service.call import Asked
 from quire.service.disconnect import hang_up
@@ -177,9 +177,9 @@ class Service:
         self._refusals = refusals
         self._stopping = stopping
         self._handlers = Handlers(store, lambda: {"service": msgspec.to_builtins(self.figures())})
-        self._calls = Room("calls", settings.calls_max, settings.busy_seconds)
-        self._waits = Room("long polls", settings.waits_max, settings.busy_seconds)
-        self._streams = Room("streams", settings.streams_max, settings.busy_seconds)
+        self._calls = CallLimit("calls", settings.calls_max, settings.busy_seconds)
+        self._waits = CallLimit("long polls", settings.waits_max, settings.busy_seconds)
+        self._streams = CallLimit("streams", settings.streams_max, settings.busy_seconds)
         self._counts = _Counts()
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ class Service:
 
     def figures(self) -> ServiceFigures:
         """See `Server.figures`."""
-        counts, rooms = self._counts, (self._calls, self._waits, self._streams)
+        counts, limits = self._counts, (self._calls, self._waits, self._streams)
         return ServiceFigures(
             calls=counts.calls,
             failed=counts.failed,
             refused=self._refusals.count,
-            busy=sum(room.busy for room in rooms),
+            busy=sum(limit.busy for limit in limits),
             calls_now=self._calls.now,
             waits_now=self._waits.now,
             streams_now=self._streams.now,
@@ -238,8 +238,8 @@ class Service:
         def is_over() -> bool:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
-        room = self._waits if name in LONG_POLLS else self._calls
-        with room.place(), continued(admission.trace), span("Service.call", action=name, role=role):
+        limit = self._waits if name in LONG_POLLS else self._calls
+        with limit.place(), continued(admission.trace), span("Service.call", action=name, role=role):
             return self._handlers.of(name)(request, Asked(key, role, is_over))
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """What an owner tells its clients about itself, its store and its databases: frozen values.
 
-`DatabaseInfo` and `StoreInfo` have the fields of the values that a local `Store` gives (a test holds them together): the rooms
-above this one own those, and a client must not need them.
+`DatabaseInfo` and `StoreInfo` have the fields of the values that a local `Store` gives (a test compares them). Those belong
+to packages above this one, which a client must not need.
 """
 
 from __future__ import annotations

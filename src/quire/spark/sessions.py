@@ -7,7 +7,7 @@ Rules
   1. A running session is used, never changed behind its owner's back: what it lacks is said in an error or done without.
   2. Workers run this very Python, unless another one is named: Spark would otherwise start whatever `python3` the PATH has.
   3. A session of ours is small by default: one JVM beside the owner's process, on a machine that may have 2 GiB.
-  4. Only the DataFrame API is used anywhere in this room, so that Connect works (K3).
+  4. Only the DataFrame API is used anywhere in this package, so that Connect works (K3).
   5. In a session of ours on one machine Python workers are spoken to through Unix sockets, in a directory of its own, unless
      `config` says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the
      first is acknowledged (strace shows it). Workers that nobody listens to any more end quietly (`daemon.py`, `hearing.py`).

@@ -54,7 +54,7 @@ At = str | int | Epoch | datetime
 """A snapshot's name, an lsn, an epoch, or a time with its zone."""
 
 
-class SqliteRoom:
+class SqliteDatabases:
     """The SQLite front end of one opened store."""
 
     def __init__(

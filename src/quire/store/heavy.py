@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from quire.store.store import Store
-    from quire.store.wiring import Rooms
+    from quire.store.wiring import Wiring
 
 HALF = 1_000
 """Of what an audit tells of its progress: first the counting, then the listing."""
@@ -48,9 +48,9 @@ HALF = 1_000
 class Heavy:
     """The heavy jobs of one opened store."""
 
-    def __init__(self, store: Store, rooms: Rooms) -> None:
+    def __init__(self, store: Store, wiring: Wiring) -> None:
         self._store = store
-        self._rooms = rooms
+        self._wiring = wiring
         self._manifest = store.manifest
 
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
@@ -73,7 +73,7 @@ class Heavy:
         """Checkpoint these page databases, or all of them, in one run; their jobs, as they ended (rule 2)."""
         db_ids = self._ids_of(names)
         for db_id in db_ids:
-            prepare_checkpoint(self._rooms.context, db_id, leave_open=False)
+            prepare_checkpoint(self._wiring.context, db_id, leave_open=False)
         return self._run_many(JobKind.CHECKPOINT, db_ids, runner, progress)
 
     def merge_all(
@@ -166,7 +166,7 @@ class Heavy:
         with self._manifest.read() as txn:
             snapshot_id, _ = find_snapshot(txn, db_id, snapshot)
         if not replace:
-            need_no_file(self._rooms.context.disk, path)
+            need_no_file(self._wiring.context.disk, path)
         payload = {"snapshot": snapshot_id, "path": path, "replace": replace, "runner": runner}
         result: dict[str, Any] = self._run_to_end(JobKind.RESTORE, db_id, payload, progress).result
         return result
@@ -202,7 +202,7 @@ class Heavy:
 
     def start(self, kind: JobKind, db_id: int, *, runner: str = "") -> int:
         """Enqueue a job of an exclusive kind, unless one is outstanding; the id of either."""
-        return start(self._rooms.context, kind, db_id, runner=runner)
+        return start(self._wiring.context, kind, db_id, runner=runner)
 
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_now(self, kind: JobKind, db_id: int, runner: str) -> Job:
@@ -214,17 +214,17 @@ class Heavy:
     ) -> Job:
         """Run a new job in this thread; if it fails, its error is raised and it is not tried again."""
         job_id = self._manifest.jobs.enqueue(kind, db_id, payload)
-        self._rooms.worker.run(job_id, handler=handler, watch=progress, reraise=True)
+        self._wiring.worker.run(job_id, handler=handler, watch=progress, reraise=True)
         return self._manifest.jobs.get(job_id)
 
     def _run_job(self, job_id: int, progress: Progress | None = None) -> Job:
         """Run a job in this thread; the job, as it ended."""
-        self._rooms.worker.run(job_id, watch=progress)
+        self._wiring.worker.run(job_id, watch=progress)
         return self._manifest.jobs.get(job_id)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
         heard = Steady(progress)
-        jobs = run_many(self._rooms.context, kind, db_ids, wish=runner, progress=heard)
+        jobs = run_many(self._wiring.context, kind, db_ids, wish=runner, progress=heard)
         heard.over()
         return jobs
 

@@ -1,4 +1,4 @@
-"""`Store`: a directory, opened; the rooms below it, wired together. How it is opened: opening.py.
+"""`Store`: a directory, opened; the packages below it, wired together. How it is opened: opening.py.
 
 Terms
   owner    the one process that has the store's lock and may change it
@@ -43,7 +43,7 @@ from quire.store.info import (
 )
 from quire.store.namespaces import Namespaces
 from quire.store.why import why
-from quire.store.wiring import Rooms
+from quire.store.wiring import Wiring
 
 if TYPE_CHECKING:
     from quire.durable.files import Disk
@@ -91,7 +91,7 @@ class Store:
         """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
         # protected by _opening
         self._opening = threading.Lock()
-        self._rooms: Rooms | None = None
+        self._wiring: Wiring | None = None
         self._upkeep_timer: threading.Timer | None = None
         self._servers: list[Server | WebServer] = []
         self._closed = False
@@ -111,8 +111,8 @@ class Store:
                 closing.callback(self._lock.close)
             closing.callback(self._manifest.close)
             with self._opening:  # the timer may be making them just now
-                if self._rooms is not None:
-                    closing.callback(self._rooms.close)
+                if self._wiring is not None:
+                    closing.callback(self._wiring.close)
 
     def __enter__(self) -> Self:
         self._check()
@@ -129,7 +129,7 @@ class Store:
         if self._closed:
             raise StoreClosed("the store is closed", hint="open it again", path=self.path)
 
-    # ── the rooms ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── its parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def mode(self) -> Mode:
         """ "rw" for the owner, "r" for a reader."""
@@ -149,7 +149,7 @@ class Store:
     @property
     def objects(self) -> ObjectStore:
         """The object store, opened now if it was not."""
-        return self._need_rooms().stores(self.objects_url)
+        return self._need_wiring().stores(self.objects_url)
 
     @property
     def namespaces(self) -> Namespaces:
@@ -159,16 +159,16 @@ class Store:
     @property
     def rights(self) -> ObjectRights:
         """Whether this store may put and delete objects: its owner epoch and session."""
-        return self._need_rooms().rights
+        return self._need_wiring().rights
 
     @property
     def context(self) -> JobContext:
         """The store, as a job sees it."""
-        return self._need_rooms().context
+        return self._need_wiring().context
 
     def delete_objects(self, keys: Iterable[str], *, url: str = "") -> None:
         """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3)."""
-        self._need_rooms().collector.delete(url or self.objects_url, keys)
+        self._need_wiring().collector.delete(url or self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:
@@ -178,26 +178,26 @@ class Store:
     @property
     def pages(self) -> PageEngine:
         """The page databases."""
-        return self._need_rooms().pages
+        return self._need_wiring().pages
 
     @property
     def worker(self) -> Worker:
         """Runs jobs, in its own threads or in the caller's."""
-        return self._need_rooms().worker
+        return self._need_wiring().worker
 
-    def _need_rooms(self) -> Rooms:
+    def _need_wiring(self) -> Wiring:
         self._check()
         with self._opening:
-            if self._rooms is None:
+            if self._wiring is None:
                 self._check()
-                self._rooms = Rooms(
+                self._wiring = Wiring(
                     path=self.path,
                     settings=self.settings,
                     manifest=self._manifest,
                     disk=self._disk,
                     objects_url=self.objects_url,
                 )
-            return self._rooms
+            return self._wiring
 
     # ── SQLite ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def sqlite(
@@ -217,31 +217,31 @@ class Store:
         With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was
         `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
         """
-        rooms = self._need_rooms()
+        wiring = self._need_wiring()
         if fork_of is not None and fork_at is not None:
-            rooms.sqlite.fork(fork_of, name, at=fork_at)
+            wiring.sqlite.fork(fork_of, name, at=fork_at)
         elif fork_of is not None:
             self.fork(fork_of, name)
         elif fork_at is not None:
             raise InvalidInput(
                 "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=str(fork_at)
             )
-        return rooms.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
+        return wiring.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
 
     @property
     def sqlite_vfs(self) -> str:
         """For SQLite connections of other making: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
-        return self._need_rooms().sqlite.vfs_name
+        return self._need_wiring().sqlite.vfs_name
 
     @property
     def followers(self) -> FileFollowers:
         """SQLite files of other programs, followed by this process: `follow`, `stop`, `files`; `resume` after a restart."""
-        return self._need_rooms().followers
+        return self._need_wiring().followers
 
     @property
     def kvs(self) -> KvEngine:
         """The key-value databases."""
-        return self._need_rooms().kv
+        return self._need_wiring().kv
 
     def kv(self, name: str, *, create: bool = False) -> Kv:
         """A key-value database; with `create=True` it is made if there is none."""
@@ -250,7 +250,7 @@ class Store:
     @property
     def streams(self) -> StreamEngine:
         """The streams."""
-        return self._need_rooms().streams
+        return self._need_wiring().streams
 
     def stream(self, name: str, *, create: bool = False) -> Stream:
         """A stream; with `create=True` it is made if there is none."""
@@ -273,7 +273,7 @@ class Store:
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance: schedules, retention, leases, jobs."""
-        return self._need_rooms().upkeep
+        return self._need_wiring().upkeep
 
     def maintain(self) -> Round:
         """One round of maintenance now, and the jobs that are due, in this thread; what was done."""
@@ -297,7 +297,7 @@ class Store:
         info = self.database(name)
         self.manifest.drop_db(info.db_id, snapshots=snapshots).result()
         if info.kind is not DbKind.PAGES:
-            self._need_rooms().engine_of(info.kind).sweep()
+            self._need_wiring().engine_of(info.kind).sweep()
         return info
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
@@ -320,7 +320,7 @@ class Store:
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
         if (kind := self.database(name).kind) is not DbKind.PAGES:
-            return self._need_rooms().engine_of(kind).snapshot(name, snapshot, tags=tags)
+            return self._need_wiring().engine_of(kind).snapshot(name, snapshot, tags=tags)
         db_id, in_segment = self._look(name)
         if in_segment:
             return self.pages.snapshot(db_id, snapshot, tags=tags)
@@ -341,7 +341,7 @@ class Store:
         """
         options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
         if (kind := self.database(name).kind) is not DbKind.PAGES:
-            return self._info_of(self._need_rooms().engine_of(kind).fork(name, new_name, at=at, options=options))
+            return self._info_of(self._need_wiring().engine_of(kind).fork(name, new_name, at=at, options=options))
         source, in_segment = self._look(name)
         if at is None and in_segment:
             return self._info_of(self.pages.fork(source, new_name, options=options))
@@ -356,7 +356,7 @@ class Store:
         """The jobs that read or write many bytes, over one database or all."""
         from quire.store.heavy import Heavy
 
-        return Heavy(self, self._need_rooms())
+        return Heavy(self, self._need_wiring())
 
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
         """Bring what is in a database's WAL into chunks; the job, as it ended. `runner`: auto, threads or spark."""

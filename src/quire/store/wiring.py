@@ -1,8 +1,8 @@
-"""The rooms a store has once somebody needs them: object stores, the engines, the worker and its upkeep.
+"""The parts of an opened store, each made when it is first needed: object stores, the engines, the worker and its upkeep.
 
 Rules
-  1. A room is loaded and made when it is first asked for, alone: appending to a stream needs neither the page engine nor jobs,
-     and each of them takes longer to load (numpy, checksums, handlers) than most commands do. So every import of a room is in
+  1. A part is loaded and made when it is first needed, alone: appending to a stream needs neither the page engine nor jobs,
+     and each of them takes longer to load (numpy, checksums, handlers) than most commands do. So every import of a part is in
      the property that makes it; the owner's background upkeep asks only after its first interval.
   2. There is one of each; what was made is closed, the last first, and nothing is made any more.
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.objects.collector import Collector
     from quire.pages.engine import PageEngine
-    from quire.sqlite.connect import SqliteRoom
+    from quire.sqlite.connect import SqliteDatabases
     from quire.sqlite.followers import FileFollowers
 
 R = TypeVar("R")
 
 STORES, FILES, RIGHTS = "stores", "files", "rights"
-"""Rooms that others may need while they are closed."""
+"""Parts that others may need while they are closed."""
 
 
-class Rooms:
+class Wiring:
     """Everything above the manifest, of one opened store."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Rooms:
         self._disk = disk
         self._objects_url = objects_url
         # guarded by _making
-        self._making = threading.RLock()  # a room may need another one
+        self._making = threading.RLock()  # a part may need another one
         self._made: dict[str, Any] = {}
         self._closed = False
 
@@ -194,13 +194,13 @@ class Rooms:
         return self.kv if kind is DbKind.LSM else self.streams
 
     @property
-    def sqlite(self) -> SqliteRoom:
+    def sqlite(self) -> SqliteDatabases:
         """SQLite connections."""
-        from quire.sqlite.connect import SqliteRoom
+        from quire.sqlite.connect import SqliteDatabases
 
         return self._once(
             "sqlite",
-            lambda: SqliteRoom(
+            lambda: SqliteDatabases(
                 manifest=self._manifest,
                 engine=self.pages,
                 page_size=self._settings.pages.page_size,

@@ -1,10 +1,12 @@
 """The dashboard in a real Chromium: it loads without a complaint, is live, does what it is told, and can be used by keyboard.
 
-Pictures of every page are left in the test's temporary directory.
+Pictures of every page are left in the test's temporary directory. Those of the documentation are made with
+`QUIRE_PICTURES=docs/images pytest tests/service/web/test_browser.py -k documentation`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +85,18 @@ def test_every_page_loads_in_both_colour_schemes(
         assert wide <= 0, f"{page} scrolls sideways"
     shade = browser.script("return getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
     assert (int(shade) < 60) == (scheme == "dark")
+
+
+@pytest.mark.slow
+def test_pictures_of_the_documentation(browser: Browser, furnished: Store, tmp_path: Path) -> None:
+    """docs/dashboard.md and the README show these four."""
+    folder = Path(os.environ.get("QUIRE_PICTURES", tmp_path))
+    browser.scheme("light")
+    for page, name in {"#/": "overview", "#/lineage": "lineage", "#/db/shop": "database", "#/why/shop": "why"}.items():
+        browser.open(page)
+        browser.script("document.getElementById('store').textContent = '/srv/quire'")
+        assert browser.shot(folder, f"dashboard-{name}").stat().st_size > 10_000
+    assert browser.complaints() == []
 
 
 @pytest.mark.slow

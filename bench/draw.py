@@ -1,0 +1,86 @@
+"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json.
+
+A bar is as long as the ratio is good: value / target where higher is better, target / value otherwise, on a logarithmic axis.
+The line in the middle is the target. `python -m bench NAME --save` writes the JSON of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+IMAGES = ROOT / "docs" / "images"
+
+LABEL, AXIS, VALUES, ROW, TOP = 430, 300, 150, 26, 48
+OCTAVES = 3.0
+"""The axis ends at 8 times better or worse than the target; longer bars are cut there."""
+
+STYLE = (
+    "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#0f172a}.s{font-size:11px;fill:#475569}"
+)
+
+
+def goodness(value: float, target: float, better: str) -> float:
+    """How many times better than its target a ratio is; below 1 it is missed."""
+    return value / target if better == "higher" else target / max(value, 1e-9)
+
+
+def draw(result: dict[str, Any]) -> str:
+    """The picture of one benchmark; ratios without a value or a target are left out."""
+    rows = [(name, ratio) for name, ratio in result["ratios"].items() if ratio["value"] and ratio["target"]]
+    width, height = LABEL + AXIS + VALUES, TOP + ROW * len(rows) + 12
+    middle = LABEL + AXIS / 2
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>{escape(result['bench'])}: ratios against their targets</title><style>{STYLE}</style>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+    ]
+    for factor in (0.125, 0.25, 0.5, 1, 2, 4, 8):
+        x = middle + AXIS / 2 * math.log2(factor) / OCTAVES
+        label = "target" if factor == 1 else f"{factor:g}×"
+        parts.append(f'<text class="s" x="{x:.1f}" y="{TOP - 20}" text-anchor="middle">{label}</text>')
+        parts.append(
+            f'<path d="M{x:.1f} {TOP - 12} V{height - 10}" stroke="#94a3b8" stroke-width="{1.5 if factor == 1 else 0.5}"/>'
+        )
+    for number, (name, ratio) in enumerate(rows):
+        parts += _row(TOP + ROW * number, middle, name, ratio)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _row(y: int, middle: float, name: str, ratio: dict[str, Any]) -> list[str]:
+    good = goodness(ratio["value"], ratio["target"], ratio["better"])
+    reach = AXIS / 2 * max(-1.0, min(1.0, math.log2(good) / OCTAVES))
+    left, colour = min(middle, middle + reach), "#16a34a" if good >= 1 else "#dc2626"
+    sign = "≥" if ratio["better"] == "higher" else "≤"
+    shown = name if len(name) <= 56 else name[:55] + "…"
+    return [
+        f'<text x="{LABEL - 12}" y="{y + 14}" text-anchor="end">{escape(shown)}</text>',
+        f'<rect x="{left:.1f}" y="{y + 2}" width="{max(2.0, abs(reach)):.1f}" height="{ROW - 10}" fill="{colour}"/>',
+        f'<text x="{LABEL + AXIS + 12}" y="{y + 14}">{ratio["value"]:g} '
+        f'<tspan class="s">target {sign} {ratio["target"]:g}</tspan></text>',
+    ]
+
+
+def pictures() -> dict[Path, str]:
+    """Every picture as it should be, by path."""
+    return {
+        IMAGES / f"bench-{file.stem}.svg": draw(json.loads(file.read_bytes()))
+        for file in sorted(RESULTS.glob("*.json"))
+    }
+
+
+def main() -> int:
+    for path, picture in pictures().items():
+        path.write_text(picture, "utf-8")
+        sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

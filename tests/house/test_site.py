@@ -1,0 +1,121 @@
+"""The documentation site: what is generated is up to date, every page is reachable, and our words are defined.
+
+`make docs` builds it with warnings as errors; here is what can be checked without Sphinx.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench import draw
+from docs import api
+from tests.house.tree import ROOT, modules
+
+DOCS = ROOT / "docs"
+WORDS = [
+    "adopt",
+    "anchor",
+    "artifact",
+    "attempt",
+    "batch",
+    "bundle",
+    "chain",
+    "checkpoint",
+    "chunk",
+    "component",
+    "cursor",
+    "database",
+    "delta",
+    "epoch",
+    "evict",
+    "failpoint",
+    "fenced",
+    "floor",
+    "frame",
+    "generation",
+    "group",
+    "guard",
+    "holder",
+    "hydrate",
+    "job",
+    "lease",
+    "leaf",
+    "load",
+    "lsn",
+    "manifest",
+    "merge",
+    "namespace",
+    "operation",
+    "orphan",
+    "overlay",
+    "owner",
+    "pin",
+    "plan",
+    "projection",
+    "publication",
+    "publish",
+    "quarantine",
+    "residency",
+    "runner",
+    "segment",
+    "slot",
+    "store",
+    "sweep",
+    "tier",
+    "tombstoned",
+    "view",
+    "witness",
+    "zero",
+]
+
+
+def test_the_api_page_is_up_to_date() -> None:
+    assert api.PAGE.read_text("utf-8") == api.page(), "run .venv/bin/python -m docs.api"
+
+
+def test_pictures_of_benchmarks_are_up_to_date() -> None:
+    pictures = draw.pictures()
+    assert pictures
+    for path, picture in pictures.items():
+        assert path.read_text("utf-8") == picture, "run .venv/bin/python -m bench.draw"
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "better", "good"), [(2, 1, "higher", 2), (2, 1, "lower", 0.5), (0.5, 1, "lower", 2)]
+)
+def test_a_bar_is_longer_the_better_the_ratio_is(value: float, target: float, better: str, good: float) -> None:
+    assert draw.goodness(value, target, better) == good
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    """Else Sphinx warns, and nobody finds it."""
+    index = (DOCS / "index.md").read_text("utf-8")
+    listed = set(re.findall(r"^(?:\w+ <)?([\w./-]+?)>?$", index, re.MULTILINE))
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert not pages - listed
+    formats = (DOCS / "formats" / "README.md").read_text("utf-8")
+    assert not [page.name for page in (DOCS / "formats").glob("[a-z]*.md") if f"]({page.name})" not in formats]
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    text = "".join(page.read_text("utf-8") for page in [ROOT / "README.md", *DOCS.glob("*.md")])
+    assert not [image.name for image in (DOCS / "images").iterdir() if f"images/{image.name})" not in text]
+
+
+def test_the_glossary_has_our_words() -> None:
+    terms = re.findall(r"^\*\*(.+)\*\*$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    defined = {word for term in terms for word in re.findall(r"\w+", term.lower())}
+    assert not set(WORDS) - defined
+
+
+def test_code_has_packages_and_layers_not_rooms() -> None:
+    """One word for one thing: a part of `src/quire` is a package."""
+    word = re.compile(r"\b(?:this|per|other|new) rooms?\b|\brooms\b|\bhouse (?:rule|test)", re.IGNORECASE)
+    assert not [
+        f"{source.path}:{number}: {line.strip()}"
+        for source in modules()
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if word.search(line)
+    ]
