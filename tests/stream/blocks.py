@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.stream.segment import BlockPlace, StreamSegmentHeader, body_of, encode_block
+from quire.stream.segment import BlockPlace, Body, StreamSegmentHeader, body_of, encode_into
 
 SALT = 0x0123456789ABCDEF
+
+
+def encode_block(seed: int, place: BlockPlace, body: Body, *, is_commit: bool) -> bytes:
+    """A block as bytes."""
+    out = bytearray(body.block_bytes)
+    encode_into(memoryview(out), seed, place, body, is_commit=is_commit)
+    return bytes(out)
 
 
 def new_header(base_record: int = 1000, salt: int = SALT) -> StreamSegmentHeader:

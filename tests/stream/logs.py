@@ -11,7 +11,9 @@ from quire.core.settings import ManifestLogSettings
 from quire.durable.files import Disk, OsDisk
 from quire.stream import mlog_records as r
 from quire.stream.files import LogFiles
-from quire.stream.mlog_reader import Chunk, ManifestLogReader
+from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_reader import Chunk, LogPosition, ManifestLogReader
+from quire.stream.mlog_snapshot import encode_snapshot
 from quire.stream.mlog_writer import ManifestLogWriter
 from quire.testing.clock import ManualClock
 
@@ -87,3 +89,9 @@ def all_values(files: LogFiles) -> list[r.Payload]:
 def opened(number: int) -> r.SegmentOpened:
     """Tells its number again: which of many records this is."""
     return r.SegmentOpened(base_offset=number, epoch=number % 7)
+
+
+def same_state(one: ManifestIndex, other: ManifestIndex) -> bool:
+    """Whether two indexes are equal, byte for byte."""
+    nowhere = LogPosition(0, 0)
+    return encode_snapshot(0, nowhere, one) == encode_snapshot(0, nowhere, other)

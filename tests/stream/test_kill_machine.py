@@ -25,12 +25,12 @@ from quire.objects.open import open_store
 from quire.stream.files import LogFiles
 from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.stream import Stream
 from quire.stream.verify import problems
 from quire.testing.crash import Child, Nursery
 from tests.stream.kill_told import size_of
+from tests.stream.logs import same_state
 from tests.stream.stream_killed import open_at
 from tests.stream.streams import record
 from tests.stream.test_mlog_kill import POINTS as LOG_POINTS

@@ -44,8 +44,8 @@ from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_format import CHUNK_BYTES
 from quire.stream.mlog_reader import ManifestLogReader, RecordView
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.mlog_states import Hydration, Remote
+from tests.stream.logs import same_state
 from tests.stream.streams import LOG, SMALL, StreamWorld, record
 
 ROW = re.compile(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$")

@@ -22,13 +22,12 @@ from quire.stream.mlog_format import ChunkFacts
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_modes import SegmentFacts, facts_of
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_writer import ManifestLogWriter
 from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from tests.stream.logs import STREAM, all_values, files_at, open_writer, opened
+from tests.stream.logs import STREAM, all_values, files_at, open_writer, opened, same_state
 from tests.stream.stories import Story
 
 EAGER = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2, sealed_kept=1)

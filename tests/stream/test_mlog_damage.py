@@ -13,10 +13,10 @@ from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, RECORD_BYTES, SEAL
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_reader import Chunk, LogPosition, ManifestLogReader, load_chunk
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
+from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot
 from quire.stream.mlog_tier2 import object_bytes
 from quire.testing.clock import ManualClock
-from tests.stream.logs import ONE_OF_EACH, SMALL, all_chunks, files_at, open_writer, opened
+from tests.stream.logs import ONE_OF_EACH, SMALL, all_chunks, files_at, open_writer, opened, same_state
 from tests.stream.stories import Story
 
 

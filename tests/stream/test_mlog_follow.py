@@ -17,8 +17,7 @@ from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_modes import GatedLog, Mode, SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import load_chunk
 from quire.stream.mlog_recovery import reconcile, recover
-from quire.stream.mlog_snapshot import same_state
-from tests.stream.logs import files_at, opened
+from tests.stream.logs import files_at, opened, same_state
 from tests.stream.stories import Story
 from tests.stream.tiers import World
 

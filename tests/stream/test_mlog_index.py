@@ -15,8 +15,9 @@ from quire.stream import mlog_records as r
 from quire.stream.mlog_format import CHUNK_BYTES, RECORD, RECORD_BYTES, ChunkFacts, encode_record, new_header
 from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_reader import Chunk, load_chunk
-from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot, same_state
+from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot
 from quire.stream.mlog_states import NOTHING, RULES, STATES, TABLE, Event, State, after, code_of, is_valid, tiers_of
+from tests.stream.logs import same_state
 from tests.stream.stories import Story
 
 Told = tuple[r.Payload, int]

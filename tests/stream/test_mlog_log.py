@@ -15,10 +15,9 @@ from quire.stream import mlog_records as r
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_metrics import ManifestLogCollector
 from quire.stream.mlog_recovery import local_facts, reconcile, recover, restore_chunk
-from quire.stream.mlog_snapshot import same_state
 from quire.testing.clock import ManualClock
 from quire.testing.faults import PowerCut
-from tests.stream.logs import SMALL, all_chunks, files_at, opened
+from tests.stream.logs import SMALL, all_chunks, files_at, opened, same_state
 from tests.stream.tiers import World
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption
 from quire.stream import spans as spans_module
 from quire.stream.arrow_batches import SCHEMA, Batches
-from quire.stream.segment import ALIGN, HEADER_BYTES, BlockPlace, StreamSegmentHeader, body_of, encode_block
+from quire.stream.segment import ALIGN, HEADER_BYTES, BlockPlace, StreamSegmentHeader, body_of
 from quire.stream.sources import HotSource, Lost
 from quire.stream.spans import Plain, RecordSpan, spans_of
+from tests.stream.blocks import encode_block
 
 HEADER = StreamSegmentHeader.decode(StreamSegmentHeader(3, 9, 100, 1_000, 77).encode())
 

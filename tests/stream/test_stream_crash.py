@@ -16,10 +16,10 @@ import pytest
 
 from quire.core.clock import SystemClock
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.stream import Stream
 from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
+from tests.stream.logs import same_state
 from tests.stream.streams import LOG, SMALL, StreamWorld, record
 
 HARMLESS = ("open", "read", "size", "names")

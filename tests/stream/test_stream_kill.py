@@ -17,10 +17,10 @@ import pytest
 
 from quire.core.clock import SystemClock
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.mlog_verify import verify
 from quire.stream.verify import problems
 from quire.testing.crash import Nursery
+from tests.stream.logs import same_state
 from tests.stream.stream_killed import SETTINGS, open_at
 
 POINTS = (

@@ -24,9 +24,9 @@ from quire.durable.files import OsDisk
 from quire.stream.files import LogFiles
 from quire.stream.mlog_follower import LogFollower
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.state import Retention
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
+from tests.stream.logs import same_state
 from tests.stream.streams import StreamWorld, ids, record
 
 

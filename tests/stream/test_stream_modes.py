@@ -15,10 +15,10 @@ from quire.objects.api import list_objects
 from quire.stream.mlog_modes import Divergence, Mode, compare
 from quire.stream.mlog_records import CompressionDone, CompressionStarted, UploadDone, UploadStarted
 from quire.stream.mlog_recovery import recover
-from quire.stream.mlog_snapshot import same_state
 from quire.stream.segment_events import facts_of_index
 from quire.stream.state import Retention
 from quire.testing.faults import PowerCut
+from tests.stream.logs import same_state
 from tests.stream.streams import StreamWorld
 
 MODES = ["off", "shadow", "on"]

@@ -9,8 +9,8 @@ import msgspec
 from quire.objects.open import open_store
 from quire.stream.files import LogFiles
 from quire.stream.mlog_follower import LogFollower
-from quire.stream.mlog_snapshot import same_state
 from tests.objects.conftest import fresh_url, s3_options, s3_server
+from tests.stream.logs import same_state
 from tests.stream.streams import SMALL, StreamWorld
 from tests.stream.tiers import Flaky
 

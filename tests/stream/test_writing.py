@@ -18,9 +18,10 @@ from quire.durable.checksums import crc64, crc64_joined
 from quire.durable.files import OsDisk, OsFile, preallocate, write_synced
 from quire.durable.names import Tier
 from quire.stream import hot, segment
-from quire.stream.segment import BlockPlace, body_of, body_of_arrow, encode_block, encode_into
+from quire.stream.segment import BlockPlace, body_of, body_of_arrow, encode_into
 from quire.stream.segment_scan import scan
 from quire.testing.crashdisk import CrashDisk, drop_all
+from tests.stream.blocks import encode_block
 from tests.stream.streams import StreamWorld
 
 WIDE = StreamSettings(segment_bytes=4 << 20)

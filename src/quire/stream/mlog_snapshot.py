@@ -132,12 +132,6 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnap
     )
 
 
-def same_state(one: ManifestIndex, other: ManifestIndex) -> bool:
-    """Whether two indexes are equal, byte for byte."""
-    nowhere = LogPosition(0, 0)
-    return encode_snapshot(0, nowhere, one) == encode_snapshot(0, nowhere, other)
-
-
 def write_snapshot(
     files: LogFiles, snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0
 ) -> None:

@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.core.errors import Corruption, FormatTooNew, InvalidInput, OutOfRange
-from quire.core.ids import U64_MAX, u64
+from quire.core.errors import Corruption, FormatTooNew, InvalidInput
+from quire.core.ids import u64
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64, crc64_joined
 
@@ -229,13 +229,6 @@ def encode_into(out: memoryview, seed: int, place: BlockPlace, body: Body, *, is
     return crc64(out[:whole], running) if joined is None else crc64(padding, joined)
 
 
-def encode_block(seed: int, place: BlockPlace, body: Body, *, is_commit: bool) -> bytes:
-    """The same as bytes."""
-    out = bytearray(body.block_bytes)
-    encode_into(memoryview(out), seed, place, body, is_commit=is_commit)
-    return bytes(out)
-
-
 def parts(ends: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """How records are divided into blocks: (start, stop) of each. A block holds at least one record.
 
@@ -253,15 +246,6 @@ def parts(ends: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[i
         stop = min(max(stop, start + 1), start + BLOCK_RECORDS_MAX, count)
         yield start, stop
         start = stop
-
-
-def check_sizes(sizes: Sequence[int], first_record: int, bytes_max: int = RECORD_BYTES_MAX) -> None:
-    """Refuse records that cannot be written."""
-    largest = max(sizes, default=0)
-    if largest > bytes_max:
-        raise OutOfRange("a record exceeds the stream's size limit", hint="split it", bytes=largest, max=bytes_max)
-    if first_record + len(sizes) > U64_MAX:
-        raise OutOfRange("a stream holds at most 2**64 - 1 records", first_record=first_record)
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
