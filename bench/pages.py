@@ -338,7 +338,7 @@ def chunk_reads(report: Report, directory: Path, quick: bool) -> None:
         (path,) = (path for path in Path(world.objects).rglob("base:*"))
         with store.open_snapshot() as reader:
             reader.read_page(0)
-            place = next(iter(store._versions._places.values()))
+            place = next(iter(store.versions._places.values()))
             footer = world.engine.sources.chunk(place).footer
             frames = [footer.frame(number) for number in range(count // PAGES_PER_FRAME)]
             order = random.Random(2).sample(range(len(frames)), len(frames))

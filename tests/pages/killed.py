@@ -30,7 +30,6 @@ from quire.pages import wal_files
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from quire.pages.view import ViewReader
 from quire.testing.crash import Line
 from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, Version, assert_reads, image, segment_bytes
 
@@ -97,7 +96,7 @@ class Life:
                 self.manifest.register_db(name, DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK)
         self.names = list(dict.fromkeys(names + known))
         self.models: dict[str, Model] = {}
-        self.readers: list[tuple[Snapshot | ViewReader, Version]] = []
+        self.readers: list[tuple[Snapshot, Version]] = []
 
     def step(self, number: int) -> None:
         """A commit, and now and then something else."""

@@ -23,8 +23,7 @@ from quire.manifest.records import DbKind, JobKind
 from quire.pages import wal_files
 from quire.pages.anchors import find_snapshot
 from quire.pages.leasefiles import LeaseFiles
-from quire.pages.published import PublishedSnapshot
-from quire.pages.view import ViewReader
+from quire.pages.snapshot import Snapshot
 from quire.store.store import Store
 from quire.testing.crash import Line
 from tests.pages.world import PAGES_PER_CHUNK, image, segment_bytes
@@ -103,7 +102,7 @@ def upkeep(store: Store, rng: random.Random, db_id: int) -> None:
 def read(line: Line, path: str, rng: random.Random, *, lenient: bool) -> None:
     """Check until death, with up to four snapshots open at a time; `lenient` if versions may vanish, as long as they say so."""
     with quire.open(path, mode="r", settings=SETTINGS) as store:
-        open_ones: list[PublishedSnapshot] = []
+        open_ones: list[Snapshot] = []
         while True:
             try:
                 if len(open_ones) < 4 and rng.random() < 0.6:
@@ -138,7 +137,7 @@ def check_view(store: Store, rng: random.Random) -> int:
         return 0
 
 
-def check(rng: random.Random, reader: PublishedSnapshot | ViewReader) -> int:
+def check(rng: random.Random, reader: Snapshot) -> int:
     """Everything in it is of one version; how many pages were looked at."""
     if not reader.size_pages:
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quire.pages.tracing import TRACE_API, span
+from quire.core.tracing import TRACE_API, span
 from tests.pages.test_wal import index
 from tests.pages.world import Model, Pages, image, write
 

@@ -23,8 +23,10 @@ from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind
 from quire.pages.pagestore import PageStore
-from quire.pages.published import PublishedSnapshot
+from quire.pages.published import PublishedLease
 from quire.pages.readers import LEASE_SECONDS
+from quire.pages.snapshot import Snapshot
+from quire.pages.view import ViewReader
 from tests.pages.world import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
 
 
@@ -134,13 +136,13 @@ def test_earlier_versions_are_opened_by_lsn(small: Pages) -> None:
     versions = list(model.versions[1:])
     for version in versions:
         with pages.engine.open_published_at("shop", version.lsn) as reader:
-            assert isinstance(reader, PublishedSnapshot)
+            assert isinstance(reader._lease, PublishedLease)
             assert_reads(reader, version)
     pages.engine.snapshot("shop", "kept")
     write(store, model, {0: image()})
     absorb(pages, store)
     with pages.engine.open_published_at("shop", versions[-1].lsn) as kept:
-        assert not isinstance(kept, PublishedSnapshot), "only the snapshot has it"
+        assert isinstance(kept, ViewReader), "only the snapshot has it"
         assert_reads(kept, versions[-1])
     with pytest.raises(OutOfRange):
         pages.engine.open_published_at("shop", model.newest.lsn + 1)
@@ -278,7 +280,8 @@ def test_the_heart_renews_what_is_held_and_tells_what_is_lost(pages: Pages, caps
     write(store, model, {0: image()})
     store.wal.publish()
     reader, lost = pages.engine.open_published("shop"), pages.engine.open_published("shop")
-    os.remove(lost._file.path)
+    assert isinstance(lost._lease, PublishedLease)
+    os.remove(lost._lease._file.path)
     for _ in range(20):
         pages.clock.advance(5)
         pages.engine._published.beat()
@@ -350,7 +353,7 @@ def test_a_reader_between_the_floors_row_and_its_second_look_is_seen(small: Page
     pages, model, store = small, Model(), small.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
-    readers: list[PublishedSnapshot] = []
+    readers: list[Snapshot] = []
 
     def open_one(_: str) -> None:
         if not readers:
@@ -374,12 +377,12 @@ def test_a_reader_that_was_checked_before_the_row_is_seen_by_the_second_look(sma
     pages, model, store = small, Model(), small.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
-    kept, readers = model.newest, list[PublishedSnapshot]()
+    kept, readers = model.newest, list[Snapshot]()
     submit = pages.manifest.submit
 
     def submit_late(ops: list[object], **more: object) -> object:
         if any(type(op).__name__ == "SetFloor" for op in ops) and not readers:
-            readers.append(pages.engine.open_published_at("shop", kept.lsn))  # type: ignore[arg-type]  # it is live
+            readers.append(pages.engine.open_published_at("shop", kept.lsn))
         return submit(ops, **more)
 
     write(store, model, {page: image() for page in range(9)})

@@ -45,7 +45,7 @@ def test_a_writer_over_the_databases_budget_hears_what_blocks_and_goes_on_after_
         assert "segment" in caught.value.where["blocking"], "the newest version blocks nobody"
         assert reader.is_open
     old = store.open_snapshot(tags={"who": "report"})
-    old._lease.lsn = 1
+    store.readers.peek()[0].lsn = 1
     with pytest.raises(QuotaExceeded) as caught:
         store.begin(timeout=0)
     assert f"reader {old.reader_id}" in caught.value.where["blocking"]

@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.errors import LeaseExpired, OutOfRange, ReadOnly, UnknownReader
 from quire.core.ids import Epoch
-from quire.pages.readers import LEASE_SECONDS
+from quire.pages.readers import LEASE_SECONDS, Lease
 from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
 
 
@@ -101,19 +101,20 @@ def test_a_run_out_reader_whose_pages_are_gone_hears_that_it_ran_out(pages: Page
     write(store, model, {0: image()})
     reader = store.open_snapshot()
     lease = reader._lease
+    assert isinstance(lease, Lease)
     write(store, model, {0: image()})
     lease.open = True
     store.readers._retire([lease])
     lease.open = True  # it looks alive until it is asked again: the moment between two looks
     pages.checkpoint(store)
     pages.engine.cache._turn(10**9)
-    lease_open_during_read = store.read
+    original = store.versions.read
 
     def read(page: int, lsn: int) -> bytes:
         lease.open = False
-        return lease_open_during_read(page, lsn)
+        return original(page, lsn)
 
-    reader._source = type("Source", (), {"read": staticmethod(read)})()
+    store.versions.read = read  # type: ignore[method-assign]
     with pytest.raises(LeaseExpired):
         reader.read_page(0)
 

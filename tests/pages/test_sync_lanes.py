@@ -14,7 +14,7 @@ import pytest
 
 from quire.core.errors import QuireError, StoreUnusable
 from quire.pages import sync_lanes
-from quire.pages.publication import Mark
+from quire.pages.page_source import Mark
 from quire.pages.sync_lanes import LANES, Flight, SyncLanes
 from tests.pages.world import eventually
 

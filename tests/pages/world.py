@@ -33,7 +33,6 @@ from quire.pages.pagestore import PageStore
 from quire.pages.segment import ENTRY_BYTES, FRAME_HEAD_BYTES, HEADER_BYTES
 from quire.pages.snapshot import Snapshot
 from quire.pages.transaction import WriteTxn
-from quire.pages.view import ViewReader
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
 
@@ -107,7 +106,7 @@ class Model:
         return Model(self.page_size, [version for version in self.versions if version.lsn <= upto])
 
 
-def assert_reads(reader: Snapshot | ViewReader, version: Version) -> None:
+def assert_reads(reader: Snapshot, version: Version) -> None:
     """The reader shows exactly this version, page by page and in bulk."""
     assert reader.size_pages == version.size, f"size {reader.size_pages}, not {version.size}, at lsn {reader.lsn}"
     expected = {page: version.page(page, reader.page_size) for page in range(version.size)}

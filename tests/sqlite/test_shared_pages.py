@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import LeaseExpired, OutOfRange
+from quire.pages.page_source import Mark, PageSource
 from quire.pages.pagestore import PageStore
-from quire.pages.publication import Mark
 from quire.pages.readers import Readers
 from quire.sqlite import connect as connect_module
 from quire.sqlite import shared_pages
@@ -86,17 +86,20 @@ class Model:
     """A page store of which every version is kept, and which lets something happen in the middle of a read."""
 
     def __init__(self) -> None:
-        self.versions: dict[int, list[bytes]] = {0: [b"first"] * 3}
+        self.pages: dict[int, list[bytes]] = {0: [b"first"] * 3}
         self.db_id = 1
         self.page_size = PAGE
         self.wal = SimpleNamespace(written=Mark(0, 3))
         self.readers = Readers(1, ManualClock())
-        self.sources = SimpleNamespace(cache=SimpleNamespace(resolved=lambda _: {}, resolved_hits=0))
+        self.sources = SimpleNamespace(cache=SimpleNamespace(resolved_hits=0))
+        self.resolved: dict[int, object] = {}
+        self.versions = self
+        """Its own page source."""
         self.meanwhile: list[Callable[[], None]] = []
         self.newest = NewestPages()
 
     def read(self, page: int, lsn: int) -> bytes:
-        image = self.versions[lsn][page]
+        image = self.pages[lsn][page]
         while self.meanwhile:
             self.meanwhile.pop()()
         return image
@@ -104,10 +107,8 @@ class Model:
     def append(self, writes: dict[int, bytes], size: int) -> int:
         """A commit: what is new and was not written is zeros."""
         written: Mark = self.wal.written
-        before, lsn = self.versions[written.lsn], written.lsn + len(writes) + 1
-        self.versions[lsn] = [
-            writes.get(page, before[page] if page < len(before) else b"zeros") for page in range(size)
-        ]
+        before, lsn = self.pages[written.lsn], written.lsn + len(writes) + 1
+        self.pages[lsn] = [writes.get(page, before[page] if page < len(before) else b"zeros") for page in range(size)]
         self.wal.written = Mark(lsn, size)
         return lsn
 
@@ -143,7 +144,7 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
             flush(noted)
 
     def read(pin: Pin, page: int) -> None:
-        expected = model.versions[pin.lsn]
+        expected = model.pages[pin.lsn]
         if page >= len(expected):
             with pytest.raises(OutOfRange):
                 pin.read_page(page)
@@ -159,7 +160,7 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
         elif act == "cut":
             commit(0, size=1 + page // 2, is_cut=True)
         elif act == "move":
-            pin.move(model.wal.written.lsn, model.wal.written.size_pages)
+            pin.move(model.wal.written)
         elif act == "read in between":
             model.meanwhile.append(lambda page=page: commit(page))  # type: ignore[misc]
             read(pin, page)
@@ -183,7 +184,7 @@ def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_what_is_at_hand() -> N
     model = Model()
     pin = model.pin()
     model.newest.note(0, model.append({0: b"new"}, 3), {0: b"new"}, PAGE)
-    pin.move(*model.wal.written[:2])
+    pin.move(model.wal.written)
     assert pin.read_page(0) == b"new"
     model.readers.retire_all()
     with pytest.raises(LeaseExpired):
@@ -230,13 +231,13 @@ def test_connections_find_what_the_others_have_written(
     other = connect()
     assert count(other) == 10
     pages, read = store.pages.open("shop"), []
-    original = PageStore.read
+    original = PageSource.read
 
-    def counted(self: PageStore, page: int, lsn: int) -> bytes:
+    def counted(self: PageSource, page: int, lsn: int) -> bytes:
         read.append(page)
         return original(self, page, lsn)
 
-    monkeypatch.setattr(PageStore, "read", counted)
+    monkeypatch.setattr(PageSource, "read", counted)
     for number in range(20):
         shop.execute("update t set b = ? where id = 3", (f"shop {number}",))
         other.execute("update t set b = ? where id = 4", (f"other {number}",))

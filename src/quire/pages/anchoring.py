@@ -17,8 +17,8 @@ from quire.core.errors import ArtifactGone, StalePlan, UnknownArtifact
 from quire.manifest.snapshots import Anchor
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import anchor_at
+from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
-from quire.pages.publication import Mark
 
 ANCHOR_TRIES = 8
 """How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""

@@ -20,7 +20,7 @@ from quire.manifest.records import Pin, SnapshotRecord, WalState
 from quire.manifest.snapshots import Anchor
 from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.locations import segment_place
-from quire.pages.publication import Mark
+from quire.pages.page_source import Mark
 
 _IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 

@@ -44,9 +44,9 @@ from quire.pages.framemap import Regions
 from quire.pages.leasefiles import LeaseFiles
 from quire.pages.locations import segment_place
 from quire.pages.metrics import PagesCollector, PagesFigures, figures_of
+from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
-from quire.pages.publication import Mark
-from quire.pages.published import PublishedReaders, PublishedSnapshot
+from quire.pages.published import PublishedReaders
 from quire.pages.quota import StorageQuota
 from quire.pages.readers import LEASE_SECONDS, Lease, Readers
 from quire.pages.recovery import published_mark, recover
@@ -321,13 +321,11 @@ class PageEngine:
         return open_kept(self._manifest, self.view(db, snapshot), self.sources, self._regions)
 
     # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
-    def open_published(self, db: int | str, *, tags: dict[str, str] | None = None) -> PublishedSnapshot:
+    def open_published(self, db: int | str, *, tags: dict[str, str] | None = None) -> Snapshot:
         """A lease on the newest version that the manifest knows, at most a second old; also for who only reads the store."""
         return self._published.open(db, tags=tags)
 
-    def open_published_at(
-        self, db: int | str, at: At, *, tags: dict[str, str] | None = None
-    ) -> PublishedSnapshot | ViewReader:
+    def open_published_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> Snapshot:
         """The same for the version that was current `at` an lsn or a time (P14)."""
         return self._published.open_at(db, at, tags=tags)
 

@@ -3,19 +3,10 @@
 Terms
   version    the database as of one commit, named by its lsn (P5)
   snapshot   a reader's lease on a version; it never blocks the writer and is never blocked by it
-  slot map   page → slot → chain of base and deltas; what no WAL version above `covered_lsn` answers, the chain does (P8)
-  head       a page's newest published version
 
-Rules
-  1. `begin` waits for the write lock and for room in the WAL budget; `commit` waits for neither (P7).
-  2. A transaction sees what was written before it and what it writes itself; readers see what is durable.
-  3. Reading (P8): unpublished versions first, then one manifest transaction for index and slot map. The newest version with
-     `covered_lsn < lsn ≤ snapshot` wins, else the chain; if the chain holds more than the snapshot may see, `SnapshotGone`.
-  4. A head at or below the snapshot is the newest version there is, so it answers alone: whatever the chain covers, nothing is
-     newer. Its segment may be gone by then; see rule 5.
-  5. What is missing or fails its check is looked up once more, in a new transaction and with new handles: its segment may have
-     been recycled since, its chunk evicted. A second failure is `Corruption`.
-  6. Pages are numbered from 0; a page at or beyond the size of its version is an error, not zeros (P15).
+`begin` waits for the write lock and for room in the WAL budget; `commit` waits for neither (P7). A transaction sees what was
+written before it and what it writes itself; readers see what is durable, through `versions`, which knows unpublished versions
+too (P8). Pages are numbered from 0; a page at or beyond the size of its version is an error, not zeros (P15).
 
 Threads: any; a `WriteTxn` and a `Snapshot` belong to one thread at a time.
 """
@@ -24,8 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from sys import modules
+from collections.abc import Callable
 from threading import get_ident
 from typing import overload
 
@@ -39,22 +29,19 @@ from quire.core.errors import (
     StoreClosed,
     TimedOut,
 )
-from quire.manifest import tables as t
 from quire.manifest.store import ManifestStore
 from quire.manifest.writability import Writability
-from quire.pages.cache import RESOLVED_MAX
-from quire.pages.framemap import EMPTY_MAP, FrameMap, Location, Regions
-from quire.pages.publication import Mark
+from quire.pages.framemap import EMPTY_MAP, FrameMap, Regions
+from quire.pages.page_source import Mark
 from quire.pages.readers import LEASE_SECONDS, Readers
 from quire.pages.snapshot import Snapshot
 from quire.pages.sources import Sources
 from quire.pages.spill import SPILL_BYTES
 from quire.pages.timetravel import At, find_version
-from quire.pages.tracing import TRACE_API, span
 from quire.pages.transaction import WriteTxn
-from quire.pages.versions import InChain, Known, Versions
+from quire.pages.versions import Versions
 from quire.pages.view import SnapshotView, ViewReader
-from quire.pages.view_build import view_of
+from quire.pages.view_build import open_kept, view_of
 from quire.pages.wal import Wal
 
 UNPUBLISHED_MAX = 36 << 20
@@ -93,12 +80,11 @@ class PageStore:
         self.readers = readers
         self.sources = sources
         self._manifest = manifest
-        self._begin_read = manifest.read
         self._clock = clock
         self._regions = regions
         self._objects_url = objects_url
         self._wait_for_room = wait_for_room
-        self._versions = Versions(
+        self.versions = Versions(
             db_id=db_id,
             page_size=page_size,
             pages_per_chunk=pages_per_chunk,
@@ -106,7 +92,9 @@ class PageStore:
             sources=sources,
             objects_url=objects_url,
             inherited=inherited,
+            unpublished=wal.newest,
         )
+        """The pages of any version."""
         self._spill_pages = max(spill_bytes // page_size, 1)
         # the quota's
         self.room_until = 0
@@ -115,13 +103,11 @@ class PageStore:
         self._write_lock = threading.Lock()
         self._writer = 0
         """The thread that holds it, for messages."""
-        # caches
-        self._resolved = sources.cache.resolved(db_id)
         self._writable = Writability(manifest, db_id)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, timeout: float = 30.0) -> WriteTxn:
-        """The write transaction; waits up to `timeout` for the writer before it and for room in the WAL (rule 1)."""
+        """The write transaction; waits up to `timeout` for the writer before it and for room in the WAL."""
         if not self._write_lock.acquire(blocking=False):
             timeout = self._wait_for_writer(timeout)
         try:
@@ -135,7 +121,7 @@ class PageStore:
                 wal.publish()
             if wal.appended_bytes >= self.room_until:
                 self._wait_for_room(self, timeout)
-            return WriteTxn(wal, self, self._writable.require, self._write_lock.release, self._spill_pages)
+            return WriteTxn(wal, self.versions, self._writable.require, self._write_lock.release, self._spill_pages)
         except BaseException:
             self._write_lock.release()
             raise
@@ -188,7 +174,7 @@ class PageStore:
     @overload
     def open_snapshot(
         self, *, at: At, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS
-    ) -> Snapshot | ViewReader: ...
+    ) -> Snapshot: ...
 
     def open_snapshot(
         self,
@@ -197,7 +183,7 @@ class PageStore:
         tags: dict[str, str] | None = None,
         ttl_seconds: float | None = LEASE_SECONDS,
         written: bool = False,
-    ) -> Snapshot | ViewReader:
+    ) -> Snapshot:
         """A lease on the newest durable version, or on the one that was current `at` an lsn or a time (P14).
 
         With `written=True` on the newest that is written: it may not survive a crash (Q2).
@@ -211,14 +197,14 @@ class PageStore:
             return mark.lsn, mark
 
         lease, mark = self.readers.open_newest(newest, tags=tags, ttl_seconds=ttl_seconds)
-        return Snapshot(self, self.readers, lease, mark, page_size=self.page_size, cache=self.sources.cache)
+        return Snapshot(self.versions, mark, lease)
 
-    def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
+    def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot:
         for tries_left in reversed(range(OPEN_TRIES)):
             try:
                 return self._find_and_open(at, tags, ttl_seconds)
             except Corruption:
-                break  # a segment was let go while it was looked at (rule 5)
+                break  # a segment was let go while it was looked at
             except SnapshotGone as gone:
                 # With a window of time travel a checkpoint that was given its floor keeps what lies below it, in a moment.
                 if "floor" not in gone.where or not tries_left:
@@ -226,7 +212,7 @@ class PageStore:
                 time.sleep(OPEN_PAUSE_SECONDS)
         return self._find_and_open(at, tags, ttl_seconds)
 
-    def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot | ViewReader:
+    def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot:
         durable = self.wal.durable
         self._have_indexed()
         with self._manifest.read() as txn:
@@ -239,7 +225,7 @@ class PageStore:
         if view is not None:
             return self.read_view(view)
         lease = self.readers.open(found.mark.lsn, tags=tags, ttl_seconds=ttl_seconds)
-        return Snapshot(self, self.readers, lease, found.mark, page_size=self.page_size, cache=self.sources.cache)
+        return Snapshot(self.versions, found.mark, lease)
 
     def _have_indexed(self) -> None:
         """Earlier versions are looked for in index regions: have them say everything that is durable."""
@@ -252,85 +238,9 @@ class PageStore:
     def read_view(self, view: SnapshotView) -> ViewReader:
         """A reader of a view of this database, which hears when the snapshot behind it is dropped."""
 
-        def is_gone() -> bool:
-            with self._manifest.read() as txn:
-                return txn.snapshot(view.db_id, view.snapshot_id) is None
-
-        return ViewReader(view, self.sources, regions=self._regions, is_gone=is_gone)
-
-    def kept(self, mark: Mark) -> ViewReader | None:
-        """A version that was set aside, from the snapshot that keeps it; `None` if none does."""
-        return self._versions.kept(mark)
+        return open_kept(self._manifest, view, self.sources, self._regions)
 
     def durable_version(self) -> tuple[int, int]:
         """(lsn, size in pages) of the newest durable version; the two belong together."""
         mark = self.wal.durable
         return mark.lsn, mark.size_pages
-
-    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def read(self, page: int, lsn: int) -> bytes:
-        """The page as of version `lsn` (rule 3); the caller has checked the page's number."""
-        if TRACE_API in modules:
-            return self._read_traced(page, lsn)
-        try:
-            if page in self.wal.recent:
-                return self._read(page, lsn)[1]
-            # What follows is `_read` for the usual case, a published page that was not changed since (rule 4), in fewer steps.
-            db_id, resolved = self.db_id, self._resolved
-            with self._begin_read() as txn:
-                head = txn.get(t.PAGE_VERSION_HEAD, db_id, page)
-            if head is None or head.lsn > lsn:
-                return self._read(page, lsn)[1]
-            image = self.sources.version(db_id, head.segment_id, head.lsn, page)
-            if len(resolved) >= RESOLVED_MAX:
-                resolved.clear()
-            resolved[page] = (head.lsn, lsn, image)
-            return image
-        except Corruption:
-            return self._read(page, lsn, again=True)[1]
-
-    def _read_traced(self, page: int, lsn: int) -> bytes:
-        with span("PageStore.read_page", db_id=self.db_id, page=page, snapshot_lsn=lsn) as traced:
-            try:
-                at, image = self._read(page, lsn)
-            except Corruption:
-                traced.set(again=True)
-                at, image = self._read(page, lsn, again=True)
-            traced.set(epoch=at)
-            return image
-
-    def _read(self, page: int, lsn: int, *, again: bool = False) -> tuple[int, bytes]:
-        """(lsn of the version that answered, its image)."""
-        where: Location | InChain | None = self._unpublished(page, lsn, again=again)
-        if where is None:
-            with self._manifest.read() as txn:
-                where = self._versions.look_up(txn, page, lsn, again=again)
-        image = self._versions.image(where, page)
-        self.sources.cache.remember(self._resolved, page, (where[0], lsn, image))
-        return where[0], image
-
-    def _unpublished(self, page: int, lsn: int, *, again: bool = False) -> Location | None:
-        version = self.wal.newest(page, lsn)
-        if version is None:
-            return None
-        if again:
-            self.sources.forget_segment(self.db_id, version[1])
-        return version[0], self.db_id, version[1]
-
-    def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages of one version, page → image; frames and chunk frames next to each other are read together."""
-        images: dict[int, bytes] = {}
-        unpublished: Known = {}
-        rest: list[int] = []
-        for page in pages:
-            entry = self._resolved.get(page)
-            if entry is not None and entry[0] <= lsn <= entry[1]:
-                images[page] = entry[2]
-                continue
-            where = self._unpublished(page, lsn)
-            if where is None:
-                rest.append(page)
-            else:
-                unpublished.setdefault(where[1:], []).append((page, where[0]))
-        images.update(self._versions.read_many(rest, lsn, cold=cold, known=unpublished, reread=self.read))
-        return images

@@ -47,6 +47,7 @@ from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
+from quire.pages.page_source import Mark
 from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter
 from quire.pages.segment_scan import as_rows, entries_of, parse_heads
@@ -54,15 +55,6 @@ from quire.pages.wal_files import segment_crc, trim
 
 PUBLISH_ROWS = 8_192
 """Rows of the page index in one batch, about: it holds the manifest's writer for some 25 ms."""
-
-
-class Mark(NamedTuple):
-    """A version of the database."""
-
-    lsn: int
-    size_pages: int
-    segment_id: int = 0
-    commit_ms: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -22,13 +22,13 @@ this process may not write into the store's `readers/`.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Self
+from collections.abc import Callable
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
+from quire.core.errors import Corruption, LeaseExpired, QuireError, SnapshotGone, StoreClosed, UnknownReader
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -39,74 +39,76 @@ from quire.pages.anchors import inherited_map
 from quire.pages.databases import Shape, find_database, shape_of
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import FileLease
-from quire.pages.publication import Mark
-from quire.pages.readers import HEARTBEAT_SECONDS, Readers
+from quire.pages.page_source import Mark
+from quire.pages.readers import HEARTBEAT_SECONDS
 from quire.pages.snapshot import Snapshot
 from quire.pages.sources import Sources
 from quire.pages.timetravel import At, find_version
 from quire.pages.versions import Versions
-from quire.pages.view import SnapshotView, ViewReader
+from quire.pages.view import SnapshotView
 from quire.pages.view_build import open_kept, view_of
 
 OPEN_TRIES = 64
 """How often a version is taken anew; each time a floor must have been given out in the instant before."""
 
 
-class PublishedSnapshot(Snapshot):
-    """One published version of a database. Made by `PageEngine.open_published`; close it, or use it as a context manager."""
+_ids = itertools.count(1)
 
-    __slots__ = ("_file", "db_id")
 
-    def __init__(self, versions: Versions, readers: Readers, file: FileLease, mark: Mark, sources: Sources) -> None:
-        lease = readers.open(mark.lsn, tags=file.record.shown_tags, ttl_seconds=None)  # the file is what may run out
-        super().__init__(versions, readers, lease, mark, page_size=versions.page_size, cache=sources.cache)
+class PublishedLease:
+    """A lease file as the hold of a snapshot; renewed by `PublishedReaders` while somebody has it."""
+
+    __slots__ = ("__weakref__", "_file", "_was_lost", "db_id", "lsn", "open", "reader_id", "tags")
+
+    def __init__(self, file: FileLease) -> None:
+        # constant after construction
         self._file = file
-        self.db_id = readers.db_id
+        self.db_id = file.record.db_id
+        self.lsn = file.record.lsn
+        self.reader_id = next(_ids)
+        self.tags = file.record.shown_tags
+        # only ever lowered
+        self.open = True
+        self._was_lost = False
 
-    def read_page(self, page: int) -> bytes:
-        """The page as of this snapshot."""
-        try:
-            return super().read_page(page)
-        except (Corruption, SnapshotGone):
-            self._require_held()
-            raise
-
-    def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages at once, page → image; neighbours share reads. `cold` leaves caches alone, under a limit."""
-        try:
-            return super().read_pages(pages, cold=cold)
-        except (Corruption, SnapshotGone):
-            self._require_held()
-            raise
+    def require(self) -> None:
+        """`LeaseExpired` if the owner has retired the lease."""
+        if self.open and not self._file.is_held:
+            self._lose()
+        if self.open:
+            return
+        where = {"reader_id": self.reader_id, "db_id": self.db_id}
+        if self._was_lost:
+            raise LeaseExpired("the reader's lease has run out", hint="open a new snapshot", **where)
+        raise UnknownReader("this reader is closed", hint="open a new snapshot", **where)
 
     def renew(self) -> None:
-        """The reader is alive; this is done for it every few seconds. `LeaseExpired` if the owner has given it up."""
+        """Renew the lease now; this also happens by itself every few seconds."""
         if not self.beat():
-            self._readers.require(self._lease)
+            self.require()
 
     def beat(self) -> bool:
-        """The same for the heart; whether the lease is held."""
-        if self._lease.open and not self._file.renew():
-            self._readers.retire(self._lease)
-        return self._lease.open
+        """Renew the lease; whether it is held."""
+        if self.open and not self._file.renew():
+            self._lose()
+        return self.open
 
-    def _require_held(self) -> None:
-        if self._lease.open and not self._file.is_held:
-            self._readers.retire(self._lease)
-        self._readers.require(self._lease)
+    def _lose(self) -> None:
+        self.open, self._was_lost = False, True
+
+    def keep_alive(self, _: object) -> None:
+        """It is kept alive anyway."""
+        self.require()
 
     def forked(self) -> None:
-        """In the child of a fork(): it is the parent's."""
-        self._readers.forked()
+        """Close it in the child of a fork(): the file is the parent's."""
+        if self.open:
+            self._lose()
 
     def close(self) -> None:
-        """Give the version back; closing twice, or after it ran out, is fine."""
-        super().close()
+        """Remove the file; closing twice, or after it was retired, is fine."""
+        self.open = False
         self._file.close()
-
-    def __enter__(self) -> Self:
-        self._readers.require(self._lease)
-        return self
 
 
 class PublishedReaders:
@@ -138,18 +140,16 @@ class PublishedReaders:
         # guarded by _lock
         self._lock = threading.Lock()
         self._versions: dict[int, Versions] = {}
-        self._open: weakref.WeakSet[PublishedSnapshot] = weakref.WeakSet()
+        self._open: weakref.WeakSet[PublishedLease] = weakref.WeakSet()
         self._heart: threading.Thread | None = None
         self._stopping = threading.Event()
 
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def open(self, db: int | str, *, tags: dict[str, str] | None = None) -> PublishedSnapshot:
+    def open(self, db: int | str, *, tags: dict[str, str] | None = None) -> Snapshot:
         """A snapshot of the newest published version."""
-        opened = self._open_found(db, self._newest, tags)
-        assert isinstance(opened, PublishedSnapshot), "the newest version is read through a lease"
-        return opened
+        return self._open_found(db, self._newest, tags)
 
-    def open_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> PublishedSnapshot | ViewReader:
+    def open_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> Snapshot:
         """The version that was current `at` an lsn or a time: a live one through a lease, an older one from the snapshot that
         still has it (P14)."""
 
@@ -167,7 +167,7 @@ class PublishedReaders:
 
     def _open_found(
         self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
-    ) -> PublishedSnapshot | ViewReader:
+    ) -> Snapshot:
         """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed
         it (rule 1)."""
         with self._manifest.read() as txn:
@@ -220,29 +220,28 @@ class PublishedReaders:
             self._sources.forget_segment(db_id, segment_id)  # truncated since: only the time is not known
         return Mark(lsn, wal.size_pages, segment_id, commit_ms)
 
-    def _make(self, db_id: int, shape: Shape, file: FileLease, mark: Mark) -> PublishedSnapshot:
+    def _make(self, db_id: int, shape: Shape, file: FileLease, mark: Mark) -> Snapshot:
         versions = self._versions_of(db_id, shape)
         with self._lock:
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")
-            # Readers of its own: nobody else asks for them, and what is forgotten goes with it.
-            made = PublishedSnapshot(versions, Readers(db_id, self._clock), file, mark, self._sources)
-            self._open.add(made)
+            lease = PublishedLease(file)
+            self._open.add(lease)
             if self._heart is None and self._ticking:
                 self._heart = threading.Thread(target=self._beat_on, name="quire-leases", daemon=True)
                 self._heart.start()
-        return made
+        return Snapshot(versions, mark, lease)
 
     def _versions_of(self, db_id: int, shape: Shape) -> Versions:
-        found = self._versions.get(db_id)
-        if found is None:
+        versions = self._versions.get(db_id)
+        if versions is None:
             try:
-                found = self._new_versions(db_id, shape)
-            except Corruption:  # a segment was let go while it was looked at
-                found = self._new_versions(db_id, shape)
+                versions = self._new_versions(db_id, shape)
+            except Corruption:  # a segment was truncated in the meantime
+                versions = self._new_versions(db_id, shape)
             if self._manifest_knows(db_id):
-                found = self._versions.setdefault(db_id, found)
-        return found
+                versions = self._versions.setdefault(db_id, versions)
+        return versions
 
     def _new_versions(self, db_id: int, shape: Shape) -> Versions:
         with self._manifest.read() as txn:
@@ -266,23 +265,23 @@ class PublishedReaders:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def beat(self) -> None:
         """Renew all that are open; who has lost its lease is told."""
-        for each in self._living():
+        for lease in self._leases():
             try:
-                if each.is_open and not each.beat():
-                    emit("warning", "reader.lease_lost", db_id=each.db_id, lsn=each.lsn, tags=each.tags)
+                if lease.open and not lease.beat():
+                    emit("warning", "reader.lease_lost", db_id=lease.db_id, lsn=lease.lsn, tags=lease.tags)
             except QuireError as error:
-                emit("warning", "reader.heartbeat_failed", db_id=each.db_id, lsn=each.lsn, error=str(error))
+                emit("warning", "reader.heartbeat_failed", db_id=lease.db_id, lsn=lease.lsn, error=str(error))
 
     def _beat_on(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self.beat()
 
-    def _living(self) -> list[PublishedSnapshot]:
+    def _leases(self) -> list[PublishedLease]:
         with self._lock:
             return list(self._open)
 
     def __len__(self) -> int:
-        return sum(each.is_open for each in self._living())
+        return sum(lease.open for lease in self._leases())
 
     def close(self) -> None:
         """Give every lease back; reading through them raises from now on."""
@@ -291,8 +290,8 @@ class PublishedReaders:
             heart, self._heart = self._heart, None
         if heart is not None:
             heart.join()
-        for each in self._living():
-            each.close()
+        for lease in self._leases():
+            lease.close()
 
     def forked(self) -> None:
         """Close the snapshots in a forked child. The lease files were closed by their own hook."""
@@ -300,5 +299,5 @@ class PublishedReaders:
         self._stopping = threading.Event()
         self._stopping.set()
         self._heart = None
-        for each in list(self._open):
-            each.forked()
+        for lease in list(self._open):
+            lease.forked()

@@ -77,6 +77,30 @@ class Lease:
     pid: int = 0
     """Its process; 0 if nobody said."""
     host: str = ""
+    readers: Readers | None = field(default=None, repr=False)
+    """Where it was opened; none for a lease of another process."""
+
+    def require(self) -> None:
+        """`LeaseExpired` unless the lease is alive."""
+        self._owner.require(self)
+
+    def renew(self) -> None:
+        """Extend the lease."""
+        self._owner.renew(self.reader_id)
+
+    def keep_alive(self, holder: object) -> None:
+        """Renew the lease automatically for as long as `holder` exists."""
+        self._owner.keep_alive(holder, self)
+
+    def close(self) -> None:
+        """Give the lease up; closing twice, or after it ran out, is fine."""
+        if self.open:
+            self._owner.close(self.reader_id)
+
+    @property
+    def _owner(self) -> Readers:
+        assert self.readers is not None, "a lease of another process is only shown"
+        return self.readers
 
     @property
     def who(self) -> str:
@@ -165,7 +189,7 @@ class Readers:
         now = self._clock.monotonic()
         expires = None if ttl_seconds is None else now + ttl_seconds
         lease = Lease(next(_ids), lsn, self._clock.now_ms(), now, expires, ttl_seconds or 0.0, dict(tags or {}))
-        lease.pid, lease.host = os.getpid(), HOST
+        lease.pid, lease.host, lease.readers = os.getpid(), HOST, self
         self._leases[lease.reader_id] = lease
         return lease
 
@@ -214,14 +238,9 @@ class Readers:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def keep_alive(self, holder: object, lease: Lease) -> None:
-        """Renew this lease by itself from now on, for as long as `holder` is there (rule 5)."""
+        """Renew a lease automatically from now on, for as long as `holder` exists."""
         with self._lock:
             self._beating[holder] = lease
-
-    def let_go(self, holder: object) -> None:
-        """Its holder renews it again, or has closed it."""
-        with self._lock:
-            self._beating.pop(holder, None)
 
     def beat(self) -> None:
         """Renew the leases that are kept alive, if it is time."""

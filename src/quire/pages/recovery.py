@@ -55,7 +55,8 @@ from quire.manifest.ops.pageindex import PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, DiscardSegment, MoveWalState
 from quire.manifest.records import Residency, WalRecord, WalState, WalStateRecord
 from quire.manifest.store import ManifestStore
-from quire.pages.publication import PUBLISH_ROWS, Mark
+from quire.pages.page_source import Mark
+from quire.pages.publication import PUBLISH_ROWS
 from quire.pages.segment import SegmentHeader
 from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_index import IndexWriter

@@ -34,8 +34,8 @@ from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
 from quire.manifest.records import ReaderRecord
 from quire.manifest.store import ManifestStore
+from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
-from quire.pages.publication import Mark
 from quire.pages.readers import HEARTBEAT_SECONDS, LEASE_SECONDS, RETIRED_MAX, Lease
 from quire.pages.snapshot import Snapshot
 
@@ -119,19 +119,18 @@ class RemoteReaders:
         return self._told(reader_id, held)
 
     def _hold(self, store: PageStore, reader_id: int, lease: Lease, mark: Mark, ttl: float) -> _Held:
-        snapshot = Snapshot(store, store.readers, lease, mark, page_size=store.page_size, cache=store.sources.cache)
+        snapshot = Snapshot(store.versions, mark, lease)
         held = _Held(store, snapshot, lease, ttl, 0)
-        self._persist(store.db_id, reader_id, held, mark)
+        self._persist(store.db_id, reader_id, held)
         with self._lock:
             self._held[store.db_id, reader_id] = held
         return held
 
-    def _persist(self, db_id: int, reader_id: int, held: _Held, mark: Mark | None = None) -> None:
+    def _persist(self, db_id: int, reader_id: int, held: _Held) -> None:
         """Write the reader's row with a horizon two leases ahead: the next one is due after a lease (rule 2)."""
-        snapshot = held.snapshot
+        mark = held.snapshot.mark
         horizon = self._clock.now_ms() + int(2_000 * held.ttl_seconds)
-        at = mark or Mark(snapshot.lsn, snapshot.size_pages, snapshot.epoch.segment_id, snapshot.time_ms)
-        words = (at.size_pages, at.segment_id, at.commit_ms, int(held.ttl_seconds * 1000))
+        words = (mark.size_pages, mark.segment_id, mark.commit_ms, int(held.ttl_seconds * 1000))
         tags = {**held.lease.tags, MARK_TAG: ":".join(map(str, words))}
         self._manifest.submit([PutReader(db_id, reader_id, held.lease.lsn, horizon, tags)]).result()
         hit("pages.remote.persisted")

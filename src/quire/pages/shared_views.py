@@ -26,8 +26,8 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Pin, SnapshotKind, SnapshotRecord
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import anchor_at
+from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
-from quire.pages.publication import Mark
 from quire.pages.readers import Lease
 from quire.pages.view import LINK_DTYPE, SnapshotView, without_object
 from quire.pages.view_build import pinned, view_of

@@ -1,14 +1,11 @@
-"""A reader: one version of a database, for as long as its lease lives.
+"""A reader: one version of a database, read from a page source for as long as its lease lives.
 
-Rules
-  1. Every read is of the same version, whatever is written, published or checkpointed meanwhile.
-  2. Used as a context manager it renews itself; otherwise its holder calls `renew` at least every 30 s, or it runs out.
-  3. A lease that has run out raises `LeaseExpired`, also when that is noticed only because the pages are gone.
-  4. A version that was set aside, because its reader held checkpoints back for too long, is read from the snapshot that keeps
-     it. The reader notices nothing.
-  5. A page at or beyond the size of the version is an error, not zeros (P15).
+Every read is of the same version, whatever is written, published or checkpointed meanwhile. Used as a context manager a
+snapshot renews itself; otherwise its holder calls `renew` at least every 30 s, or the lease runs out and reading raises
+`LeaseExpired`. A version that was set aside, because its reader held checkpoints back for too long, is read from the snapshot
+that keeps it; the reader does not notice. A page at or beyond the size of the version is an error, not zeros (P15).
 
-Thread: one at a time.
+Thread: one at a time. Executor-safe.
 """
 
 from __future__ import annotations
@@ -19,77 +16,100 @@ from typing import Protocol, Self
 
 from quire.core.errors import Corruption, OutOfRange, ReadOnly, SnapshotGone
 from quire.core.ids import Epoch
-from quire.pages.cache import PageCache, Resolved
-from quire.pages.publication import Mark
-from quire.pages.readers import Lease, Readers
-from quire.pages.view import ViewReader
-from quire.pages.view_build import KeptVersion
+from quire.pages.page_source import Mark, PageSource
 
 SCAN_PAGES = 1_024
 """Pages that `scan` reads at a time: 4 MiB of 4 KiB pages."""
 
 
-class VersionReader(Protocol):
-    """Reads any version: the database."""
+class Hold(Protocol):
+    """What keeps a version readable: a lease in memory, a lease file, or nothing at all."""
 
-    def read(self, page: int, lsn: int) -> bytes: ...
+    reader_id: int
+    tags: dict[str, str]
+    open: bool
 
-    def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]: ...
+    def require(self) -> None:
+        """Raise `LeaseExpired` or `UnknownReader` unless the version is still held."""
 
-    def kept(self, mark: Mark) -> ViewReader | None: ...
+    def renew(self) -> None:
+        """Extend the lease."""
+
+    def keep_alive(self, holder: object) -> None:
+        """Renew the lease automatically for as long as `holder` exists."""
+
+    def close(self) -> None:
+        """Give the lease up; closing twice, or after it ran out, is fine."""
+
+
+class Unleased:
+    """The hold of versions that a snapshot's row, or somebody else's lease, keeps."""
+
+    def __init__(self) -> None:
+        self.reader_id = 0
+        self.tags: dict[str, str] = {}
+        self.open = True
+
+    def require(self) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def keep_alive(self, _: object) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Snapshot:
-    """See the rules above. Made by `PageStore.open_snapshot`."""
+    """One version of a database. Made by `PageStore.open_snapshot` and `PageEngine.open_published`."""
 
     __slots__ = (
         "__weakref__",
-        "_cache",
         "_hits",
         "_lease",
-        "_readers",
         "_resolved",
         "_source",
-        "epoch",
         "lsn",
+        "mark",
         "page_size",
         "size_pages",
-        "time_ms",
     )
 
-    def __init__(
-        self,
-        source: VersionReader,
-        readers: Readers,
-        lease: Lease,
-        mark: Mark,
-        *,
-        page_size: int,
-        cache: PageCache,
-    ) -> None:
+    def __init__(self, source: PageSource, mark: Mark, lease: Hold) -> None:
         # constant after construction
-        self._source: VersionReader = source
-        self._readers = readers
         self._lease = lease
-        self._cache = cache
-        self._resolved: dict[int, Resolved] = cache.resolved(readers.db_id)
+        self._resolved = source.resolved
+        self.page_size = source.page_size
+        self._source = source
+        """Replaced when the version is set aside."""
         self._hits = 0
-        self.page_size = page_size
-        self.lsn = mark.lsn
-        self.size_pages = mark.size_pages
-        self.time_ms = mark.commit_ms
-        """When the version was committed; 0 if nothing ever was."""
-        self.epoch = Epoch(mark.lsn, mark.segment_id)
+        self._set(mark)
+
+    def _set(self, mark: Mark) -> None:
+        self.mark, self.lsn, self.size_pages = mark, mark.lsn, mark.size_pages
+
+    @property
+    def db_id(self) -> int:
+        """The database."""
+        return self._source.db_id
+
+    @property
+    def epoch(self) -> Epoch:
         """The version, as the feed and messages print it."""
+        return Epoch(self.mark.lsn, self.mark.segment_id)
+
+    @property
+    def time_ms(self) -> int:
+        """When the version was committed; 0 if nothing ever was."""
+        return self.mark.commit_ms
 
     @property
     def reader_id(self) -> int:
-        """The lease's name."""
+        """The id of the lease."""
         return self._lease.reader_id
 
     @property
     def tags(self) -> dict[str, str]:
-        """What its holder said about itself."""
+        """The tags that its holder gave it."""
         return dict(self._lease.tags)
 
     @property
@@ -108,30 +128,29 @@ class Snapshot:
         try:
             return self._source.read(page, self.lsn)
         except (Corruption, SnapshotGone):
-            self._readers.require(self._lease)  # rule 3
-            if self._is_set_aside():
-                return self._source.read(page, self.lsn)
-            raise
+            if not self._use_kept():
+                raise
+        return self._source.read(page, self.lsn)
 
     def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages at once, page → image; neighbours share reads. `cold` leaves caches alone, under a limit."""
+        """Several pages at once, page → image; neighbours share reads. `cold` bypasses caches and limits the bandwidth."""
         wanted = list(dict.fromkeys(pages))
         for page in wanted:
             self._check(page)
         try:
             return self._source.read_many(wanted, self.lsn, cold=cold)
         except (Corruption, SnapshotGone):
-            self._readers.require(self._lease)
-            if self._is_set_aside():
-                return self._source.read_many(wanted, self.lsn, cold=cold)
-            raise
+            if not self._use_kept():
+                raise
+        return self._source.read_many(wanted, self.lsn, cold=cold)
 
-    def _is_set_aside(self) -> bool:
-        """Whether a snapshot keeps the version that a checkpoint has passed (rule 4): then it is read from there."""
-        mark = Mark(self.lsn, self.size_pages, self.epoch.segment_id, self.time_ms)
-        if (reader := self._source.kept(mark)) is None:
+    def _use_kept(self) -> bool:
+        """After a failed read: whether the version was set aside, and is read from the snapshot that keeps it from now on."""
+        self._lease.require()  # a lease that ran out explains the failure
+        kept = self._source.kept(self.mark)
+        if kept is None:
             return False
-        self._source = KeptVersion(reader)
+        self._source = kept
         return True
 
     def scan(self, start: int = 0, stop: int | None = None, *, cold: bool = True) -> Iterator[tuple[int, bytes]]:
@@ -144,29 +163,27 @@ class Snapshot:
                 yield page, images[page]
 
     def write_page(self, page: int, _: bytes) -> None:
-        """Always `ReadOnly`: snapshots are for reading."""
-        raise ReadOnly("a snapshot is for reading", hint="begin a transaction to write", page=page)
+        """Always `ReadOnly`."""
+        raise ReadOnly("a snapshot is read-only", hint="begin a transaction, or fork the snapshot, to write", page=page)
 
     def _check(self, page: int) -> None:
         if not self._lease.open:
-            self._readers.require(self._lease)
+            self._lease.require()
         if not 0 <= page < self.size_pages:
             raise OutOfRange("the database has no such page", page=page, size_pages=self.size_pages)
 
     def renew(self) -> None:
-        """The reader is alive: another 30 seconds."""
-        self._readers.renew(self.reader_id)
+        """Extend the lease by another 30 seconds."""
+        self._lease.renew()
 
     def close(self) -> None:
-        """Give the version back; closing twice, or after it ran out, is fine."""
-        self._readers.let_go(self)
-        self._cache.resolved_hits += self._hits
+        """Release the version; closing twice, or after the lease ran out, is fine."""
+        self._source.sources.cache.resolved_hits += self._hits
         self._hits = 0
-        if self._lease.open:
-            self._readers.close(self.reader_id)
+        self._lease.close()
 
     def __enter__(self) -> Self:
-        self._readers.keep_alive(self, self._lease)
+        self._lease.keep_alive(self)
         return self
 
     def __exit__(

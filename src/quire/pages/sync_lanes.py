@@ -32,7 +32,8 @@ import threading
 from collections.abc import Callable
 
 from quire.core.waiting import Ring
-from quire.pages.publication import Mark, Segment
+from quire.pages.page_source import Mark
+from quire.pages.publication import Segment
 
 LANES = 2
 """Two keep the disk busy while those that were served make their next transactions. With four each commit had a sync of its

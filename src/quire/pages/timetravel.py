@@ -36,7 +36,7 @@ from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
 from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.locations import segment_place
-from quire.pages.publication import Mark
+from quire.pages.page_source import Mark
 from quire.pages.view_build import pinned
 
 At = int | Epoch | datetime

@@ -18,10 +18,9 @@ from typing import Any, Self
 
 from quire.core.errors import InvalidInput, OutOfRange
 from quire.core.events import emit
-from quire.pages.publication import Mark
-from quire.pages.snapshot import VersionReader
+from quire.core.tracing import TRACE_API, span
+from quire.pages.page_source import Mark, PageSource
 from quire.pages.spill import Spill
-from quire.pages.tracing import TRACE_API, span
 from quire.pages.wal import Wal
 
 PAGES_MAX = 2**32 - 1
@@ -31,10 +30,11 @@ PAGES_MAX = 2**32 - 1
 class PageGuard:
     """A commit on its way to disk: `result()` returns when it is durable, `await guard` suspends until then."""
 
-    __slots__ = ("_wal", "lsn", "size_pages")
+    __slots__ = ("_wal", "lsn", "mark", "size_pages")
 
     def __init__(self, wal: Wal, mark: Mark) -> None:
         self._wal = wal
+        self.mark = mark
         self.lsn = mark.lsn
         self.size_pages = mark.size_pages
 
@@ -77,7 +77,7 @@ class WriteTxn:
     def __init__(
         self,
         wal: Wal,
-        versions: VersionReader,
+        versions: PageSource,
         require: Callable[[], None],
         release: Callable[[], None],
         spill_pages: int,

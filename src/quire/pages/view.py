@@ -5,13 +5,13 @@ Terms
   pin    a WAL segment up to an lsn: what no chunk holds yet
   view   links + pins: immutable, picklable, and small: 40 bytes an artifact, whatever the size of the database
 
-Rules
-  1. A view is opened with `Sources` alone: an object store, and the store's directory where it is shared. Pins are read from
-     their segments' files if they are there, else from their objects.
-  2. The newest pinned version above what the chain covers wins, else the chain, else zeros: a page that never was written (P8).
-  3. A chain that covers more than the view's version is never read: `SnapshotGone`, as for any reader (P8).
-  4. A view says nothing about how long its artifacts stay: a snapshot's row, or a lease, stands behind it. Who opened it with a
-     manifest at hand hears `SnapshotGone` when that row is gone.
+A view is opened with `Sources` alone: an object store, and the store's directory where it is shared. Pins are read from their
+segments' files if they are there, else from their objects. The newest pinned version above what the chain covers wins, else the
+chain, else zeros: a page that never was written (P8). A chain that covers more than the view's version is never read:
+`SnapshotGone`, as for any reader.
+
+A view says nothing about how long its artifacts stay: a snapshot's row, or a lease, stands behind it. A reader that was opened
+with a manifest at hand raises `SnapshotGone` when that row is gone.
 
 Threads: a reader belongs to one at a time, a view to any. Executor-safe. Building one needs a manifest: `view_build.py`.
 Raises `OutOfRange`, `ReadOnly`, `SnapshotGone`, and what `Sources` raises.
@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
-from quire.core.errors import Corruption, OutOfRange, ReadOnly, SnapshotGone
+from quire.core.errors import Corruption, SnapshotGone
 from quire.core.ids import ArtifactKey, ArtifactKind, Epoch
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
 from quire.objects.api import ObjectStore
 from quire.pages.cache import PageCache
-from quire.pages.framemap import FrameMap, PinnedSegment, Regions
+from quire.pages.framemap import FrameMap, Location, PinnedSegment, Regions
+from quire.pages.page_source import InChain, Mark, PageSource
+from quire.pages.snapshot import Snapshot, Unleased
 from quire.pages.sources import ChunkPlace, Sources
 
 LINK_DTYPE = np.dtype(
@@ -48,8 +48,6 @@ LINK_DTYPE = np.dtype(
 ALONE_BYTES = 16 << 20
 """Pages kept in memory by a reader that is opened by itself."""
 CHAINS_KEPT = 4_096
-SCAN_PAGES = 1_024
-"""Pages that `scan` reads at a time."""
 
 if LINK_DTYPE.itemsize != 40:
     raise AssertionError("a link has another size than the page says")
@@ -57,7 +55,7 @@ if LINK_DTYPE.itemsize != 40:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotView:
-    """See the rules above."""
+    """A version as a value."""
 
     db_id: int
     snapshot_id: int
@@ -117,8 +115,8 @@ class _NoDisk(OsDisk):
         return False
 
 
-class ViewReader:
-    """Reads one view. Holds no lease."""
+class ViewSource(PageSource):
+    """The pages of one view, from the object store or the store's directory."""
 
     def __init__(
         self,
@@ -128,100 +126,30 @@ class ViewReader:
         regions: Regions | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
+        super().__init__(
+            db_id=view.db_id, page_size=view.page_size, pages_per_chunk=view.pages_per_chunk, sources=sources
+        )
         # constant after construction
-        self.view = view
-        self.lsn = view.lsn
-        self.size_pages = view.size_pages
-        self.page_size = view.page_size
-        self.time_ms = view.time_ms
-        self.epoch = view.epoch
-        self._sources = sources
+        self._view = view
         self._is_gone = is_gone
         self._links = np.frombuffer(view.links, LINK_DTYPE)
         self._slots = array("I", self._links["slot"].tobytes())
         self._map = FrameMap.of(regions or Regions(sources), view.pins, view.lsn)
-        self._places = {(pin.origin_db_id, pin.segment_id): pin.place for pin in view.pins}
+        self._segment_places = {(pin.origin_db_id, pin.segment_id): pin.place for pin in view.pins}
         # a cache
         self._chains: dict[int, tuple[int, tuple[ChunkPlace, ...]]] = {}
 
-    def read_page(self, page: int) -> bytes:
-        """The page as of this version."""
-        self._check(page)
-        try:
-            return self._read(page)
-        except Corruption:
-            self._forget(page)  # a handle may be older than the copy it leads to
-        try:
-            return self._read(page)
-        except Corruption as error:
-            raise self._explained(error) from error
-
-    def _read(self, page: int) -> bytes:
-        slot, offset = divmod(page, self.view.pages_per_chunk)
-        covered, chain = self._chain(slot)
-        found = self._map.find(page)
-        if found is not None and found[0] > covered:
-            lsn, origin, segment_id = found
-            return self._sources.version(origin, segment_id, lsn, page, place=self._places[origin, segment_id])
-        image = self._sources.chain_page(chain, offset)
-        return image if image is not None else self._sources.cache.zeros(self.page_size)
-
-    def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages at once, page → image; neighbours share reads. `cold` leaves caches alone, under a limit."""
-        wanted = list(dict.fromkeys(pages))
-        for page in wanted:
-            self._check(page)
-        try:
-            return self._read_many(wanted, cold=cold)
-        except Corruption:
-            return {page: self.read_page(page) for page in wanted}
-
-    def _read_many(self, wanted: list[int], *, cold: bool) -> dict[int, bytes]:
-        versions: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        slots: dict[int, list[int]] = {}
-        for page in wanted:
-            slot, offset = divmod(page, self.view.pages_per_chunk)
-            found = self._map.find(page)
-            if found is not None and found[0] > self._chain(slot)[0]:
-                versions.setdefault((found[1], found[2]), []).append((page, found[0]))
-            else:
-                slots.setdefault(slot, []).append(offset)
-        images: dict[int, bytes] = {}
-        for (origin, segment_id), of_segment in versions.items():
-            place = self._places[origin, segment_id]
-            images.update(self._sources.versions(origin, segment_id, of_segment, place=place, cold=cold))
-        for slot, offsets in slots.items():
-            first = slot * self.view.pages_per_chunk
-            got = self._sources.chain_pages(self._chain(slot)[1], offsets, cold=cold)
-            images.update((first + offset, image) for offset, image in got.items())
-        zeros = self._sources.cache.zeros(self.page_size)
-        return {page: images.get(page, zeros) for page in wanted}
-
-    def scan(self, start: int = 0, stop: int | None = None, *, cold: bool = True) -> Iterator[tuple[int, bytes]]:
-        """(page, image) of a range of pages, default all, in order; some MiB are read at a time."""
-        stop = self.size_pages if stop is None else min(stop, self.size_pages)
-        for first in range(start, stop, SCAN_PAGES):
-            yield from self.read_pages(range(first, min(first + SCAN_PAGES, stop)), cold=cold).items()
-
-    def write_page(self, page: int, _: bytes) -> None:
-        """Always `ReadOnly`: snapshots are for reading."""
-        raise ReadOnly("a snapshot is for reading", hint="fork it to write", page=page)
-
-    def close(self) -> None:
-        """Nothing is held: closing is for symmetry."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _check(self, page: int) -> None:
-        if not 0 <= page < self.size_pages:
-            raise OutOfRange("the database has no such page", page=page, size_pages=self.size_pages)
+    def locate(self, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
+        """Where a page is: the newest pinned version above what the chain covers, else the chain."""
+        assert lsn == self._view.lsn, "a view has one version"
+        covered, chain = self._chain(page // self.pages_per_chunk)
+        pinned = self._map.find(page)
+        if again:  # a handle may be older than the copy it leads to
+            for place in chain:
+                self.sources.forget_chunk(place.key)
+            if pinned is not None:
+                self.sources.forget_segment(pinned[1], pinned[2])
+        return pinned if pinned is not None and pinned[0] > covered else (covered, chain)
 
     def _chain(self, slot: int) -> tuple[int, tuple[ChunkPlace, ...]]:
         """(covered lsn, places) of a slot's chain."""
@@ -231,16 +159,16 @@ class ViewReader:
                 self._chains.clear()
             rows = self._links[bisect_left(self._slots, slot) : bisect_right(self._slots, slot)]
             covered = int(rows["covered_lsn"][-1]) if len(rows) else 0
-            if covered > self.lsn:
+            if covered > self._view.lsn:
                 what = "the chunks of this view hold more than its version"
                 raise SnapshotGone(
-                    what, hint="open another one", db_id=self.view.db_id, lsn=self.lsn, covered_lsn=covered
+                    what, hint="open another one", db_id=self.db_id, lsn=self._view.lsn, covered_lsn=covered
                 )
             known = self._chains[slot] = (covered, tuple(self._place(row) for row in rows))
         return known
 
     def _place(self, row: np.void) -> ChunkPlace:
-        view = self.view
+        view = self._view
         key = ArtifactKey(
             int(row["origin_db_id"]),
             ArtifactKind(int(row["kind"])),
@@ -254,20 +182,32 @@ class ViewReader:
             key=key, url=url, object_key=f"{prefix}/{name}" if prefix else name, size_bytes=int(row["size_bytes"])
         )
 
-    def _forget(self, page: int) -> None:
-        for place in self._chain(page // self.view.pages_per_chunk)[1]:
-            self._sources.forget_chunk(place.key)
-        found = self._map.find(page)
-        if found is not None:
-            self._sources.forget_segment(found[1], found[2])
+    def explain(self, error: Corruption) -> None:
+        """Raise `SnapshotGone` if the snapshot behind the view was dropped."""
+        if self._is_gone():
+            raise SnapshotGone(
+                "the snapshot was dropped while it was read",
+                hint="open another one",
+                db_id=self.db_id,
+                snapshot_id=self._view.snapshot_id,
+                cause=str(error),
+            ) from error
 
-    def _explained(self, error: Corruption) -> Corruption | SnapshotGone:
-        if not self._is_gone():
-            return error
-        return SnapshotGone(
-            "the snapshot was dropped while it was read",
-            hint="open another one",
-            db_id=self.view.db_id,
-            snapshot_id=self.view.snapshot_id,
-            cause=str(error),
-        )
+
+class ViewReader(Snapshot):
+    """A snapshot of a view. Holds no lease: a snapshot's row, or somebody else's lease, keeps what it reads."""
+
+    __slots__ = ("sources", "view")
+
+    def __init__(
+        self,
+        view: SnapshotView,
+        sources: Sources,
+        *,
+        regions: Regions | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        source = ViewSource(view, sources, regions=regions, is_gone=is_gone)
+        super().__init__(source, Mark(view.lsn, view.size_pages, view.segment_id, view.time_ms), Unleased())
+        self.view = view
+        self.sources = sources

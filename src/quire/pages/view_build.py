@@ -10,7 +10,7 @@ Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -26,10 +26,10 @@ from quire.manifest.slots import unpack_leaf
 from quire.manifest.store import ManifestStore
 from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.locations import chunk_row, segment_place, space_of
-from quire.pages.publication import Mark
+from quire.pages.page_source import Mark
 from quire.pages.readers import is_kept
 from quire.pages.sources import Sources
-from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader
+from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, ViewSource
 
 KEPT_FOR_READER = "reader"
 """The value of `WINDOW_TAG` on a snapshot that keeps versions for readers."""
@@ -95,10 +95,10 @@ def kept_range(row: SnapshotRecord) -> tuple[int, int]:
     return int(lowest) if lowest.isdecimal() else row.anchor_lsn, row.anchor_lsn
 
 
-def kept_reader(
+def kept_source(
     begin_read: Callable[[], ReadTxn], sources: Sources, db_id: int, mark: Mark, objects_url: str
-) -> ViewReader | None:
-    """A reader of a version that was set aside; `None` if no snapshot keeps it."""
+) -> ViewSource | None:
+    """The pages of a version that was set aside; `None` if no snapshot keeps it."""
     with begin_read() as txn:
         for snapshot_id, row in reader_snapshots(txn, db_id):
             if is_kept(mark.lsn, [kept_range(row)]):
@@ -111,28 +111,7 @@ def kept_reader(
         with begin_read() as txn:
             return txn.snapshot(db_id, view.snapshot_id) is None
 
-    return ViewReader(view, sources, is_gone=is_gone)
-
-
-class KeptVersion:
-    """One version, read from the snapshot that keeps it, where a database that has all versions is expected."""
-
-    __slots__ = ("_reader",)
-
-    def __init__(self, reader: ViewReader) -> None:
-        self._reader = reader
-
-    def read(self, page: int, _: int) -> bytes:
-        """The page."""
-        return self._reader.read_page(page)
-
-    def read_many(self, pages: Iterable[int], _: int, *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages, page → image."""
-        return self._reader.read_pages(pages, cold=cold)
-
-    def kept(self, _: Mark) -> ViewReader | None:
-        """Nothing else keeps it."""
-        return None
+    return ViewSource(view, sources, is_gone=is_gone)
 
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:

@@ -46,7 +46,8 @@ from quire.durable.files import Disk
 from quire.manifest import tables as t
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.store import ManifestStore
-from quire.pages.publication import Mark, Piece, Publication, Segment
+from quire.pages.page_source import Mark
+from quire.pages.publication import Piece, Publication, Segment
 from quire.pages.segment import FRAME_HEAD_BYTES, PageWrite
 from quire.pages.segment_file import SegmentFile
 from quire.pages.spill import Spill

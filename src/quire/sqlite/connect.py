@@ -32,7 +32,6 @@ from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
-from quire.pages.snapshot import Snapshot
 from quire.sqlite.databases import Database, reader_tags
 from quire.sqlite.files import PageReader, ReadOnlyFile
 from quire.sqlite.forking import fork_at
@@ -184,8 +183,7 @@ class SqliteDatabases:
         store = self._engine.open(db_id)
         if not isinstance(moment, int) or moment <= store.wal.written.lsn:
             store.wal.sync()  # what was written may be asked for, and only what is durable can be found
-        source = store.open_snapshot(at=moment, tags=reader_tags())
-        return source.__enter__() if isinstance(source, Snapshot) else source  # so that it renews itself
+        return store.open_snapshot(at=moment, tags=reader_tags()).__enter__()  # so that it renews itself
 
     def _published(self, db_id: int) -> ReadOnlyFile:
         def newest_lsn() -> int:

@@ -26,7 +26,6 @@ from quire.durable.names import TEMPORARY
 from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
-from quire.pages.view import ViewReader
 from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.page_copy import STEP_BYTES, Progress, quiet
 
@@ -83,7 +82,7 @@ def export_file(
         )
 
 
-def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | None) -> Snapshot | ViewReader:
+def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | None) -> Snapshot:
     if snapshot is not None:
         return pages.open_view(name, snapshot)
     store, tags = pages.open(name), {"reader": "sqlite export"}
@@ -105,7 +104,7 @@ def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
             )
 
 
-def _write(disk: Disk, path: str, reader: Snapshot | ViewReader, name: str, check: bool, progress: Progress) -> str:
+def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, progress: Progress) -> str:
     temporary = path + TEMPORARY
     try:
         file = disk.open(temporary, create=True)
@@ -129,7 +128,7 @@ def _write(disk: Disk, path: str, reader: Snapshot | ViewReader, name: str, chec
     return digest
 
 
-def _stream(file: File, reader: Snapshot | ViewReader, name: str, progress: Progress) -> str:
+def _stream(file: File, reader: Snapshot, name: str, progress: Progress) -> str:
     """Write all pages, some MiB at a time; the hash of what was written."""
     if not reader.size_pages or not reader.read_page(0).startswith(MAGIC):
         raise InvalidInput("this version holds no SQLite database", hint="`quire sqlite import` makes one", name=name)

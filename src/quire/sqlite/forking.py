@@ -28,7 +28,6 @@ from quire.pages.anchors import anchor_at
 from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.framemap import FrameMap, Regions
-from quire.pages.publication import Mark
 from quire.pages.snapshot import Snapshot
 from quire.pages.view import ViewReader
 
@@ -53,9 +52,9 @@ def fork_at(
     if not isinstance(lsn, int) or lsn <= store.wal.written.lsn:
         store.wal.sync()  # what was written may be asked for, and only what is durable can be found
     with store.open_snapshot(at=at, tags=TAGS) as version:
-        if isinstance(version, Snapshot):
-            return _anchored(manifest, engine, db_id, new_name, version)
-        return _from_kept(manifest, engine, db_id, new_name, version)
+        if isinstance(version, ViewReader):
+            return _from_kept(manifest, engine, db_id, new_name, version)
+        return _anchored(manifest, engine, db_id, new_name, version)
 
 
 def unfinished_name(new_name: str) -> str:
@@ -78,11 +77,10 @@ def _named(manifest: ManifestStore, name: str) -> int | None:
 
 def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: Snapshot) -> int:
     """Fork a version that the log still holds where it is, without copying; `version` is the lease (rule 1)."""
-    mark = Mark(version.lsn, version.size_pages, version.epoch.segment_id, version.time_ms)
     engine.flush(db_id)  # a fork pins sealed segments
     for tries_left in reversed(range(ANCHOR_TRIES)):
         with manifest.read() as txn:
-            anchor = anchor_at(txn, db_id, mark)
+            anchor = anchor_at(txn, db_id, version.mark)
         try:
             return manifest.snapshots.fork(db_id, new_name, anchor=anchor)
         except (ArtifactGone, UnknownArtifact):  # absorbed and truncated meanwhile: then chunks have it

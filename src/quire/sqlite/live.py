@@ -115,8 +115,7 @@ class LiveFile(DatabaseFile[Pin]):
             pin = Pin(store, self._database.newest)
         else:
             if pin.is_open:
-                written = store.wal.written
-                pin.move(written.lsn, written.size_pages)
+                pin.move(store.wal.written)
             if not pin.is_open or pin.is_set_aside:
                 pin.close()
                 pin = Pin(store, self._database.newest)
@@ -291,7 +290,7 @@ class LiveFile(DatabaseFile[Pin]):
             guard = txn.commit()
             appended = True
             database.newest.note(pin.lsn, guard.lsn, images if self._is_whole else None, self._page_size)
-            pin.move(guard.lsn, guard.size_pages)
+            pin.move(guard.mark)
             self._seen, self._read = (guard.lsn, version), pin.read_page
             database.turn.give(self)
             if self.synchronous >= pragmas.FULL:

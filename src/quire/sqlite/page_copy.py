@@ -19,7 +19,6 @@ from quire.core.errors import Corruption
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
 from quire.pages.transaction import PageGuard, WriteTxn
-from quire.pages.view import ViewReader
 
 STEP_BYTES = 4 << 20
 """Compared, written or hashed at a time."""
@@ -118,7 +117,7 @@ def verify(target: PageStore, brought: Brought, progress: Progress = quiet) -> N
         )
 
 
-def hash_of(reader: Snapshot | ViewReader, progress: Progress = quiet) -> str:
+def hash_of(reader: Snapshot, progress: Progress = quiet) -> str:
     """SHA-256 of all pages of a version."""
     digest = hashlib.sha256()
     step = max(STEP_BYTES // reader.page_size, 1)

@@ -60,6 +60,7 @@ from quire.core.errors import ConfigMismatch, InternalError, StoreUnusable, Unkn
 from quire.core.events import emit
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, SLOTS_PER_LEAF
+from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.checkpoint.run import Dirty, SegmentInput, SlotTask
@@ -77,7 +78,6 @@ from quire.pages.locations import chunk_place, segment_place, space_of
 from quire.pages.readers import Lease, is_kept
 from quire.pages.sources import ChunkPlace, SegmentPlace
 from quire.pages.timetravel import newest_sealed
-from quire.pages.tracing import span
 from quire.pages.view_build import FROM_TAG, KEPT_FOR_READER, kept_range, reader_snapshots
 
 DIRTY_RATIO = 0.25

@@ -17,7 +17,8 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from quire.pages.framemap import FrameMap, Regions
-from quire.pages.view import LINK_DTYPE, SCAN_PAGES, ViewReader
+from quire.pages.snapshot import SCAN_PAGES
+from quire.pages.view import LINK_DTYPE, ViewReader
 
 Changed = tuple[int, bytes | None, bytes | None]
 
@@ -29,7 +30,7 @@ class Places:
         """Of the pages in [start, stop)."""
         view = reader.view
         self._view = view
-        self._map = FrameMap.of(Regions(reader._sources), view.pins, view.lsn)
+        self._map = FrameMap.of(Regions(reader.sources), view.pins, view.lsn)
         links = np.frombuffer(view.links, LINK_DTYPE)
         slots = np.ascontiguousarray(links["slot"])
         self._chains: dict[int, tuple[int, Hashable]] = {}
