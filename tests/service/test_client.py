@@ -17,8 +17,6 @@ from quire.durable.failpoints import armed
 from quire.manifest.feed import Start
 from quire.manifest.records import JobKind, JobState
 from quire.service.client import Client, connect
-from quire.service.values import DatabaseInfo, StoreInfo
-from quire.store import info
 from quire.store.store import Store
 from tests.service.world import reserve
 
@@ -34,11 +32,6 @@ def fill(store: Store, name: str, numbers: range, byte: bytes) -> None:
 def shop(store: Store) -> None:
     store.create("shop", "pages", tags={"by": "ann"})
     fill(store, "shop", range(8), b"a")
-
-
-def test_values_have_the_fields_of_the_local_ones() -> None:
-    for ours, theirs in ((DatabaseInfo, info.DatabaseInfo), (StoreInfo, info.StoreInfo)):
-        assert ours.__struct_fields__ == theirs.__struct_fields__
 
 
 def test_databases_are_made_listed_renamed_and_dropped(client: Client, store: Store) -> None:

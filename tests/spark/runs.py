@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.core.errors import Corruption
@@ -31,7 +31,10 @@ class Task:
     name: str
     dirty: int = 0
     page_size: int = 4_096
-    chain: tuple[object, ...] = field(default=())
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.dirty * self.page_size
 
 
 def by_length(given: Words, tools: Tools) -> Iterator[tuple[Key, str]]:

@@ -31,11 +31,8 @@ if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.service.client import Client
-    from quire.service.values import DatabaseInfo as RemoteInfo
-    from quire.store.info import DatabaseInfo
+    from quire.service.values import DatabaseInfo
     from quire.store.store import Store
-
-    AnyInfo = DatabaseInfo | RemoteInfo
 
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
@@ -137,7 +134,7 @@ def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
     return tags
 
 
-def settled(store: Store | Client, name: str) -> AnyInfo:
+def settled(store: Store | Client, name: str) -> DatabaseInfo:
     """A database, its WAL in order: what an owner that crashed has left open is recovered first.
 
     A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we
@@ -153,7 +150,7 @@ def settled(store: Store | Client, name: str) -> AnyInfo:
     return found
 
 
-def need_pages(found: AnyInfo, what: str) -> None:
+def need_pages(found: DatabaseInfo, what: str) -> None:
     """Refuse a database of another kind; `what` is what only page databases have."""
     if found.kind.name != "PAGES":
         hint = "`quire ls` shows the kinds"

@@ -38,12 +38,12 @@ from quire.store.shares import artifact_bytes, snapshots_share
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from quire.cli.lookup import AnyInfo
     from quire.core.ids import Epoch
     from quire.manifest.differences import SlotDiff, SnapshotDiff
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.service.client import Client
+    from quire.service.values import DatabaseInfo
     from quire.store.shares import ExclusiveShare
     from quire.store.store import Store
 
@@ -129,7 +129,7 @@ def fork(
     return Note(text=f"made {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
 
 
-def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> AnyInfo:
+def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> DatabaseInfo:
     """A fork of a version that is no snapshot: the owner makes it, in its own process."""
     if not hasattr(store, "manifest"):
         with cli.owner() as owned:  # it is locked, so that the whole command is done there

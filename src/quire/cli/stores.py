@@ -21,7 +21,7 @@ from quire.store.info import StoreReader
 from quire.store.layout import Found, check_objects_url, look
 
 if TYPE_CHECKING:
-    from quire.store.info import DatabaseInfo, StoreInfo
+    from quire.service.values import DatabaseInfo, StoreInfo
 
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 

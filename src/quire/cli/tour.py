@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from quire.cli.output import Node
     from quire.manifest.guard import ManifestGuard
-    from quire.store.info import DatabaseInfo
+    from quire.service.values import DatabaseInfo
     from quire.store.store import Store
 
 WAREHOUSE = "warehouse"

@@ -39,7 +39,7 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord
 from quire.manifest.change import CursorInfo as CursorInfo
 from quire.manifest.change import Start as Start
-from quire.manifest.feed_pages import PAGE_RECORDS, check_position, committed_at, find_cursor, read_page
+from quire.manifest.feed_pages import PAGE_RECORDS, check_position, committed_at, find_cursor, followed, read_page
 from quire.manifest.op_effects import ChangeFilter, Names
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.cursors import (
@@ -68,10 +68,6 @@ FIRST_LOOK_SECONDS = 0.001
 
 PIECE_SECONDS = 0.2
 """How long a thread waits for an event loop that may have lost interest."""
-
-SKIPPED_SECONDS = 1.0
-"""How long a filtered follower may sit on changes that it skipped before it acknowledges them: a commit for each of them would
-double the work of a busy writer."""
 
 LAG_REPORTED = 100_000
 """Changes behind which a cursor is reported, once each time it gets there."""
@@ -224,43 +220,15 @@ class ChangeFeed:
         """
         with self._manifest.read() as txn:
             only = ChangeFilter.resolve(txn, databases, tables)
-        return self._follow(name, start, after, limit, timeout, only)
 
-    def _follow(
-        self,
-        name: str,
-        start: Start | int,
-        after: int | None,
-        limit: int,
-        timeout: float | None,
-        only: ChangeFilter | None,
-    ) -> Generator[ChangeRecord, None, None]:
-        acked = self._enter(name, start, after)
-        done = acked if after is None else after
-        quiet_since = acked_at = time.monotonic()
-        try:
-            while True:
-                with self._manifest.read() as txn:
-                    page = read_page(txn, name, limit, done, only)
-                for change in page.changes:
-                    yield change
-                    done = change.sequence
-                done, now = page.next_sequence - 1, time.monotonic()
-                if page.changes:
-                    quiet_since = now
-                elif page.at_head and timeout is not None and now >= quiet_since + timeout:
-                    return
-                if done > acked and (page.changes or done - acked >= limit or now >= acked_at + SKIPPED_SECONDS):
-                    self.acknowledge(name, done)
-                    acked, acked_at = done, now
-                if page.at_head:
-                    moments = [] if timeout is None else [quiet_since + timeout]
-                    moments += [acked_at + SKIPPED_SECONDS] if done > acked else []
-                    with suppress(TimedOut):  # the next page is empty, and says what is due
-                        self.wait(done, max(min(moments) - now, 0) if moments else None)
-        finally:
-            if done > acked:
-                self.acknowledge(name, done)
+        def fetch(position: int) -> ChangePage:
+            with self._manifest.read() as txn:
+                return read_page(txn, name, limit, position, only)
+
+        def enter() -> int:
+            return self._enter(name, start, after)
+
+        return followed(self, name, enter, fetch, after=after, limit=limit, timeout=timeout)
 
     def _enter(self, name: str, start: Start | int, after: int | None) -> int:
         """The acknowledged position of a follower, who is registered if new."""

@@ -9,9 +9,13 @@ Pure functions of a read transaction. Raise `UnknownCursor`, `CursorLost`, `OutO
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from itertools import islice
+from typing import Protocol
 
-from quire.core.errors import CursorLost, InvalidInput, ManifestDamaged, OutOfRange, UnknownCursor
+from quire.core.errors import CursorLost, InvalidInput, ManifestDamaged, OutOfRange, TimedOut, UnknownCursor
 from quire.core.limits import MIB, SCAN_ROWS_MAX
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, ChangePage, ChangeRecord, decode_changes
@@ -19,6 +23,10 @@ from quire.manifest.op_effects import ChangeFilter
 from quire.manifest.ops.cursors import lost
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorRecord, CursorState
+
+SKIPPED_SECONDS = 1.0
+"""How long a filtered follower may sit on changes that it skipped before it acknowledges them: a commit for each of them would
+double the work of a busy writer."""
 
 PAGE_RECORDS = 256
 """Records in a page unless asked otherwise."""
@@ -113,3 +121,53 @@ def find_cursor(txn: ReadTxn, cursor: int | str) -> tuple[int, CursorRecord]:
             "no such change cursor", hint="`feed.cursors()` lists them; register one first", cursor=cursor
         )
     return int(cursor_id), row
+
+
+class Follower(Protocol):
+    """The feed of a store, here or at the other end of a connection."""
+
+    def acknowledge(self, cursor: int | str, upto: int, /) -> None: ...
+
+    def wait(self, after: int, timeout: float | None = None, /) -> int: ...
+
+
+def followed(
+    feed: Follower,
+    name: str,
+    enter: Callable[[], int],
+    fetch: Callable[[int], ChangePage],
+    *,
+    after: int | None,
+    limit: int,
+    timeout: float | None,
+) -> Generator[ChangeRecord, None, None]:
+    """Changes for ever, or until none comes for `timeout` seconds, each acknowledged once the caller is done with it.
+
+    `enter` registers a new follower and returns its acknowledged position, `fetch` the page behind a position. Changes that a
+    filter leaves out are acknowledged now and then.
+    """
+    acked = enter()
+    done = acked if after is None else after
+    quiet_since = acked_at = time.monotonic()
+    try:
+        while True:
+            page = fetch(done)
+            for change in page.changes:
+                yield change
+                done = change.sequence
+            done, now = page.next_sequence - 1, time.monotonic()
+            if page.changes:
+                quiet_since = now
+            elif page.at_head and timeout is not None and now >= quiet_since + timeout:
+                return
+            if done > acked and (page.changes or done - acked >= limit or now >= acked_at + SKIPPED_SECONDS):
+                feed.acknowledge(name, done)
+                acked, acked_at = done, now
+            if page.at_head:
+                moments = [] if timeout is None else [quiet_since + timeout]
+                moments += [acked_at + SKIPPED_SECONDS] if done > acked else []
+                with suppress(TimedOut):  # the next page is empty, and says what is due
+                    feed.wait(done, max(min(moments) - now, 0) if moments else None)
+    finally:
+        if done > acked:
+            feed.acknowledge(name, done)

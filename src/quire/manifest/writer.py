@@ -60,6 +60,7 @@ from quire.manifest.apply import Applied, Applier, as_input_error
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.guard import Bell, GenerationWait, ManifestGuard
+from quire.manifest.keyed import current
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.cursors import sequence_bounds
 from quire.manifest.overlay import KeysTaken, Overlay
@@ -131,7 +132,11 @@ class ManifestWriter:
         With a `key` the batch is applied once, however often it is submitted (M11); `result` is the answer that is kept with
         the key and given to those who repeat it.
         """
-        guard = ManifestGuard(ops if type(ops) is tuple else tuple(ops), key, self.bell)
+        batch = ops if type(ops) is tuple else tuple(ops)
+        call = current.call if key is None else None
+        if call is not None and (effect := call.effect_in(batch)) is not None:
+            key, result = call.key, call.answer(effect)
+        guard = ManifestGuard(batch, key, self.bell)
         count = len(guard.ops)
         if not 0 < count <= BATCH_OPS_MAX:
             raise InvalidInput("a batch has at least one and at most 65,536 operations", operations=count)
@@ -142,6 +147,8 @@ class ManifestWriter:
         if TRACE_API in sys.modules:
             guard.trace_id = trace_id()
         self._queue.put(guard, count, timeout)
+        if call is not None and key is not None:
+            call.guard = guard
         return guard
 
     def when_generation(self, component: Component, target: int) -> GenerationWait:

@@ -39,7 +39,7 @@ from quire.service.call import Asked
 from quire.service.commands import CommandHandlers
 from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_streams import StreamHandlers
-from quire.service.idempotency import once, prepare
+from quire.service.idempotency import once
 from quire.service.kv_loads import KvLoads
 from quire.service.loads import Loads
 from quire.service.tables import cuts
@@ -69,7 +69,6 @@ class Handlers:
         self._commands = CommandHandlers(store)
         self._loads = Loads(store)
         self._kv_loads = KvLoads(store)
-        prepare(self._manifest)
 
     def of(self, name: str) -> Callable[[Any, Asked], Any]:
         """The handler of an action."""

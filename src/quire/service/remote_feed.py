@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from quire.core.errors import TimedOut, UnknownCursor
 from quire.manifest.change import ChangePage, ChangeRecord, CursorInfo, Start
-from quire.manifest.feed_pages import PAGE_RECORDS
+from quire.manifest.feed_pages import PAGE_RECORDS, followed
 from quire.manifest.records import CursorState
 from quire.service import messages as m
 from quire.service.channel import ATTEMPT_SECONDS, Channel
@@ -123,30 +123,16 @@ class RemoteFeed:
 
         A change is acknowledged after the body of the loop has finished with it, page by page and when the loop ends.
         """
-        acked = self._enter(name, start if after is None else after)
-        done = acked if after is None else after
-        quiet_since = time.monotonic()
-        try:
-            while True:
-                page = self.fetch(name, limit, after=done, databases=databases, tables=tables)
-                for change in page.changes:
-                    yield change
-                    done = change.sequence
-                done = page.next_sequence - 1
-                if done > acked:
-                    self.acknowledge(name, done)
-                    acked = done
-                if page.changes:
-                    quiet_since = time.monotonic()
-                if page.at_head:
-                    rest = None if timeout is None else quiet_since + timeout - time.monotonic()
-                    if rest is not None and rest <= 0:
-                        return
-                    with suppress(TimedOut):  # the next page is empty, and the time is over
-                        self.wait(done, rest)
-        finally:
-            if done > acked:
-                self.acknowledge(name, done)
+        names = tuple(tables) if tables is not None and not isinstance(tables, str) else tables
+        wanted = databases if databases is None or isinstance(databases, int | str) else tuple(databases)
+
+        def fetch(position: int) -> ChangePage:
+            return self.fetch(name, limit, after=position, databases=wanted, tables=names)
+
+        def enter() -> int:
+            return self._enter(name, start if after is None else after)
+
+        return followed(self, name, enter, fetch, after=after, limit=limit, timeout=timeout)
 
     def _enter(self, name: str, start: Start | int) -> int:
         with suppress(UnknownCursor):

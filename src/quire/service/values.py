@@ -1,8 +1,4 @@
-"""What an owner tells its clients about itself, its store and its databases: frozen values.
-
-`DatabaseInfo` and `StoreInfo` have the fields of the values that a local `Store` gives (a test compares them). Those belong
-to packages above this one, which a client must not need.
-"""
+"""What an owner says about itself, its store and its databases: frozen values, the same for a local store and a client."""
 
 from __future__ import annotations
 
@@ -46,12 +42,17 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: DbStatus
     created_at_ms: int
     page_size: int
+    """Of a page database, in bytes; 0 until its first commit decides it."""
     snapshots: int
     parent_db_id: int
+    """The database it was forked from; 0 if it is no fork."""
     parent: str
+    """That database's name; empty if it is no fork, or the parent is gone."""
     tags: dict[str, str]
     follows: str = ""
+    """The SQLite file that the owner follows into it, if there is one."""
     namespace: str = ""
+    """Where its objects go; empty for the store's own object store."""
 
 
 class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,24 +64,34 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     object_store: str
     owner_epoch: int
+    """How often the store was taken over, its creation included."""
     owner_session: int
+    """Counts the openings of this epoch that put objects; 0 if none has, or none need be counted."""
     owner_state: str
+    """`not needed`, `unconfirmed`, `confirmed` or `fenced`: whether the bucket is known to be this directory's to write."""
     databases: dict[str, int]
+    """Live databases of each kind."""
     dropped: int
+    """Dropped databases of which something is left."""
     snapshots: int
     chunks: int
     deltas: int
     wal_segments: int
     jobs: int
     unreferenced: int
+    """Artifacts at zero references, waiting for the collector."""
     oldest_change: int
     newest_change: int
     manifest_bytes: int
     map_bytes: int
     readers: int
+    """Reader slots of the manifest in use, over all processes."""
     disk_bytes: int = 0
+    """What the file system has given to everything in the store's directory, as `du` says."""
     followed_files: int = 0
+    """SQLite files that the owner follows."""
     page_readers: tuple[ReaderInfo, ...] = ()
+    """Processes that read page databases of this store beside its owner, oldest first."""
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):

@@ -281,7 +281,7 @@ def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
     """Rule 2: key → partition, for so many cores.
 
     >>> from types import SimpleNamespace as Task
-    >>> spread({(1, 0): Task(dirty=9, page_size=1 << 23, chain=()), (1, 1): Task(dirty=1, page_size=512, chain=())}, 2)
+    >>> spread({(1, 0): Task(weight_bytes=9 << 23), (1, 1): Task(weight_bytes=512)}, 2)
     {(1, 0): 0, (1, 1): 1}
     """
     keys = sorted(tasks)
@@ -298,9 +298,7 @@ def _threads(tasks: Mapping[Key, Any] | None) -> int:
 
 
 def _weight(task: Any) -> int:
-    held = sum(place.size_bytes for place in task.chain) if hasattr(task, "chain") else 0
-    dirty = task.dirty * task.page_size if hasattr(task, "dirty") else 0
-    return max(WEIGHT_MIN, int(dirty + held))
+    return max(WEIGHT_MIN, int(task.weight_bytes))
 
 
 def _pickled(value: Any) -> bytes:

@@ -26,6 +26,7 @@ from quire.manifest.migrations import refuse_newer
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, DbKind, DbRecord, DbStatus
 from quire.pages.leasefiles import live_leases
+from quire.service.values import DatabaseInfo, StoreInfo
 from quire.store import layout
 from quire.store.object_location import state_beside
 
@@ -33,67 +34,6 @@ if TYPE_CHECKING:
     from quire.objects.owner_record import OwnerState
 
 E = TypeVar("E", bound=Enum)
-
-
-class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One live database."""
-
-    db_id: int
-    name: str
-    kind: DbKind
-    status: DbStatus
-    created_at_ms: int
-    page_size: int
-    """Of a page database, in bytes; 0 until its first commit decides it."""
-    snapshots: int
-    parent_db_id: int
-    """The database it was forked from; 0 if it is no fork."""
-    parent: str
-    """That database's name; empty if it is no fork, or the parent is gone."""
-    tags: dict[str, str]
-    follows: str = ""
-    """The SQLite file that the owner follows into it, if there is one."""
-    namespace: str = ""
-    """Where its objects go; empty for the store's own object store."""
-
-
-class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A store as a whole."""
-
-    path: str
-    mode: str
-    store_id: str
-    schema: int
-    object_store: str
-    owner_epoch: int
-    """How often the store was taken over, its creation included."""
-    owner_session: int
-    """Counts the openings of this epoch that put objects; 0 if none has, or none need be counted."""
-    owner_state: str
-    """`not needed`, `unconfirmed`, `confirmed` or `fenced`: whether the bucket is known to be this directory's to write."""
-    databases: dict[str, int]
-    """Live databases of each kind."""
-    dropped: int
-    """Dropped databases of which something is left."""
-    snapshots: int
-    chunks: int
-    deltas: int
-    wal_segments: int
-    jobs: int
-    unreferenced: int
-    """Artifacts at zero references, waiting for the collector."""
-    oldest_change: int
-    newest_change: int
-    manifest_bytes: int
-    map_bytes: int
-    readers: int
-    """Reader slots of the manifest in use, over all processes."""
-    disk_bytes: int = 0
-    """What the file system has given to everything in the store's directory, as `du` says."""
-    followed_files: int = 0
-    """SQLite files that the owner follows."""
-    page_readers: tuple[ReaderInfo, ...] = ()
-    """Processes that read page databases of this store beside its owner, oldest first."""
 
 
 class StoreReader:

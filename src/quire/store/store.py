@@ -30,10 +30,9 @@ from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.snapshots import ForkOptions
+from quire.service.values import DatabaseInfo, StoreInfo
 from quire.store import layout, object_location
 from quire.store.info import (
-    DatabaseInfo,
-    StoreInfo,
     compression_named,
     database_info,
     kind_named,

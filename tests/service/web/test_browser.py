@@ -212,7 +212,7 @@ def test_the_box_says_why_something_is_still_there(browser: Browser, furnished: 
     browser.wait(lambda: "another" in browser.text("nav"), "a change")
     assert "quire snapshot drop shop monday" in browser.text()
     browser.open("#/why/nobody")
-    assert "What keeps it" not in browser.text()
+    assert "Held by" not in browser.text()
     assert browser.all("main p.bad"), "it says that there is none"
     assert browser.shot(tmp_path, "why").stat().st_size > 10_000
     assert [each for each in browser.complaints() if "404" not in each and "400" not in each] == []

@@ -96,6 +96,11 @@ class SlotTask:
     lsn_start: int = 0
     compression: Compression = Compression.ZSTD
 
+    @property
+    def weight_bytes(self) -> int:
+        """What it reads, about: the pages that changed, and the chunks that a rewrite starts from."""
+        return self.dirty * self.page_size + sum(place.size_bytes for place in self.chain)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotResult:

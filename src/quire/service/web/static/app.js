@@ -67,7 +67,7 @@ function redraw() {
 }
 
 function tellFailure(failure) {
-  content.replaceChildren(h("div", { class: "card" }, h("h1", {}, "That did not work"), h("p", { class: "bad" }, failure.message), failure.hint && h("p", { class: "muted" }, failure.hint)));
+  content.replaceChildren(h("div", { class: "card" }, h("h1", {}, "Request failed"), h("p", { class: "bad" }, failure.message), failure.hint && h("p", { class: "muted" }, failure.hint)));
 }
 
 function navigate() {
@@ -234,7 +234,7 @@ function askSnapshot(name) {
   find("snapshot").querySelector("[data-name]").textContent = name;
   openDialog("snapshot", async (form) => {
     const made = await post(`/api/databases/${encodeURIComponent(name)}/snapshots`, { name: form.get("name").trim() });
-    toast(`snapshot ${made.snapshot.name || `#${made.snapshot.snapshot_id}`} of ${name} is made`);
+    toast(`snapshot ${made.snapshot.name || `#${made.snapshot.snapshot_id}`} of ${name} created`);
     load();
     loadMenu();
   });
@@ -243,7 +243,7 @@ function askSnapshot(name) {
 function become(now) {
   role = now;
   find("who").textContent = { admin: "admin", read: "read-only", none: "no access" }[now] || now;
-  find("who").title = now === "admin" ? "this page may change the store" : "show a token to change something";
+  find("who").title = now === "admin" ? "signed in: this page can change the store" : "sign in to make changes";
 }
 
 // ── colours ──

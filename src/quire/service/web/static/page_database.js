@@ -32,7 +32,7 @@ export const database = (name) => ({
 
 function figures(data) {
   const { database: db, pages: engine, snapshots } = data;
-  const first = [["Size", bytes(db.size_bytes), `${bytes(db.disk_bytes)} on disk${db.page_size ? `, pages of ${bytes(db.page_size)}` : ""}`], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to go`]];
+  const first = [["Size", bytes(db.size_bytes), `${bytes(db.disk_bytes)} on disk${db.page_size ? `, pages of ${bytes(db.page_size)}` : ""}`], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to expire`]];
   if (data.stream) return tiles(...first, ...streamFigures(data));
   if (!engine) return tiles(...first, ...kvFigures(data));
   const wal = engine.wal || {};
@@ -40,14 +40,14 @@ function figures(data) {
   return tiles(...first,
     ["Newest lsn", number(engine.newest_lsn), `${number(engine.size_pages)} pages`],
     ["In the WAL", number(engine.wal_pages), wal.last_success_at_ms ? `pages since the checkpoint ${ago(wal.last_success_at_ms, data.now_ms)}` : "pages; no checkpoint yet"],
-    ["Floor", number(engine.floor_lsn), "lsn somebody may still ask for"],
-    ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "nothing is blocked", blocked ? "warn" : undefined],
+    ["Floor", number(engine.floor_lsn), "oldest lsn that readers may still request"],
+    ["Readers", number(engine.readers.length), blocked ? `${plural(blocked, "segment")} blocked` : "none blocked", blocked ? "warn" : undefined],
     ["Chunks", number(engine.slots.length), chained(engine.chain_lengths)],
     ...(data.followed ? [["Follows", data.followed.path.split("/").pop(), data.followed.trouble || data.followed.path, data.followed.trouble ? "warn" : undefined]] : []));
 }
 
 function streamFigures({ figures: open }) {
-  if (!open) return [["Records", "–", "nobody has it open"]];
+  if (!open) return [["Records", "–", "not open"]];
   const lag = Math.max(0, ...Object.values(open.consumers).map((each) => open.end_record - each.position));
   return [
     ["Records", number(open.end_record - open.first_record), `${number(open.first_record)} to ${number(open.end_record - 1)}`],
@@ -57,7 +57,7 @@ function streamFigures({ figures: open }) {
 }
 
 function kvFigures({ figures: open }) {
-  if (!open) return [["Tables", "–", "nobody has it open"]];
+  if (!open) return [["Tables", "–", "not open"]];
   return [
     ["Newest lsn", number(open.last_lsn)], ["Tables", number(open.tables), bytes(open.table_bytes)], ["Rows", number(open.rows), `${number(open.tombstones)} of them deletions`],
     ["In memory", bytes(open.memtable_bytes), `${plural(open.memtable_keys, "key")}${open.frozen ? `, ${number(open.frozen)} more to flush` : ""}`],
@@ -73,13 +73,13 @@ function pages(data, ui) {
   const { pages: engine, now_ms: now } = data;
   return [
     card("Segments by state", "over time", statesOverTime(engine.states, now), legend(WAL_STATES.map((state) => [words(state), `s-${state}`]))),
-    card("Segments", engine.segments_left_out ? `the newest; ${number(engine.segments_left_out)} more` : "each from its first commit to its seal", segmentLanes(engine.segments, now)),
-    wide(card("Readers", "who holds the floor back, lowest version first", table([">reader", ">at lsn", "=since", "who"], engine.readers.map((each) => [
+    card("Segments", engine.segments_left_out ? `the newest; ${number(engine.segments_left_out)} more` : "from first commit to seal", segmentLanes(engine.segments, now)),
+    wide(card("Readers", "readers that hold back the floor, lowest version first", table([">reader", ">at lsn", "=since", "who"], engine.readers.map((each) => [
       each.reader_id ? number(each.reader_id) : "–", number(each.lsn), ago(each.opened_at_ms, now), [each.pid ? `pid ${each.pid}${each.host ? ` on ${each.host}` : ""}` : "", ...Object.entries(each.tags).map(([key, value]) => `${key}=${value}`), each.set_aside ? "set aside" : ""].filter(Boolean).join(", ") || h("span", { class: "muted" }, "this process")]),
-      "Nobody reads: checkpoints may go as far as what is published."))),
+      "No readers. Checkpoints may cover everything that is published."))),
     card("Chunk map", plural(engine.slots.length, "slot") + (engine.slots_left_out ? ", the first" : ""), chunkMap(engine.slots, ui.redraw)),
     card("Delta chains", "the longest", chains(engine.chains)),
-    wide(card("Tiers", "where the artifacts it made are", tierParts(data.tiers))),
+    wide(card("Tiers", "artifacts by location", tierParts(data.tiers))),
   ];
 }
 
@@ -104,24 +104,24 @@ const keyValue = (data) => [
 ];
 
 const consumers = ({ figures: open }) => open && wide(card("Consumers", "how far each has read", table(["name", ">next record", ">behind"],
-  Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(Math.max(0, open.end_record - each.position))]), "Nobody has registered.")));
+  Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(Math.max(0, open.end_record - each.position))]), "No consumers registered.")));
 
-const files = (data) => card("Files", plural(data.files.length, "file"), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No file yet."));
+const files = (data) => card("Files", plural(data.files.length, "file"), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No files yet."));
 
 function policy(rules) {
-  if (!rules) return "no policy: everything is kept";
+  if (!rules) return "no policy; everything is kept";
   const said = ["keep_last", "keep_generations", "hourly", "daily", "weekly"].filter((each) => rules[each]).map((each) => `${words(each)} ${rules[each]}`);
   if (rules.keep_seconds) said.push(`younger than ${number(rules.keep_seconds)} s`);
   if (rules.schedules.length) said.push(`makes ${rules.schedules.join(", ")}`);
-  return said.join(", ") || "no rule: everything is kept";
+  return said.join(", ") || "no rules; everything is kept";
 }
 
 const snapshots = (data) => [newest(data), data.snapshots.length > 12 && h("p", { class: "muted small" }, `${number(data.snapshots.length - 12)} older: quire snapshot ls ${data.database.name}`)];
 
 const newest = (data) => table(["snapshot", "made", ">lsn", ">pages", "retention", ""], [...data.snapshots].reverse().slice(0, 12).map((each) => [
-  h("b", {}, snapshotName(each)), h("span", { title: moment(each.created_at_ms) }, ago(each.created_at_ms, data.now_ms)), number(each.anchor_lsn), number(each.size_pages), chip(each.keep ? "kept" : "goes", each.keep ? "k-keep" : "k-drop"), h("span", { class: "muted small" }, each.why)]),
+  h("b", {}, snapshotName(each)), h("span", { title: moment(each.created_at_ms) }, ago(each.created_at_ms, data.now_ms)), number(each.anchor_lsn), number(each.size_pages), chip(each.keep ? "kept" : "expires", each.keep ? "k-keep" : "k-drop"), h("span", { class: "muted small" }, each.why)]),
   "");
 
 const audit = (data) => table(["=when", "=what", "subject"], data.audit.slice(0, 15).map((each) => [
   h("span", { title: moment(each.at_ms) }, ago(each.at_ms, data.now_ms)), words(each.action), h("span", {}, h("code", {}, each.subject || (each.number ? `#${each.number}` : "")), each.size_bytes ? h("span", { class: "muted" }, ` ${bytes(each.size_bytes)}`) : "")]),
-  "Nothing yet.");
+  "No entries yet.");

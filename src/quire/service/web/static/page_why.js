@@ -24,7 +24,7 @@ export const why = (subject = "") => ({
   },
   draw(data) {
     return [
-      h("div", { class: "head" }, h("h1", {}, "Why"), h("span", { class: "muted" }, "why something is still there, and what would let it go: quire why on the command line")),
+      h("div", { class: "head" }, h("h1", {}, "Why"), h("span", { class: "muted" }, "explains why data is retained and how to free it; on the command line: quire why")),
       box(subject, data.names),
       data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
       data.answer ? found(data.answer) : !data.problem && hints(data.names),
@@ -34,7 +34,7 @@ export const why = (subject = "") => ({
 
 function box(subject, names) {
   const field = h("input", {
-    name: "subject", "data-key": "why-subject", value: typed || subject, list: "subjects", autocomplete: "off", spellcheck: "false", "aria-label": "What is still there?",
+    name: "subject", "data-key": "why-subject", value: typed || subject, list: "subjects", autocomplete: "off", spellcheck: "false", "aria-label": "Subject",
     placeholder: "a database, a file of the store, or an object's key", oninput: (event) => { typed = event.target.value; },
     onfocus: (event) => event.target.setSelectionRange(event.target.value.length, event.target.value.length),
   });
@@ -43,26 +43,26 @@ function box(subject, names) {
     typed = "";
     location.hash = field.value.trim() ? whyLink(field.value.trim()) : "#/why";
   };
-  return h("form", { class: "card ask", role: "search", onsubmit: ask }, field, h("datalist", { id: "subjects" }, names.map((each) => h("option", { value: each }))), h("button", { type: "submit", class: "main", "data-key": "why-ask" }, "Ask"));
+  return h("form", { class: "card ask", role: "search", onsubmit: ask }, field, h("datalist", { id: "subjects" }, names.map((each) => h("option", { value: each }))), h("button", { type: "submit", class: "main", "data-key": "why-ask" }, "Explain"));
 }
 
 function hints(names) {
   const examples = EXAMPLES.map(([what, example], at) => [what, at === 0 && names.length ? names[0] : example]);
-  return h("div", { class: "grid" }, wide(card("What can be asked", "", h("dl", { class: "keys" }, examples.map(([what, example]) => [h("dt", {}, what), h("dd", {}, h("a", { href: whyLink(example), "data-key": `why-${what}` }, h("code", {}, example)))])))));
+  return h("div", { class: "grid" }, wide(card("Examples", "", h("dl", { class: "keys" }, examples.map(([what, example]) => [h("dt", {}, what), h("dd", {}, h("a", { href: whyLink(example), "data-key": `why-${what}` }, h("code", {}, example)))])))));
 }
 
 function found(answer) {
   const shown = names(answer);
   return [
     tiles(["Subject", shown, words(answer.kind)], ["State", words(answer.state) || "–"], ["Size", bytes(answer.size_bytes || 0)], answer.kind === "database" ? ["Holders", number(answer.holders.length)] : ["References", number(answer.references || 0), plural(answer.holders.length, "holder")]),
-    h("div", { class: "grid" }, wide(card("What keeps it", "and what would let it go", holders(answer)))),
+    h("div", { class: "grid" }, wide(card("Held by", "and how to release it", holders(answer)))),
   ];
 }
 
 const names = (answer) => (answer.kind === "database" ? h("a", { href: dbLink(answer.subject), "data-key": "why-db" }, answer.subject) : h("code", { class: "small" }, answer.subject));
 
 export function holders(answer, most = 200) {
-  if (!answer.holders.length) return h("p", { class: "muted" }, "Nothing: it could be dropped at once.");
+  if (!answer.holders.length) return h("p", { class: "muted" }, "Nothing holds it; it can be dropped.");
   return h("ul", { class: "holders" }, answer.holders.slice(0, most).map((each) => h("li", {}, chip(each.kind, `h-${each.kind}`),
     h("div", {}, h("b", {}, each.name), " ", h("span", {}, each.what), h("br"), h("code", { class: "muted" }, each.release)))),
   answer.holders.length > most && h("li", { class: "muted more" }, h("div", {}, `${number(answer.holders.length - most)} more: `, h("code", {}, `quire why ${answer.subject}`))));

@@ -24,17 +24,17 @@ export const overview = {
         ["Databases", number(data.databases.length + data.databases_left_out), plural(store.snapshots, "snapshot")],
         ["On disk", bytes(data.space.total_bytes), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
         ["In the WAL", bytes(wal), `${plural(data.databases.reduce((sum, each) => sum + each.segments_blocked, 0), "segment")} blocked by readers`],
-        ["Readers", number(data.readers), "hold a version open"],
+        ["Readers", number(data.readers), "holding a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
-        ["Changes", number(store.newest_change), lag ? `${number(lag)} wait for a follower` : data.cursors.length ? "all followers are up to date" : "nobody follows"],
+        ["Changes", number(store.newest_change), lag ? `${number(lag)} changes behind` : data.cursors.length ? "all followers are up to date" : "no followers"],
         ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
         ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
       ),
       h("div", { class: "grid" },
         wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(
-          ["name", "kind", ">size", ">on disk", ">WAL", ">pages in it", ">floor", ">readers", ">snapshots", "parent", ">"],
-          data.databases.map((each) => databaseRow(each, ui)), "No database yet: quire create NAME --kind pages makes one."))),
-        card("Tiers", "where the artifacts are", tierParts(data.tiers)),
+          ["name", "kind", ">size", ">on disk", ">WAL", ">WAL pages", ">floor", ">readers", ">snapshots", "parent", ">"],
+          data.databases.map((each) => databaseRow(each, ui)), "No databases yet. Create one with quire create NAME --kind pages."))),
+        card("Tiers", "artifacts by location", tierParts(data.tiers)),
         card("WAL segments", "by state", parts(WAL_STATES.map((state) => [state, data.segments[state] || 0, `s-${state}`]))),
         wide(card("Followers of the feed", "", cursors(data.cursors, data.now_ms)))),
     ];
@@ -54,9 +54,9 @@ function databaseRow(each, ui) {
 
 export const tierParts = (tiers) => parts(TIERS.map((tier) => [tier, tiers[tier]?.bytes || 0, `t-${tier}`, `${bytes(tiers[tier]?.bytes || 0)} in ${number(tiers[tier]?.artifacts || 0)}`]));
 
-const cursors = (list, now) => table(["name", "state", ">acknowledged", ">behind", "last heard of"],
+const cursors = (list, now) => table(["name", "state", ">acknowledged", ">behind", "last seen"],
   list.map((each) => [each.name || `#${each.cursor_id}`, each.state === "live" ? chip("live", "v-verified") : [chip("lost", "v-missing"), " ", h("span", { class: "small muted" }, each.lost_reason)], number(each.acked_sequence), number(each.lag), ago(each.updated_at_ms, now)]),
-  "Nobody follows: for change in store.feed.follow(\"my-app\") does.");
+  "No followers. Start one with store.feed.follow(\"my-app\").");
 
 // ── lineage ──
 export const lineage = {
@@ -64,8 +64,8 @@ export const lineage = {
   load: () => get("/api/lineage"),
   draw(data) {
     return [
-      h("div", { class: "head" }, h("h1", {}, "Lineage"), h("span", { class: "muted" }, "who came from whom: a lane per database, a ring per snapshot, a curve per fork")),
-      h("section", { class: "card" }, data.databases.length ? drawLineage(data.databases) : h("p", { class: "muted" }, "No database yet.")),
+      h("div", { class: "head" }, h("h1", {}, "Lineage"), h("span", { class: "muted" }, "database lineage: one lane per database, one ring per snapshot, one curve per fork")),
+      h("section", { class: "card" }, data.databases.length ? drawLineage(data.databases) : h("p", { class: "muted" }, "No databases yet.")),
     ];
   },
 };
@@ -84,9 +84,9 @@ export const feed = {
     const drawn = data.changes.map(changeLine);
     fresh = new Set();
     return [
-      h("div", { class: "head" }, h("h1", {}, "Change feed"), h("span", { class: "muted" }, `every commit, newest first; ${number(data.oldest_sequence)} to ${number(data.head_sequence)} are kept`)),
+      h("div", { class: "head" }, h("h1", {}, "Change feed"), h("span", { class: "muted" }, `every commit, newest first; ${number(data.oldest_sequence)} to ${number(data.head_sequence)} are retained`)),
       h("div", { class: "grid" },
-        wide(card("Changes", "", drawn.length ? h("div", { id: "changes" }, drawn) : h("p", { class: "muted" }, "Nothing was committed yet."))),
+        wide(card("Changes", "", drawn.length ? h("div", { id: "changes" }, drawn) : h("p", { class: "muted" }, "No commits yet."))),
         wide(card("Followers", "", cursors(data.cursors, data.now_ms)))),
     ];
   },
@@ -115,7 +115,7 @@ export const jobs = {
   draw(data, ui) {
     const count = (state) => data.jobs.filter((each) => each.state === state).length;
     return [
-      h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "muted" }, "checkpoints, merges, moves between tiers, deletions: work that survives a crash")),
+      h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "muted" }, "durable background work: checkpoints, merges, moves between tiers, deletions")),
       tiles(["Running", number(count("in_flight"))], ["Waiting", number(count("pending"))], ["Failed", number(count("failed_permanent")), "", count("failed_permanent") ? "warn" : undefined], ["Done", number(count("succeeded")), data.left_out ? `and ${number(data.left_out)} older` : "of those kept"]),
       h("section", { class: "card" }, jobTable(data.jobs, data.now_ms, ui)),
     ];
@@ -125,11 +125,11 @@ export const jobs = {
 export function jobTable(list, now, ui) {
   const order = { in_flight: 0, pending: 1 };
   const sorted = [...list].sort((a, b) => (order[a.state] ?? 2) - (order[b.state] ?? 2) || b.job_id - a.job_id); // what is to be done first
-  return table([">job", "=kind", "database", "=state", "=progress", "=when", "said", "="], sorted.map((each) => [
+  return table([">job", "=kind", "database", "=state", "=progress", "=when", "details", "="], sorted.map((each) => [
     number(each.job_id), words(each.kind), each.database ? link(each.database) : h("span", { class: "muted" }, "–"), chip(each.state === "failed_permanent" ? "failed" : words(each.state), `j-${each.state}`), progress(each),
     h("span", { title: moment(each.finished_at_ms || each.started_at_ms || each.created_at_ms) }, when(each, now)), h("span", { class: each.state === "failed_permanent" ? "bad small" : "muted small" }, each.error || each.worker || outcome(each)),
     [each.may_retry && act("Retry", "retry", each, ui), each.may_cancel && act("Cancel", "cancel", each, ui)],
-  ]), "No job yet.");
+  ]), "No jobs yet.");
 }
 
 // What came of it, in figures, and how long it took.
@@ -149,13 +149,13 @@ function progress(each) {
 
 function when(each, now) {
   if (each.state === "in_flight") return `for ${span(now - each.started_at_ms)}`;
-  if (each.state === "pending") return each.not_before_ms > now ? `due in ${span(each.not_before_ms - now)}` : `waits for ${span(now - each.created_at_ms)}`;
+  if (each.state === "pending") return each.not_before_ms > now ? `due in ${span(each.not_before_ms - now)}` : `waiting for ${span(now - each.created_at_ms)}`;
   return ago(each.finished_at_ms, now);
 }
 
 const act = (text, verb, each, ui) => h("button", {
   type: "button", class: "small", "data-key": `${verb}-${each.job_id}`, "aria-label": `${text} job ${each.job_id}`,
-  onclick: () => ui.change(() => post(`/api/jobs/${each.job_id}/${verb}`), verb === "retry" ? `job ${each.job_id} is queued again` : `job ${each.job_id} is cancelled`),
+  onclick: () => ui.change(() => post(`/api/jobs/${each.job_id}/${verb}`), verb === "retry" ? `job ${each.job_id} re-queued` : `job ${each.job_id} cancelled`),
 }, text);
 
 // ── verification ──
@@ -165,10 +165,10 @@ export const verification = {
   draw(data, ui) {
     const states = ["verified", "unverified", "missing", "altered"];
     return [
-      h("div", { class: "head" }, h("h1", {}, "Verification"), h("span", { class: "muted" }, "whether what the catalog promises is really there: quire verify looks")),
+      h("div", { class: "head" }, h("h1", {}, "Verification"), h("span", { class: "muted" }, "whether every artifact in the catalog exists and is intact; run quire verify to check")),
       h("div", { class: "grid" },
         wide(card("Artifacts", "", parts(states.map((state) => [state, data.totals[state] || 0, `v-${state}`])))),
-        wide(card("Databases", "", table(["name", ">artifacts", ">verified", ">never looked at", ">damaged", "oldest look"], data.databases.map((each) => {
+        wide(card("Databases", "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
           const damaged = (each.verified.missing || 0) + (each.verified.altered || 0);
           return [link(each.name), number(each.artifacts), number(each.verified.verified || 0), number(each.verified.unverified || 0), h("span", { class: damaged ? "bad" : "muted" }, number(damaged)), each.oldest_verified_ms ? ago(each.oldest_verified_ms, data.now_ms) : h("span", { class: "muted" }, "never")];
         }), "No database yet."))),
