@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 import quire
@@ -146,3 +147,23 @@ def test_what_a_verification_found_outlives_its_job(run: Run, path: Path) -> Non
     assert last is not None
     assert last.problems == []
     assert "damage is recorded" not in run("doctor", "--no-objects").out
+
+
+def test_the_places_of_namespaces_get_a_round_trip_too(run: Run, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir()
+    with quire.open(path) as store:
+        store.namespaces.create("cold", str(tmp_path / "cold"))
+        store.namespaces.create("far", str(tmp_path / "not-mounted"))
+    states = {check: row["state"] for check, row in rows(run).items()}
+    assert (states["namespace cold"], states["namespace far"]) == ("ok", "warn")
+
+
+def test_a_followed_file_in_trouble_is_told(run: Run, path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "app.db"
+    apsw.Connection(str(file)).execute("pragma journal_mode=wal; create table t(x); insert into t values (1)")
+    with quire.open(path) as store:
+        store.followers.follow(file, "app")
+    assert rows(run)["followed files"]["state"] == "ok"
+    file.unlink()
+    found = rows(run)["followed files"]
+    assert (found["state"], str(file) in found["detail"], "unfollow" in found["next"]) == ("warn", True, True)

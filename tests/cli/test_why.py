@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -367,3 +370,38 @@ def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Pat
     )
     assert run("drop", "next", "--yes").code == 0
     assert not left.exists(), "as it said"
+
+
+def test_a_namespace_is_kept_by_its_databases_and_by_whoever_made_it(run: Run, path: Path, tmp_path: Path) -> None:
+    with quire.open(path) as store:
+        store.namespaces.create("cold", str(tmp_path / "cold"))
+        store.create("old", "pages", namespace="cold")
+    assert answer(run, "cold")["kind"] == "namespace"
+    assert held(run, "cold") == [("database", "old"), ("store", "the store")]
+    with quire.open(path) as store:
+        store.drop("old")
+        store.maintain()
+        store.namespaces.drop("cold")
+    assert held(run, "cold") == [("time", "grace")]
+
+
+def test_the_mode_of_all_manifest_logs_is_a_file_that_is_explained(run: Run, path: Path) -> None:
+    with quire.open(path) as store:
+        store.streams.switch("shadow")
+    (holder,) = answer(run, "streams/manifest_log.json")["holders"]
+    assert "quire manifest mode" in holder["release"]
+
+
+def test_a_reader_in_the_memory_of_a_running_server_is_named(run: Run, shop: Path) -> None:
+    """It has no lease file: only the owner knows of it."""
+    with quire.open(shop) as store, store.serve():
+        reader = store.pages.open("shop").open_snapshot(tags={"by": "report"})
+        found = [each for each in _beside(shop)["holders"] if each["kind"] == "reader"]
+        assert [each for each in found if "by=report" in each["what"]], found
+        reader.close()
+
+
+def _beside(path: Path) -> Any:
+    """What another process says."""
+    command = [sys.executable, "-m", "quire", "why", "shop", "--json", "--store", str(path)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 
@@ -43,11 +44,13 @@ from quire.manifest.verification import damaged_artifacts, last_verification
 from quire.objects.collector import Collector, Owned
 from quire.objects.local import LocalStore
 from quire.objects.open import open_store
-from quire.objects.options import options_of
+from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
+from quire.service.discover import find_owner
 from quire.spark.java import find_java
 from quire.store.layout import Found, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, open_place, state_beside
+from quire.store.object_location import options_of as place_options
 
 T = TypeVar("T")
 
@@ -268,7 +271,17 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
         yield _probed("readers", lambda: _readers(manifest))
         yield _probed("map", lambda: _map(manifest))
         yield _probed("clock", lambda: _clock(manifest))
-        yield _probed("session", lambda: _session(manifest, os.path.dirname(path), with_objects=with_objects))
+        root = os.path.dirname(path)
+        yield _probed("session", lambda: _session(manifest, root, with_objects=with_objects))
+        with manifest.read() as txn:
+            followed = [row.path for _, row in txn.scan(t.FOLLOWED_FILES)]
+            places = [
+                (row.name, row.url) for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.name and not row.dropped_at_ms
+            ]
+        if followed:
+            yield _probed("followed files", lambda: _followed(root, followed))
+        for name, url in places if with_objects else ():
+            yield _probed(f"namespace {name}", partial(_namespace, manifest, root, name, url))
 
 
 def _rules(manifest: ManifestStore) -> Finding:
@@ -364,18 +377,44 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
     return Finding("session", "ok", detail)
 
 
+def _followed(root: str, paths: list[str]) -> Finding:
+    """Whether the SQLite files that the store follows are there, and what a running owner says of them."""
+    trouble = [f"{path} is not there" for path in paths if not os.path.isfile(path)]
+    if (owner := find_owner(root)) is None:
+        running = "no server runs: `quire serve` follows them"
+    else:
+        with owner:
+            files = owner.figures().get("followed", [])
+        trouble = [f"{file['path']}: {file['trouble']}" for file in files if file["trouble"]] or trouble
+        running = f"{sum(file['running'] for file in files)} of {len(paths)} running"
+    if trouble:
+        more = f", and {len(trouble) - 1:,} more" if len(trouble) > 1 else ""
+        hint = "put the file back, or `quire sqlite unfollow DB`"
+        return Finding("followed files", "warn", trouble[0] + more, hint)
+    return Finding("followed files", "ok", f"{count_of(len(paths), 'SQLite file')}; {running}")
+
+
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────
 def _objects(root: str) -> Finding:
     settings = read_config(OsDisk(), root, None)
     url = objects_url(root, settings)
-    objects = open_store(url, options=options_of(settings.objects, "objects"))
+    if not settings.object_store and not os.path.exists(url):
+        return Finding("objects", "ok", f"{url} is not there yet: the first object makes it")
+    return _round_trip("objects", url, options_of(settings.objects, "objects"))
+
+
+def _namespace(manifest: ManifestStore, root: str, name: str, url: str) -> Finding:
+    with manifest.read() as txn:
+        options = place_options(txn, read_config(OsDisk(), root, None), url)
+    return _round_trip(f"namespace {name}", url, options)
+
+
+def _round_trip(check: str, url: str, options: StoreOptions) -> Finding:
+    """Put an object, read it back and delete it, below a name of doctor's own."""
+    objects = open_store(url, options=options)
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
-            if settings.object_store:
-                return Finding(
-                    "objects", "warn", f"{url} is not there", "make the directory, or mount what belongs there"
-                )
-            return Finding("objects", "ok", f"{url} is not there yet: the first object makes it")
+            return Finding(check, "warn", f"{url} is not there", "make the directory, or mount what belongs there")
         probe, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
         key, ours = f"{probe}/probe", Owned(current=frozenset({(url, probe)}))
         began = CLOCK.monotonic()
@@ -388,5 +427,5 @@ def _objects(root: str) -> Finding:
     finally:
         objects.close()
     if not same:
-        return Finding("objects", "fail", f"{url} gave back other bytes than it was given", "do not trust it with data")
-    return Finding("objects", "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")
+        return Finding(check, "fail", f"{url} gave back other bytes than it was given", "do not trust it with data")
+    return Finding(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Group, command
 from quire.cli.formatting import size
 from quire.cli.output import Facts, Listing, Report, Row
-from quire.core.errors import InvalidInput, ObjectNotFound
+from quire.core.errors import InvalidInput, NotFound, ObjectNotFound, Unavailable
+from quire.core.reader_info import ReaderInfo
+from quire.service.discover import find_owner
 from quire.store.layout import objects_url
 from quire.store.object_location import open_place
 from quire.store.why import readers_at
@@ -28,13 +31,16 @@ def add_to(app: Group) -> None:
 def why(
     cli: Cli,
     subject: Annotated[
-        str, Argument(metavar="WHAT", help="A database's name, DB@SNAPSHOT, a file's path, or an object's key.")
+        str,
+        Argument(
+            metavar="WHAT", help="A database's or namespace's name, DB@SNAPSHOT, a file's path, or an object's key."
+        ),
     ],
 ) -> Report:
     """Explain why data is retained and how to free it."""
     with cli.reader() as manifest, manifest.read() as txn:
         asked, root = _within(cli, subject), os.path.abspath(cli.path)
-        answer = ask(txn, asked, lambda path: _size(cli, txn, path), readers_at(root))
+        answer = ask(txn, asked, lambda path: _size(cli, txn, path), lambda db_id: _readers(txn, root, db_id))
         answer = on_disk(txn, root, asked, answer)
     facts = [("what", f"{answer.kind} {answer.subject}"), ("state", answer.state), ("bytes", size(answer.size_bytes))]
     if answer.disk_bytes:
@@ -47,6 +53,15 @@ def why(
         parts=(Facts(lines=facts, data=None), Listing(columns=columns, rows=rows, empty="nothing holds it")),
         data=answer,
     )
+
+
+def _readers(txn: ReadTxn, root: str, db_id: int) -> list[ReaderInfo]:
+    """Who reads a database: as its owner says, who has its own readers in memory; else those that have lease files."""
+    record = txn.database(db_id)
+    if record is not None and (owner := find_owner(root)) is not None:
+        with suppress(Unavailable, NotFound, InvalidInput), owner:  # it has gone, or is older than the question
+            return owner.readers(record.name)
+    return readers_at(root)(db_id)
 
 
 def _within(cli: Cli, subject: str) -> str:

@@ -87,6 +87,10 @@ def lsm_snapshot_dir(db_id: int, number: int) -> str:
     return f"{lsm_home(db_id)}/snapshots/{u64('number', number):06d}"
 
 
+MODE_FILE = f"{STREAMS}/manifest_log.json"
+"""Of all streams: how much their manifest logs are believed, {"mode": "off" | "shadow" | "on"}."""
+
+
 def stream_home(stream_id: int) -> str:
     """Where everything of a stream is."""
     return f"{STREAMS}/{u64('stream_id', stream_id)}"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 
 from quire.core.errors import InvalidInput, TimedOut
+from quire.core.reader_info import ReaderInfo
 from quire.durable.files import OsDisk
 from quire.lsm.engine import KvVersion
 from quire.manifest.arrow import schema
@@ -153,6 +154,11 @@ class Client:
         """A database by name."""
         found: DatabaseInfo = self._channel.call("database", m.OfDatabase(name))
         return found
+
+    def readers(self, name: str) -> list[ReaderInfo]:
+        """Who reads a page database: in the owner's own process, and in others."""
+        readers: list[ReaderInfo] = self._channel.call("readers", m.OfDatabase(name))
+        return readers
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:

@@ -20,6 +20,7 @@ import msgspec
 
 from quire.core.errors import AccessDenied, InvalidInput, QuireError, TimedOut, UnknownDatabase
 from quire.core.json_values import plain
+from quire.core.reader_info import ReaderInfo
 from quire.core.tracing import continued
 from quire.manifest import feed
 from quire.manifest import tables as t
@@ -30,6 +31,7 @@ from quire.manifest.ops.cursors import DropCursor, RegisterCursor
 from quire.manifest.ops.databases import DropDb, RegisterDb, RenameDb
 from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
+from quire.manifest.records import DbKind
 from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.shared_views import lend
 from quire.pages.view import SnapshotView
@@ -110,7 +112,8 @@ class Handlers:
         written = {name: getattr(stats, name) for name in ("commits", "batches", "failed", "ops", "rows", "seconds")}
         lag = {str(name): behind for name, behind in self._manifest.feed.lag().items()}
         pages = plain(self._store.pages.figures())
-        return {**self._figures(), "manifest": written, "feed_lag": lag, "pages": pages}
+        followed = plain(self._store.followers.files())
+        return {**self._figures(), "manifest": written, "feed_lag": lag, "pages": pages, "followed": followed}
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_databases(self, _: m.Nothing, __: Asked) -> Any:
@@ -118,6 +121,10 @@ class Handlers:
 
     def do_database(self, request: m.OfDatabase, _: Asked) -> Any:
         return self._store.database(request.name)
+
+    def do_readers(self, request: m.OfDatabase, _: Asked) -> list[ReaderInfo]:
+        info = self._store.database(request.name)
+        return [lease.info for lease in self._store.pages.readers(info.db_id)] if info.kind is DbKind.PAGES else []
 
     def do_create(self, request: m.Create, asked: Asked) -> Any:
         def do() -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from quire.core.reader_info import ReaderInfo
 from quire.lsm.engine import KvVersion
 from quire.manifest.change import ChangePage, CursorInfo
 from quire.manifest.guard import Receipt
@@ -357,6 +358,7 @@ ACTIONS: dict[str, Action] = {
         _read("figures", Nothing, dict[str, Any]),
         _read("databases", Nothing, list[DatabaseInfo]),
         _read("database", OfDatabase, DatabaseInfo),
+        _read("readers", OfDatabase, list[ReaderInfo]),
         _once("create", Create, DatabaseInfo),
         _once("drop", Drop, DatabaseInfo),
         _once("rename", Rename, DatabaseInfo),

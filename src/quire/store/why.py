@@ -45,6 +45,7 @@ from quire.manifest.records import (
 from quire.manifest.retention import SCHEDULE_TAG, WINDOW_TAG
 from quire.manifest.slots import artifacts, unpack_leaf
 from quire.pages.leasefiles import UNREADABLE, live_leases
+from quire.store.namespaces import NamespaceInfo, namespaces
 from quire.store.shares import artifact_bytes
 from quire.store.why_files import NOBODYS, Look, of_file, of_object, own_name, stray_hint
 from quire.store.why_values import Answer, Holder, drop, lent, name_of, number, quoted, snapshot_holder, title
@@ -85,6 +86,9 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
     except UnknownDatabase as error:
         if (version := _version(txn, subject)) is not None:
             return version
+        for namespace in namespaces(txn):
+            if namespace.name == subject:
+                return _namespace(namespace)
         if "/" in subject:
             raise InvalidInput(
                 "this is neither a file of a store nor the key of an object",
@@ -113,6 +117,23 @@ def _database(txn: ReadTxn, db_id: int, who: Who) -> Answer:
     size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
     size += sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))
     return Answer(record.name, "database", record.status.name.lower(), size, 0, tuple(holders))
+
+
+def _namespace(info: NamespaceInfo) -> Answer:
+    """A namespace is kept by the databases whose objects are there, and while nobody has dropped it."""
+    drop_it = f"quire namespace drop {quoted(info.name)}"
+    holders = [
+        Holder("database", name, "has its objects there", f"quire drop {quoted(name)}") for name in info.databases
+    ]
+    if info.dropped_databases:
+        what = f"{info.dropped_databases} dropped databases have objects there"
+        holders.append(Holder("time", "grace", what, "the next `quire gc`, or the owner's upkeep"))
+    if info.dropped_at_ms:
+        holders.append(Holder("time", "grace", "it was dropped", "the next `quire gc`, or the owner's upkeep"))
+    else:
+        holders.append(Holder("store", "the store", "somebody made it, to be used", drop_it))
+    state = "dropped" if info.dropped_at_ms else f"at {info.url}"
+    return Answer(info.name, "namespace", state, 0, 0, tuple(holders))
 
 
 def _version(txn: ReadTxn, subject: str) -> Answer | None:

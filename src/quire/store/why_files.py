@@ -151,7 +151,12 @@ def of_passing(txn: ReadTxn, path: str, look: Look | None) -> Answer | None:
     if _PROBE.fullmatch(path):
         what, release = "has put it there to see whether it comes back", "when it ends; what is left may be deleted"
         return _answer(path, look, Holder("store", "quire doctor", what, release))
-    if path == _UNFINISHED or (isinstance(stem, names.FixedFile) and path.endswith(names.TEMPORARY)):
+    if path == names.MODE_FILE:
+        what = "remembers in it how much the manifest logs of all streams are believed (quire manifest mode)"
+        release = "quire manifest mode changes it; without it, quire.toml decides"
+        return Answer(path, "file", "in use", size_of(path, look), 0, (Holder("store", "the store", what, release),))
+    is_part = isinstance(stem, names.FixedFile) or path.startswith(names.MODE_FILE)
+    if path == _UNFINISHED or (is_part and path.endswith(names.TEMPORARY)):
         return _answer(
             path, look, Holder("store", "the owner", WRITES, f"when it is whole; what is left, {OWNER_OPENS}")
         )

@@ -31,7 +31,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     subject: str
     kind: str
-    """"database", "snapshot", "segment", "base" or "delta"; "log", "table", "backup" or "file" for what is no artifact."""
+    """"database", "namespace", "snapshot", "segment", "base" or "delta";
+    "log", "table", "backup" or "file" for what is no artifact."""
     state: str
     size_bytes: int
     references: int

@@ -29,14 +29,11 @@ from quire.core.clock import Clock
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, UnknownCursor
 from quire.durable.checksums import crc64
 from quire.durable.files import Disk, read_all, write_atomic
-from quire.durable.names import STREAMS, check_name
+from quire.durable.names import MODE_FILE, STREAMS, check_name
 from quire.objects.api import ObjectStore
 from quire.stream.files import StreamFiles
 from quire.stream.mlog_tier2 import EpochBegin, LogObjects
 from quire.stream.segments import StreamSegment
-
-MODE_FILE = f"{STREAMS}/manifest_log.json"
-"""Store-wide: {"mode": "off" | "shadow" | "on"}."""
 
 
 class Consumer(msgspec.Struct, frozen=True):

@@ -210,6 +210,20 @@ def test_a_stream_shows_its_tiers_and_its_manifest_log(anybody: Asker, store: St
     assert told["files"]["hot"]["files"] >= 1
 
 
+def test_a_stream_lists_the_segments_that_need_repair(anybody: Asker, store: Store) -> None:
+    """Their only copy was an object, which is gone."""
+    stream = store.stream("clicks", create=True)
+    stream.append(b"one").result()
+    stream.seal()
+    stream.upload()
+    stream.evict(warm=True)
+    store.delete_objects([segment.key for segment in stream.ledger.view])
+    store.streams.close_stream("clicks")
+    store.stream("clicks").tick()
+    assert store.stream("clicks").info().needs_repair
+    eventually(lambda: anybody.get("/api/databases/clicks").json["stream"]["needs_repair"] == [1])
+
+
 def test_a_damaged_manifest_log_is_told_and_the_rest_is_shown(anybody: Asker, store: Store, path: Path) -> None:
     store.create("clicks", "stream")
     assert anybody.get("/api/databases/clicks").json["stream"]["records"] == []

@@ -20,6 +20,7 @@ from quire.manifest.records import DbKind
 from quire.service.web.changes import cut
 from quire.service.web.dashboard_state import Sight
 from quire.stream.files import LogFiles
+from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_verify import inspect
 
@@ -42,11 +43,14 @@ def _page(sight: Sight, stream_id: int) -> dict[str, Any]:
         "snapshots": log.snapshots(),
         "records": [],
         "tiers": {},
+        "needs_repair": [],
         "problem": "",
     }
     try:
         page["records"] = _records(log)
-        page["tiers"] = _tiers(sight, log)
+        index = recover(log, sight.clock).index if log.chunks() else ManifestIndex()
+        page["tiers"] = _tiers(index)
+        page["needs_repair"] = sorted(index.needs_repair)
     except QuireError as error:
         page["problem"] = error.what  # rule 2
     return page
@@ -70,10 +74,9 @@ def _records(log: LogFiles) -> list[dict[str, Any]]:
     return [cut(plain(each)) for each in reversed(newest)]
 
 
-def _tiers(sight: Sight, log: LogFiles) -> dict[str, int]:
+def _tiers(index: ManifestIndex) -> dict[str, int]:
     """Segments that have a whole copy in each tier."""
     count: Counter[str] = Counter(dict.fromkeys(TIERS, 0))
-    if log.chunks():
-        for info in recover(log, sight.clock).index.segments():
-            count.update(TIERS[tier] for tier in info.tiers)
+    for info in index.segments():
+        count.update(TIERS[tier] for tier in info.tiers)
     return dict(count)

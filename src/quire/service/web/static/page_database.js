@@ -86,7 +86,9 @@ function pages(data, ui) {
 function stream(data) {
   const { stream: log } = data;
   const tier = (name, kind) => [name, log.tiers[name] || 0, kind];
+  const lost = log.needs_repair || [];
   return [
+    lost.length > 0 && wide(card("Needs repair", plural(lost.length, "segment"), h("p", { class: "bad" }, `The only copy of segment ${lost.join(", ")} was an object that is gone: quire stream repair ${data.database.name}`))),
     card("Tiers", "segments with a whole copy", parts([tier("hot", "t-hot"), tier("warm", "t-warm"), tier("remote", "t-remote")])),
     card("On this disk", "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
     consumers(data),
