@@ -405,3 +405,30 @@ def _beside(path: Path) -> Any:
     """What another process says."""
     command = [sys.executable, "-m", "quire", "why", "shop", "--json", "--store", str(path)]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_the_versions_of_a_page_are_listed_with_who_needs_each(run: Run, shop: Path) -> None:
+    changed, same = answer(run, "shop:0"), answer(run, "shop:9")
+    assert (changed["kind"], changed["state"]) == ("page", "2 versions")
+    now, monday = changed["holders"]
+    assert (now["kind"], now["name"]) == ("database", "shop")
+    assert now["what"].startswith("needs the version of lsn ")
+    assert "in WAL segment " in now["what"]
+    assert (monday["kind"], monday["name"]) == ("snapshot", "shop@monday")
+    assert "in chunks, as of lsn " in monday["what"]
+    assert same["state"] == "1 version"
+    assert [holder["name"] for holder in same["holders"]] == ["shop", "shop@monday"], "both share what is unchanged"
+
+
+def test_an_older_version_in_the_wal_waits_for_a_checkpoint_and_links_to_the_one_before(run: Run, shop: Path) -> None:
+    with quire.open(shop) as store:
+        write_pages(store, "shop", range(1), b"c")
+    newest, older, _ = answer(run, "shop:0")["holders"]
+    assert ", follows lsn " in newest["what"]
+    assert older["what"].endswith("until a checkpoint absorbs it")
+    assert older["release"] == "quire checkpoint shop"
+
+
+@pytest.mark.parametrize("subject", ["shop:16", "shop:x", "nope:1"])
+def test_what_is_no_page_is_refused(run: Run, shop: Path, subject: str) -> None:
+    assert run("why", subject).code != 0

@@ -11,6 +11,7 @@ from quire.durable.failpoints import armed
 from quire.jobs.truncate import job as truncate_module
 from quire.manifest import tables as t
 from quire.manifest.records import JobKind, JobState, WalState
+from quire.store.why import why
 from quire.testing.manifest import assert_clean
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
 from tests.pages.world import Model, assert_reads, image, small_segments, write
@@ -175,3 +176,29 @@ def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
     last = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.TRUNCATE][-1]
     assert last.result == {"rows": 0, "segments": 0, "bytes": 0}
     _reads(owner, model)
+
+
+def test_a_segment_says_who_read_when_it_was_planned_and_which_job_truncated_it(owner: Owner) -> None:
+    model = Model()
+    store = owner.database()
+    for number in range(6):
+        write(store, model, {page: image() for page in (number % 4, 7, 20)})
+    owner.engine.flush(1)
+    with store.open_snapshot() as reader:
+        newest = reader.lsn
+        owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
+        owner.worker(JobKind.CHECKPOINT).drain()
+        with owner.manifest.read() as txn:
+            rows = [row for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is WalState.CHECKPOINTED]
+            state = why(txn, "pages/00000001/wal/00000001.seg").state
+    assert rows
+    assert {row.newest_reader_lsn for row in rows} == {newest}
+    assert f"newest reader at lsn {newest} when its checkpoint was planned" in state
+    job_id = owner.manifest.jobs.outstanding(1, JobKind.TRUNCATE)
+    owner.worker(JobKind.TRUNCATE).drain()
+    with owner.manifest.read() as txn:
+        truncated = [row for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is WalState.TRUNCATED]
+        state = why(txn, "pages/00000001/wal/00000001.seg").state
+    assert truncated
+    assert {row.gc_ticket for row in truncated} == {job_id}
+    assert f"truncated by job {job_id}" in state

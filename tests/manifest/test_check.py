@@ -128,6 +128,7 @@ FATAL: dict[str, tuple[str, Damage]] = {
     "marks out of order": ("W2", lambda v: v.change(t.WAL_STATE, 1, 0, last_applied_lsn=10**6)),
     "a gate without a job": ("J1", lambda v: v.put(t.JOB_PENDING_INDEX, INDEX(9), 2, r.JobKind.MERGE)),
     "a lease of a job that does not run": ("J1", lambda v: v.put(t.JOB_LEASES, r.JobLeaseRecord("w", 1, 1), 2)),
+    "a version that follows a newer one": ("P2", lambda v: v.change(t.PAGE_VERSION_INDEX, 1, 1, 5, prev_lsn=6)),
     "a head without a version": ("P1", lambda v: v.put(t.PAGE_VERSION_HEAD, r.PageHeadRecord(5, 1), 1, 9)),
     "a version without a head": ("P1", lambda v: v.delete(t.PAGE_VERSION_HEAD, 1, 1)),
     "a head that is not the newest": ("P1", lambda v: v.change(t.PAGE_VERSION_HEAD, 1, 1, lsn=4)),
@@ -161,6 +162,7 @@ CLOSES: dict[str, set[tuple[str, int]]] = {
     "a cursor's name is missing": set(),
     "a cursor beyond the head": set(),
     "a watermark below its log": set(),
+    "a version that follows a newer one": set(),
 }
 """What a damage closes; the others are about database 1."""
 
@@ -230,7 +232,7 @@ def test_a_generation_that_is_behind_its_log_goes_on_from_the_log(path: str) -> 
         assert_clean(manifest)
 
 
-COUNTED = frozenset({"P1", "R1", "R4", "S2"})
+COUNTED = frozenset({"P1", "P2", "R1", "R4", "S2"})
 """Rules that the audit job looks at by itself."""
 
 

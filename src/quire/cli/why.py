@@ -33,7 +33,8 @@ def why(
     subject: Annotated[
         str,
         Argument(
-            metavar="WHAT", help="A database's or namespace's name, DB@SNAPSHOT, a file's path, or an object's key."
+            metavar="WHAT",
+            help="A database's or namespace's name, DB@SNAPSHOT, DB:PAGE, a file's path, or an object's key.",
         ),
     ],
 ) -> Report:

@@ -17,6 +17,7 @@ Rules it holds, by number (cited in problems, tests and reviews):
   W2  marks of a WAL agree with each other
   J1  `job_pending_index` names exactly the outstanding exclusive jobs; `jobs_by_state` every job; leases only running ones
   P1  a page's head is its newest version in the index
+  P2  the version that a page's version follows (`prev_lsn`) is older than it, and no version in the index lies between the two
   F1  the change log is contiguous from the oldest retained sequence to the head
   F2  live cursors stand inside the log; `cursor_names` names exactly the named ones: mended whenever a store is opened
   G1  a component's watermark is the generation of the last change that touched it, if the log still has it
@@ -376,10 +377,13 @@ def _check_jobs(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
-    """P1: both tables are ordered by page, so one walk beside the other suffices."""
+    """P1 and P2: both tables are ordered by page, so one walk beside the other suffices."""
     heads = txn.scan(t.PAGE_VERSION_HEAD)
     head = next(heads, None)
-    for page, newest in _newest_versions(txn):
+    unlinked: list[Problem] = []
+    for page, newest in _newest_versions(txn, unlinked):
+        yield from unlinked
+        unlinked.clear()
         while head is not None and head[0] < page:
             yield Problem("P1", "a page has a head but no version", {"page": head[0]})
             head = next(heads, None)
@@ -392,11 +396,18 @@ def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
         head = next(heads, None)
 
 
-def _newest_versions(txn: ReadTxn) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """((db_id, page), (lsn, segment_id)) of the newest version of every page in the index."""
-    rows = ((key[:2], (key[2], row.segment_id)) for key, row in txn.scan(t.PAGE_VERSION_INDEX))
-    for page, versions in groupby(rows, key=lambda row: row[0]):
-        yield (page[0], page[1]), max(version for _, version in versions)
+def _newest_versions(txn: ReadTxn, unlinked: list[Problem]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """((db_id, page), (lsn, segment_id)) of the newest version of every page in the index; P2 on the way."""
+    for page, versions in groupby(txn.scan(t.PAGE_VERSION_INDEX), key=lambda version: version[0][:2]):
+        older, newest = 0, (0, 0)
+        for (_, _, lsn), row in versions:
+            if row.prev_lsn and not older <= row.prev_lsn < lsn:
+                # Readers seek by lsn and do not follow it: nothing is closed.
+                where = {"page": page, "lsn": lsn, "prev_lsn": row.prev_lsn}
+                what = "a version of a page does not follow the one before it"
+                unlinked.append(Problem("P2", what, where, contained=True))
+            older, newest = lsn, (lsn, row.segment_id)
+        yield (page[0], page[1]), newest
 
 
 def _check_feed(txn: ReadTxn) -> Iterator[Problem]:
@@ -437,7 +448,7 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
     (_check_snapshots, frozenset({"S1", "S3", "W1", "D3"})),
     (_check_wal, frozenset({"W1", "W2"})),
     (_check_jobs, frozenset({"J1"})),
-    (_check_heads, frozenset({"P1"})),
+    (_check_heads, frozenset({"P1", "P2"})),
     (_check_feed, frozenset({"F1", "F2", "G1"})),
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),
 )

@@ -5,9 +5,9 @@ Terms
   holder    what keeps it: a database that uses it, a snapshot, a fork, a reader, a job, a plan that runs, or time
 
 Rules
-  1. What is asked about may be given as people meet it: a database's name, DB@SNAPSHOT as `why` itself prints it, a file's
-     path in the store, an object's key, also with `objects/` before it, as a store without a bucket has it on disk. What is no
-     artifact is in `why_files.py`.
+  1. What is asked about may be given as people meet it: a database's name, DB@SNAPSHOT as `why` itself prints it, DB:PAGE, a
+     file's path in the store, an object's key, also with `objects/` before it, as a store without a bucket has it on disk. What
+     is no artifact is in `why_files.py`.
   2. Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
      deleted, and that is said.
   3. Readers are asked for as the caller knows them (`readers`): the owner has its own and everybody else's, another process
@@ -35,6 +35,7 @@ from quire.manifest.leases import VIEW_TAG, is_view
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
     TERMINAL_JOB_STATES,
+    DbKind,
     DbStatus,
     JobRecord,
     SnapshotRecord,
@@ -73,6 +74,9 @@ def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda 
     if "/" not in asked:
         with suppress(UnknownDatabase):
             return _database(txn, txn.database_id(subject), who)
+
+        if (page := _page(txn, asked, who)) is not None:
+            return page
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
     found = of_file(txn, asked, look) or of_object(txn, within, look)
@@ -206,6 +210,66 @@ def _job(job_id: int, job: JobRecord) -> Holder:
     return Holder("job", str(job_id), what, f"when it has run: quire jobs show {job_id}")
 
 
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _page(txn: ReadTxn, subject: str, who: Who) -> Answer | None:
+    """The versions of a page, given as DB:PAGE, newest first, and who needs each; `None` if it is no page of a database."""
+    name, _, digits = subject.rpartition(":")
+    index = txn.get(t.DB_NAMES, name) if name else None
+    if index is None or not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
+        return None
+    db_id, page = index.value, int(digits)
+    database, wal = txn.database(db_id), txn.wal_state(db_id)
+    assert database is not None, "its name led here"
+    if database.kind is not DbKind.PAGES:
+        hint = f"`quire why {quoted(name)}` explains the database"
+        raise InvalidInput("only page databases have pages", hint=hint, database=name)
+    if wal is None or page >= wal.size_pages:
+        pages = 0 if wal is None else wal.size_pages
+        raise InvalidInput("the database has no such page", hint="pages are numbered from 0", page=page, pages=pages)
+    versions = [
+        (lsn, f"in WAL segment {row.segment_id}, frame {row.frame_no}" + _follows(row.prev_lsn))
+        for (_, _, lsn), row in txn.scan(t.PAGE_VERSION_INDEX, db_id, page)
+    ]
+    chain = txn.chain(db_id, page // database.pages_per_chunk) if database.pages_per_chunk else ()
+    if chain:
+        # Versions that a checkpoint has absorbed stay in the index until they are truncated: the chunks answer for them.
+        covered = chain[-1].covered_lsn
+        versions = [(0, f"in chunks, as of lsn {covered}"), *(version for version in versions if version[0] > covered)]
+    holders = list(_needs(txn, db_id, versions, who))
+    count = f"{len(versions)} version" + ("" if len(versions) == 1 else "s")
+    return Answer(subject, "page", count, len(versions) * database.page_size, 0, tuple(holders))
+
+
+def _follows(prev_lsn: int) -> str:
+    return f", follows lsn {prev_lsn}" if prev_lsn else ""
+
+
+def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], who: Who) -> Iterator[Holder]:
+    """Who needs each of a page's versions, which are given oldest first as (lsn, where it is); newest first."""
+    name = name_of(txn, db_id)
+    leases = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in who(db_id)]
+    leases += [(row.snapshot_lsn, str(reader)) for (_, reader), row in txn.scan(t.SNAPSHOT_READERS, db_id)]
+    snapshots = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id)]
+    after: int | None = None
+    for lsn, where in reversed(versions):
+        what = f"needs the version {where}" if not lsn else f"needs the version of lsn {lsn}, {where}"
+        if after is None:
+            yield Holder("database", name, what, f"quire drop {quoted(name)}, or a newer version of the page")
+        for reader_lsn, reader in leases:
+            if lsn <= reader_lsn and (after is None or reader_lsn < after):
+                yield Holder("reader", reader, what, "when it closes, or its lease runs out")
+        needed_by = [
+            snapshot_holder(txn, db_id, snapshot_id, row, what)
+            for snapshot_id, row in snapshots
+            if lsn <= row.anchor_lsn and (after is None or row.anchor_lsn < after)
+        ]
+        yield from needed_by
+        if lsn and after is not None:
+            kept = f"keeps the version of lsn {lsn}, {where}, until a checkpoint absorbs it"
+            yield Holder("database", name, kept, f"quire checkpoint {quoted(name)}")
+        after = lsn
+
+
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Answer:
     counts = txn.refcount(key)
@@ -253,7 +317,14 @@ def _state(key: ArtifactKey, row: Any) -> str:
     if row is None:
         return "no row"
     where = str(row.residency.name.lower().replace("_", " "))
-    return f"{row.state.name.lower().replace('_', ' ')}, {where}" if key.kind is ArtifactKind.WAL else where
+    if key.kind is not ArtifactKind.WAL:
+        return where
+    parts = [row.state.name.lower().replace("_", " "), where]
+    if row.newest_reader_lsn:
+        parts.append(f"newest reader at lsn {row.newest_reader_lsn} when its checkpoint was planned")
+    if row.gc_ticket:
+        parts.append(f"truncated by job {row.gc_ticket}")
+    return ", ".join(parts)
 
 
 def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Iterator[Holder]:

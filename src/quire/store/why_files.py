@@ -248,7 +248,7 @@ def on_disk(txn: ReadTxn, root: str, asked: str, answer: Answer) -> Answer:
     """The answer with what the file system has given for the subject in the store at `root`."""
     if answer.kind == "database":
         given = measure_database(root, txn.database_id(answer.subject))
-    elif answer.kind == "snapshot":
+    elif answer.kind in ("snapshot", "page"):
         return answer
     else:
         path = os.path.join(root, asked.removeprefix("./"))

@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     subject: str
     kind: str
-    """"database", "namespace", "snapshot", "segment", "base" or "delta";
+    """"database", "namespace", "snapshot", "page", "segment", "base" or "delta";
     "log", "table", "backup" or "file" for what is no artifact."""
     state: str
     size_bytes: int

@@ -41,7 +41,7 @@ def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
             }
 
 
-COUNTED_RULES = frozenset({"R1", "R4", "S2", "P1"})
+COUNTED_RULES = frozenset({"R1", "R4", "S2", "P1", "P2"})
 """Rules of the manifest that the audit job looks at, on executors if need be."""
 
 

@@ -268,7 +268,10 @@ def frames_max(runner_for: Choose, waiting_bytes: int) -> int:
 
 def begin_op(ctx: JobContext, job: Job, plan: CheckpointPlan) -> Op:
     """What stores a plan."""
-    return BeginPlan(plan.db_id, plan.generation, plan.record(job.job_id, job.record.attempt, ctx.clock.now_ms()))
+    readers = engine_of(ctx).readers(plan.db_id) if plan.segments else []
+    newest = max((lease.lsn for lease in readers), default=0)
+    record = plan.record(job.job_id, job.record.attempt, ctx.clock.now_ms())
+    return BeginPlan(plan.db_id, plan.generation, record, newest)
 
 
 def tell_begun(plan: CheckpointPlan) -> None:

@@ -54,15 +54,17 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     while len(done) > STEP_SEGMENTS:
         progress(dropped, 0)
         step, done = done[:STEP_SEGMENTS], done[STEP_SEGMENTS:]
-        commit_step(ctx, job, _let_go(ctx, db_id, step))
+        commit_step(ctx, job, _let_go(ctx, job, step))
         hit("jobs.truncate.moved")
         Done(events=_events(db_id, step)).log()
-    return Done(result, ops=tuple(_let_go(ctx, db_id, done)) if done else (), events=_events(db_id, done))
+    return Done(result, ops=tuple(_let_go(ctx, job, done)) if done else (), events=_events(db_id, done))
 
 
-def _let_go(ctx: JobContext, db_id: int, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
+def _let_go(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
     """The end of these segments, as far as this database is concerned, and the deletion of what nobody else holds."""
-    moves: list[Op] = [MoveWalState(db_id, segment_id, WalState.TRUNCATED) for segment_id, _ in segments]
+    moves: list[Op] = [
+        MoveWalState(job.db_id, segment_id, WalState.TRUNCATED, gc_ticket=job.job_id) for segment_id, _ in segments
+    ]
     return [*moves, *ctx.manifest.jobs.deletions({row.origin_db_id for _, row in segments})]
 
 

@@ -46,7 +46,9 @@ def _require_attempt(tables: Overlay, job_id: int, attempt: int) -> None:
         )
 
 
-def _move_segments(tables: Overlay, db_id: int, segments: list[int], at: WalState, to: WalState) -> None:
+def _move_segments(
+    tables: Overlay, db_id: int, segments: list[int], at: WalState, to: WalState, *, newest_reader_lsn: int = 0
+) -> None:
     for segment_id in segments:
         key = t.WAL_CATALOG.key.pack(db_id, segment_id)
         row = tables.wal_catalog.get(key)
@@ -59,7 +61,8 @@ def _move_segments(tables: Overlay, db_id: int, segments: list[int], at: WalStat
                 at=row.state.name if row else "gone",
                 expected=at.name,
             )
-        tables.wal_catalog.put(key, replace(row, state=to))
+        newest = newest_reader_lsn or row.newest_reader_lsn
+        tables.wal_catalog.put(key, replace(row, state=to, newest_reader_lsn=newest))
 
 
 class BeginPlan(Op, frozen=True, tag=46):
@@ -69,6 +72,8 @@ class BeginPlan(Op, frozen=True, tag=46):
     db_id: UInt
     generation: UInt
     record: PlanRecord
+    newest_reader_lsn: UInt = 0
+    """The newest version that anybody was reading when the plan was made; 0 if nobody was."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -78,7 +83,14 @@ class BeginPlan(Op, frozen=True, tag=46):
                 "the database has a plan already", hint="run it or abandon it first", db_id=self.db_id
             )
         burn_generation(tables, self.db_id, self.generation)
-        _move_segments(tables, self.db_id, self.record.segments, WalState.INDEXED, WalState.CHECKPOINT_READY)
+        _move_segments(
+            tables,
+            self.db_id,
+            self.record.segments,
+            WalState.INDEXED,
+            WalState.CHECKPOINT_READY,
+            newest_reader_lsn=self.newest_reader_lsn,
+        )
         tables.checkpoint_plan.put(t.CHECKPOINT_PLAN.key.pack(self.db_id, self.generation), self.record)
 
 
