@@ -81,16 +81,16 @@ def _members(value: type) -> list[tuple[str, str]]:
                 found[name] = _first(member)
             elif isinstance(member, Enum) and isinstance(member, value):
                 found[name] = f"= {member.value!r}"
-    return [*((name, text) for name, text in _fields(value) if name not in found), *found.items()]
+    return [*((name, text) for name, text in fields(value) if name not in found), *found.items()]
 
 
-def _fields(value: type) -> list[tuple[str, str]]:
+def fields(value: type) -> list[tuple[str, str]]:
     """Fields of a struct or dataclass: type, default, and the string that stands below each."""
     if not (hasattr(value, "__struct_fields__") or is_dataclass(value)):
         return []
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
     assert isinstance(definition, ast.ClassDef)
-    fields: list[tuple[str, str]] = []
+    described: list[tuple[str, str]] = []
     for node, after in zip_longest(definition.body, definition.body[1:]):
         if (
             not isinstance(node, ast.AnnAssign)
@@ -101,8 +101,8 @@ def _fields(value: type) -> list[tuple[str, str]]:
         default = f" = {ast.unparse(node.value)}" if node.value is not None else ""
         note = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
         note = re.sub(r"\s+", " ", str(note))
-        fields.append((node.target.id, f"`{ast.unparse(node.annotation)}{default}` {note}".rstrip()))
-    return fields
+        described.append((node.target.id, f"`{ast.unparse(node.annotation)}{default}` {note}".rstrip()))
+    return described
 
 
 def _signature(function: Any, *, method: bool = False) -> str:

@@ -20,7 +20,7 @@ import quire
 from quire.cli import main
 from quire.manifest import tables as t
 from quire.manifest.records import IndexRecord, WalStateRecord
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from quire.cli.stream import MOVES
 from quire.manifest.records import DbKind
 from tests.cli.commands import COMMANDS
 from tests.cli.conftest import Run, quire_program
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 SCRIPT = """
 eval "$(quire completion bash)"

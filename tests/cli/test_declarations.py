@@ -19,7 +19,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.exit_codes import OK, USAGE
 from quire.cli.output import Note
 from tests.cli.commands import COMMANDS
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 Call = tuple[Cli, dict[str, Any], bool]
 

@@ -31,7 +31,7 @@ from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
 from tests.cli.commands import COMMANDS
 from tests.cli.conftest import Ended
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 IN_ORDER = (
     "init", "create", "jobs ls", "jobs show", "jobs cancel", "jobs retry", "jobs work",

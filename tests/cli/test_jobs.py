@@ -19,7 +19,7 @@ from quire.cli.output import width_of
 from quire.jobs.registry import HANDLERS
 from quire.manifest.records import JobKind, JobState
 from tests.cli.conftest import Run, on_a_terminal
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 SLOW = """
 import time

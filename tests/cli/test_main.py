@@ -15,7 +15,7 @@ import pytest
 
 import quire
 from tests.cli.conftest import Ended, Run, quire_program
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 QUIRE = f"{shlex.quote(sys.executable)} -m quire"
 

@@ -13,7 +13,7 @@ import pytest
 
 import quire
 from tests.cli.conftest import Run
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 MISTAKES: list[tuple[str, int, str]] = [
     # what is not there

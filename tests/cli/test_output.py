@@ -15,7 +15,7 @@ from quire.cli.output import Facts, JsonOutput, Listing, Node, Note, Report, Row
 from quire.core import errors
 from quire.core.errors import QuireError, StoreLocked
 from quire.core.ids import ArtifactKey, ArtifactKind
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 
 
 class Terminal(io.StringIO):

@@ -20,8 +20,8 @@ from quire.manifest.tables import GC_REFCOUNTS, TABLES
 from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program, write_pages
-from tests.house import test_docs_run
-from tests.house.tree import ROOT, SRC
+from tests.rules import test_docs_run
+from tests.rules.tree import ROOT, SRC
 
 HEAVY = ("numpy", "pyarrow", "obstore", "awscrt", "structlog", "prometheus_client", "rich", "asyncio")
 

@@ -22,8 +22,8 @@ from quire.cli.command import Cli
 from quire.core.errors import AccessDenied, InvalidInput, Unavailable
 from quire.service.commands import Command
 from tests.cli.conftest import Ended, quire_program
-from tests.house.tree import SRC
 from tests.manifest.helpers import eventually
+from tests.rules.tree import SRC
 from tests.service.world import served
 
 

@@ -17,7 +17,7 @@ from quire.manifest.records import JobKind, WalState
 from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.tables import WAL_CATALOG
 from tests.cli.conftest import Run, first_byte, on_a_terminal, write_pages
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 
 def test_create_keeps_a_database_with_or_without_a_name(run: Run, shop: Path) -> None:

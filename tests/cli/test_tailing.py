@@ -20,7 +20,7 @@ import quire
 from quire.cli.output import Look
 from quire.cli.tables import RunningTable
 from tests.cli.conftest import Run, quire_program
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 SECONDS = 60
 """How long something may take on a busy machine before it is missing."""

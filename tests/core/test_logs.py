@@ -15,7 +15,7 @@ import quire
 from quire.core.errors import InvalidInput
 from quire.core.logs import configure
 from tests.cli.conftest import quire_program
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 
 def emitted(style: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from quire.core.tracing import SPANS
-from tests.house.tree import ROOT, SRC
+from tests.rules.tree import ROOT, SRC
 
 PROGRAM = """
 import json, sys

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from examples import audit_log, changes_to_parquet, feature_store, tenants
-from tests.house.tree import ROOT, SRC
 from tests.objects.conftest import fresh_url, s3_server
+from tests.rules.tree import ROOT, SRC
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import ROOT, SRC
+from tests.rules.tree import ROOT, SRC
 
 PAGES = ("operations", "snapshots", "jobs", "service", "feed", "sqlite", "streams", "key-value", "pages")
 
@@ -24,7 +24,7 @@ def quire(*arguments: str, at: Path, stdin: str = "") -> subprocess.CompletedPro
 
 
 def programs(page: str) -> list[str]:
-    """The blocks of a page, without those on Spark, which share a session elsewhere (tests/house)."""
+    """The blocks of a page, without those on Spark, which share a session elsewhere (tests/rules)."""
     parts = (ROOT / "docs" / f"{page}.md").read_text("utf-8").split("\n```python\n")[1:]
     return [each for part in parts if "quire.spark" not in (each := part.partition("\n```")[0])]
 

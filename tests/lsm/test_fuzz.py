@@ -30,9 +30,9 @@ from quire.lsm.block_bounds import BLOCK_ROWS_MAX, check_message
 from quire.lsm.load_notes import LoadNote
 from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
-from tests.house.tree import ROOT
 from tests.lsm.crafted import parts_of, put_together, read_every_way
 from tests.lsm.worlds import TINY
+from tests.rules.tree import ROOT
 
 SMALL_BYTES = 16 << 20
 U32 = st.one_of(st.integers(0, 40), st.sampled_from([2**31 - 1, 2**32 - 1, 2**24, 70_000]), st.integers(0, 2**32 - 1))

@@ -23,8 +23,8 @@ from quire.lsm.manifest_data import (
     SetActiveWal,
     kind_of,
 )
-from tests.house.tree import ROOT
 from tests.lsm.manifests import EVENTS, entry
+from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "lsm-manifest.md").read_text("utf-8")
 

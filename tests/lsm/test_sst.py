@@ -21,8 +21,8 @@ from quire.lsm.bloom import hash_key
 from quire.lsm.sst_reader import BlockCache, SSTable
 from quire.lsm.sst_writer import TableOptions, TableWriter
 from quire.testing.faults import Fault, each_fault
-from tests.house.tree import ROOT
 from tests.lsm.tables import KEYS, ROWS, SMALL, Row, batch_of, in_order, make_table, newest, rows_of
+from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "sstable.md").read_text("utf-8")
 

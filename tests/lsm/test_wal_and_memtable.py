@@ -29,8 +29,8 @@ from quire.lsm.memtable import Memtable
 from quire.lsm.merge import VersionRetention, compacted, merged, retained, scan_parts, visible
 from quire.lsm.wal import LOG_KIND, KvWal, batches_of, decode_batch, encode_batch
 from quire.lsm.witnesses import Owner
-from tests.house.tree import ROOT
 from tests.lsm.tables import KEYS, ROWS, VALUES, Row, batch_of, in_order, make_table, newest, rows_of
+from tests.rules.tree import ROOT
 
 BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=8)
 

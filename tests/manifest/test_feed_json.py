@@ -22,8 +22,8 @@ from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import DbKind, WalFormat
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from tests.house.tree import ROOT
 from tests.manifest.helpers import chunk, does
+from tests.rules.tree import ROOT
 
 NUMBERS = st.integers(0, 2**64 - 1)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)

@@ -26,7 +26,7 @@ from quire.objects.owner_record import (
     read_file,
     write_file,
 )
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs/formats/owner.md").read_text("utf-8")
 NUMBERS = st.integers(0, U32_MAX)

@@ -34,10 +34,10 @@ from quire.objects.options import StoreOptions
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, without_object
-from tests.house.test_executor_safe import refused_without_lmdb
 from tests.objects.conftest import fresh_url, s3_options, s3_server
 from tests.pages import world
 from tests.pages.world import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
+from tests.rules.test_executor_safe import refused_without_lmdb
 
 __all__ = ["s3_server"]  # a fixture
 

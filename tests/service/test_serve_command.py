@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 Serve = Callable[..., subprocess.Popen[str]]
 

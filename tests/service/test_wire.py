@@ -16,7 +16,7 @@ from quire.core.errors import QuireError
 from quire.manifest.records import DbKind
 from quire.service import messages as m
 from quire.service import wire
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 
 KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, QuireError)]
 

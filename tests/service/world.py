@@ -20,7 +20,7 @@ from quire.durable.failpoints import armed
 from quire.manifest.ops.base import Counter, Op, ReserveIds
 from quire.service.wire import VERSION_HEADER, WIRE_VERSION
 from quire.store.store import Store
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 HEADERS = [(VERSION_HEADER.encode(), str(WIRE_VERSION).encode())]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 from tests.spark.cluster_child import ROWS
 
 EXPECTED = [["late", 10], ["w0", ROWS // 3 + 1 - 4], ["w1", ROWS // 3 + 1 - 3], ["w2", ROWS // 3 - 3]]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from quire.manifest.records import JobKind, JobState
-from tests.house.tree import SRC
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
 from tests.pages.world import Version, assert_reads
+from tests.rules.tree import SRC
 from tests.spark.faults_child import DATABASES, content
 
 CLUSTER = "local-cluster[2,1,1024]"

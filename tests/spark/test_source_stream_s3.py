@@ -22,7 +22,7 @@ import quire
 from quire.objects.api import list_objects
 from quire.spark.access import options_of
 from quire.spark.sessions import session
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
 from tests.spark.cluster_child import BUCKET, s3
 from tests.spark.test_source_records import PER_SEGMENT, RECORDS, SETTINGS, payload

@@ -26,7 +26,7 @@ from quire.core.errors import SnapshotGone
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed
 from tests.cli.conftest import Ended, on_a_terminal, quire_program
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 from tests.sqlite.followed import Obedient, content, truth
 from tests.sqlite.ordinary import dump, integrity, make
 

@@ -15,7 +15,7 @@ from quire.core.errors import InvalidInput
 from quire.sqlite import dbapi
 from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, judge, log_once
 from quire.store.store import Store
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 from tests.sqlite.conftest import Connect, count
 
 PAGE_SIZES = [512 << step for step in range(8)]

@@ -19,8 +19,8 @@ from quire.core.errors import Conflict, NotFound, WrongKind
 from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
 from quire.store.store import Store
-from tests.house.tree import SRC
 from tests.manifest.helpers import eventually
+from tests.rules.tree import SRC
 
 
 @pytest.fixture

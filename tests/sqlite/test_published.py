@@ -19,7 +19,7 @@ from quire.sqlite.files import ReadOnlyFile
 from quire.sqlite.reader import open_reader
 from quire.sqlite.vfs import QuireVfs
 from quire.store.store import Store
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 from tests.sqlite.conftest import SETTINGS, count
 
 PROGRAM = """

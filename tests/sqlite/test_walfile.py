@@ -25,7 +25,7 @@ from quire.sqlite.walfile import (
     parse_header,
     verified,
 )
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 from tests.sqlite.ordinary import as_sqlite_reads, copy_of, in_big_endian, writing
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import quire
 from quire.store.store import Store
-from tests.house.tree import SRC
+from tests.rules.tree import SRC
 
 Script = Callable[[str, str], subprocess.Popen[str]]
 

@@ -28,6 +28,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether an endpoint may be plain HTTP: credentials and data then travel in the clear."""
     connect_timeout_seconds: float = 5.0
     request_timeout_seconds: float = 60.0
+    """How long a connection may take to be made, and a request with its answer."""
     credentials: dict[str, str] = {}
     """By obstore's names (`access_key_id`, `secret_access_key`, `account_name` …); a value `env:NAME` is that variable's.
     Empty: the provider's own variables (AWS_*, GOOGLE_*, AZURE_*)."""

@@ -19,8 +19,8 @@ from quire.durable.failpoints import armed
 from quire.manifest.metrics import MetricKind
 from quire.service.web.server import WebServer
 from quire.store.store import Store
-from tests.house.tree import ROOT
 from tests.manifest.helpers import eventually
+from tests.rules.tree import ROOT
 from tests.service.web.world import Asker
 
 BOARD = ROOT / "deploy" / "grafana" / "quire.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import quire
 from quire.service.web.server import WebServer
-from tests.house.tree import ROOT, SRC
+from tests.rules.tree import ROOT, SRC
 from tests.service.web.world import Asker
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import draw
 from docs import api
-from tests.house.tree import ROOT, modules
+from tests.rules.tree import ROOT, modules
 
 DOCS = ROOT / "docs"
 WORDS = [

@@ -29,7 +29,7 @@ from quire.manifest.store import ManifestStore
 from quire.manifest.tables import META, OBJECT_PLACE, TABLES, Table
 from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from quire.testing.clock import ManualClock
-from tests.house.tree import ROOT
+from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "manifest.md").read_text("utf-8")
 WIDTHS = {"B": "u8", "H": "u16", "I": "u32", "Q": "u64"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import ROOT, modules
+from tests.rules.tree import ROOT, modules
 
 PAGES = sorted(file for file in (ROOT / "docs" / "formats").glob("*.md") if file.name != "README.md")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.house.test_docs_run import programs
-from tests.house.tree import ROOT, SRC
+from tests.rules.test_docs_run import programs
+from tests.rules.tree import ROOT, SRC
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 

@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.house.tree import Source, imports, modules, parse
+from tests.rules.tree import Source, imports, modules, parse
 
 LAYERS = [
     {"core"},

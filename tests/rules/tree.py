@@ -1,4 +1,4 @@
-"""The source tree as the house rules see it: each file once, parsed, with every import it contains."""
+"""The source tree as the rules of the code base see it: each file once, parsed, with every import it contains."""
 
 from __future__ import annotations
 

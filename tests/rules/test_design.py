@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.house.tree import ROOT, modules
+from tests.rules.tree import ROOT, modules
 
 DESIGN = ROOT / "docs/design.md"
 CODE = re.compile(r"""(?<![-\w./%'"=])[A-Z][0-9]{1,2}(?![\w%'"=/-]|\.\w)""")
@@ -125,7 +125,7 @@ def test_a_docstring_says_the_thing_and_not_only_its_rules_number() -> None:
     assert all(map(BARE_RULE.search, ('"""Rules 1 and 2."""', '"""R1, R2."""')))
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     bare = [str(file.relative_to(ROOT)) for file in files if BARE_RULE.search(file.read_text("utf-8"))]
-    assert bare == ["tests/house/test_design.py"], "say it in a sentence; the rule's number may stand at its end"
+    assert bare == ["tests/rules/test_design.py"], "say it in a sentence; the rule's number may stand at its end"
 
 
 def test_the_design_documents_are_named_by_subject_and_not_by_number() -> None:
@@ -133,4 +133,4 @@ def test_the_design_documents_are_named_by_subject_and_not_by_number() -> None:
     assert numbered.search("as seed 001 says")
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in KINDS]
     cited = [str(file.relative_to(ROOT)) for file in files if numbered.search(file.read_text("utf-8"))]
-    assert cited == ["tests/house/test_design.py"], "docs/design/seeds.md has their names"
+    assert cited == ["tests/rules/test_design.py"], "docs/design/seeds.md has their names"

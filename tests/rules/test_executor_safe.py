@@ -8,7 +8,7 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tests.house.tree import SRC, Source, imports, modules
+from tests.rules.tree import SRC, Source, imports, modules
 
 EXECUTOR_SAFE = [
     "quire.core.*",

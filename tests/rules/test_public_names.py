@@ -14,7 +14,7 @@ import pytest
 
 import quire
 from quire.core import errors
-from tests.house.tree import ROOT, SRC, imports, parse, sources
+from tests.rules.tree import ROOT, SRC, imports, parse, sources
 
 # A name here is a promise to users: taking one away is a breaking change and belongs in the changelog.
 FUNCTIONS_AND_CLASSES = [

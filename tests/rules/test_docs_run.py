@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.tree import ROOT, SRC
+from tests.rules.tree import ROOT, SRC
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
