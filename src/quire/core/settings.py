@@ -70,6 +70,7 @@ class FeedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     retain_seconds: float = 7 * 86_400.0
     retain_bytes: int = GIB
+    """Changes older than this, or beyond this many bytes, are trimmed."""
 
 
 class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
