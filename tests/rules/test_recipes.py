@@ -81,7 +81,7 @@ def test_every_threshold_has_a_sentence() -> None:
 def test_every_pragma_that_is_judged_is_documented() -> None:
     source = ast.parse(Path(ROOT / "src/quire/sqlite/pragmas.py").read_text("utf-8"))
     judged = {
-        node.value.value
+        str(node.value.value)
         for node in ast.walk(source)
         if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant)
     }
