@@ -88,7 +88,7 @@ class _History:
 
 @dataclass(slots=True)
 class KvSurvey:
-    """See the terms."""
+    """What is left of a damaged database, and where each part can be had."""
 
     disk: Disk
     home: LsmHome

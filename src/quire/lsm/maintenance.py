@@ -1,4 +1,4 @@
-"""What happens behind a key-value database: flushes, compactions, checkpoints of the manifest, files that go.
+"""Background work of a key-value database: flushes, compactions, checkpoints of the manifest, removal of obsolete files.
 
 What is on disk, step by step, and what a crash there leaves
   a flush writes its table        a file that no event names: swept at the next open
@@ -14,7 +14,7 @@ Rules
      every table that was flushed before it.
   2. A file goes only after the event that makes it dead is durable and LMDB has recorded that, and when the last view or scan
      that could read it is gone. So no damage to the manifest alone can cost what the file held.
-  3. A flush or compaction that fails (no space, say) leaves everything as it was and is tried again; writers are told.
+  3. A flush or compaction that fails (no space, say) leaves everything as it was and is retried; writers get the error.
      After doubt about the manifest the database stops.
   4. Versions that an open snapshot needs stay; so do tombstones that hide what a bulk load under way will bring.
 
@@ -44,15 +44,18 @@ from quire.lsm.memtable import Memtable
 from quire.lsm.witnesses import CompactionLedger, NoLedger
 
 if TYPE_CHECKING:
-    import threading
-
     from quire.lsm.kv import Kv
     from quire.lsm.merge import VersionRetention
     from quire.lsm.sst_reader import SSTable
 
 
 class Stalls:
-    """The writers of one database that wait for room, and how long they ever did."""
+    """Writers that wait because too many memtables wait for their flush, or too many tables of level 0 for a compaction.
+
+    A writer waits without the write lock, so that flushes, reads and snapshots do not wait behind it; for `stall_seconds` at
+    most, and not for a background that has stopped or failed. Raises `Overloaded`, `StoreClosed`, and what stopped the
+    background.
+    """
 
     def __init__(self, kv: Kv) -> None:
         self._kv = kv

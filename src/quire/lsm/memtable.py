@@ -36,7 +36,7 @@ MARK_ROWS = 1_024
 
 
 class Memtable:
-    """See the rules above."""
+    """The newest writes of a database, by key."""
 
     __slots__ = ("_batch", "_sorted", "_sorting", "bytes", "entries", "is_frozen", "lsn_max")
 

@@ -65,7 +65,7 @@ class RecoveredKv(msgspec.Struct):
 
 
 def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> RecoveredKv:
-    """See the steps above. A directory without a database gets an empty one, unless the facts are that there was one."""
+    """Open the files of a database, or create an empty one unless the facts say that there was one."""
     facts = facts or StoreFacts()
     manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_behind(disk, home, state, facts))
     for part in ("wal", "sst"):

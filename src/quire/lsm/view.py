@@ -1,9 +1,10 @@
-"""What a database is at one moment: the memtable, the frozen ones, the tables; and reading it at an lsn.
+"""What a database is at one moment: the memtable, the frozen memtables and the tables by level; and reading it at an lsn.
 
-Rules
-  1. A view never changes (its memtable grows, which reads at an lsn do not see); the engine replaces it as a whole. Who holds
-     one reads on, whatever is flushed or compacted meanwhile.
-  2. The newest version at or below the lsn counts, wherever it is.
+Views and levels never change (a view's memtable grows, which reads at an lsn do not see): a flush or a compaction makes new
+ones. Whoever holds a view holds its tables, and with them their files, whatever is flushed or compacted meanwhile.
+
+Which version of a key is newest is decided by lsn alone, never by level: tables that are loaded in bulk have the lsn of the
+beginning of the load.
 
 Threads: any.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Levels:
-    """See the rules above."""
+    """The tables by level. Key ranges may overlap in level 0; deeper levels have disjoint ranges, sorted by key."""
 
     __slots__ = ("_starts", "deeper", "level0", "lsn_max")
 
@@ -55,7 +56,7 @@ class Levels:
         return len(self.level0) + sum(map(len, self.deeper))
 
     def get(self, key: bytes, key_hash: int, lsn: int, best: VersionedValue | None) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn, `best` being what was found elsewhere (rule 2)."""
+        """The newest version of a key at or below an lsn, `best` being what was found elsewhere."""
         for table in self.level0:
             if best is not None and best[0] >= table.meta.lsn_max:
                 break  # the others are older still
@@ -100,7 +101,7 @@ class Frozen(msgspec.Struct, frozen=True):
 
 
 class KvView(msgspec.Struct, frozen=True):
-    """See the rules above."""
+    """A database at one moment."""
 
     memtable: Memtable
     frozen: tuple[Frozen, ...]

@@ -1,4 +1,4 @@
-"""What a store knows of a key-value database, apart from the database's own files: its witnesses, compared at each open.
+"""What a store knows of a key-value database apart from its files (compared at each open), and who is told of its changes.
 
 Terms
   owner      the store and the database that files carry in their headers

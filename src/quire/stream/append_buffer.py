@@ -1,4 +1,4 @@
-"""What has been appended to a stream and is not written yet: records as they came, their ids, and the blocks they become.
+"""Records that were appended to a stream and are not written yet: their ids, the blocks they become, and what `append` returns.
 
 Terms
   run   records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own

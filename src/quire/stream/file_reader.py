@@ -112,7 +112,7 @@ class Beside:
         self._places = {segment_id: place for segment_id, place in self._places.items() if segment_id > self._passed}
 
     def _note_gap(self, ahead: bool) -> None:
-        """Rule 3: there are records ahead that do not follow the last one."""
+        """Remember since when there have been records ahead that do not follow the last one."""
         if not ahead:
             self._gap_since = None
             return

@@ -1,10 +1,10 @@
-"""Who writes and syncs what was appended, and who wakes whom: many threads of which each waits for its own record.
+"""Group commit: one thread writes and syncs what many threads have appended, and wakes them.
 
 Terms
   leader    the thread that writes and syncs, for itself and for everyone who had appended by then
   sleeper   waits for the leader's sync, or for the next one; each has a ring of its own
   baton     the duty to wake the next sleeper that has been served
-  turn      what was appended between two refusals: a full disk ends one, and what was pending by then is refused
+  round     what was appended between two refusals: a full disk ends a round, and what is pending then is refused
 
 Rules
   1. With nobody else about, a sync is a call: no thread in between, and nothing is made.
@@ -12,12 +12,12 @@ Rules
      served wake up; a new leader would first have to get the interpreter, for which all of them wait too.
   3. Sleepers are woken one by one: whoever wakes up wakes the next, before anything else. Woken at once, all but one of them
      would find the interpreter taken and go to sleep again (measured: twice as many context switches).
-  4. Nobody is forgotten. A sleeper enters itself before it looks a last time, and a leader looks for sleepers after it has
-     given its lock back: either it sees the sleeper, or the sleeper sees that nobody leads. One that goes without having been
-     woken says so first and looks at its ring then; who hands it the baton rings first and looks then: one of the two goes on.
+  4. No wake-up is lost. A sleeper registers before its last check, and a leader looks for sleepers after it has released its
+     lock: either it sees the sleeper, or the sleeper sees that nobody leads. A sleeper that leaves without having been woken
+     says so first and then checks its ring; whoever hands it the baton rings first and then checks: one of the two continues.
   5. What fails is raised where it was waited for. A leader whose own records are durable leaves it to the others to find out.
-  6. Ids that were refused are given out again, so a durable mark above an id says nothing to who had it before: the turn does,
-     and is looked at before the mark and after it.
+  6. Ids that were refused are reused, so a durable mark above an id proves nothing to a refused caller: the round does, and is
+     checked before the mark and after it.
 
 Why this is not `pages/sync_lanes.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
 for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
@@ -132,7 +132,7 @@ class GroupCommit:
                 self._hand_over()  # rule 4: the first of them leads, if nobody else does by then
 
     def _stay(self) -> None:
-        """Rule 2, after a sync."""
+        """Serve further groups after a sync (rule 2)."""
         for _ in range(MORE_GROUPS):
             self._look_after()
             if not self._waiting:

@@ -248,5 +248,5 @@ def _residency(segment: StreamSegment) -> Residency:
 
 
 def _suffix(segment: StreamSegment) -> str:
-    """Rule 3: from the moment before the first byte, until the object is gone again."""
+    """The object's key, from before its first byte is uploaded until the object is deleted."""
     return segment.key if segment.state.remote not in (Remote.NONE, Remote.DELETED) else ""

@@ -9,8 +9,8 @@ Rules
   1. A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`.
   2. What is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from
      LMDB, else from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it.
-     Objects that neither log nor LMDB has ever known are looked for in the bucket (`repair.py`), and taken up if
-     they are sound and hold records that no other segment has. What was let go stays out: retention has decided.
+     Objects that neither log nor LMDB has ever known are looked for in the bucket (`list_strays`), and adopted if
+     they are sound and hold records that no other segment has. What retention has removed stays out.
   3. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it. Records that nothing
      but a lost segment had are told as lost.
   4. The log is brought up by records, in one commit, as after a time in which it was off (`mlog_modes.catch_up`). A crash
@@ -59,16 +59,17 @@ from quire.stream.warm import WARM_HEADER_BYTES, WarmReader, check_header, dicti
 
 
 class Strays(NamedTuple):
-    """What a listing has found."""
+    """Objects of a stream's segments that neither its manifest log nor LMDB knows."""
 
     objects: dict[int, ObjectInfo]
-    """By segment."""
+    """Of the current owner epoch, by segment."""
     doubtful: list[str]
-    """Keys of earlier epochs, and of the space that belongs to no store (rule 1)."""
+    """Keys of earlier epochs, which a deposed owner may have written, and keys without a store, which may belong to another
+    store: reported and left alone."""
 
 
 def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
-    """The objects of segments that are not known."""
+    """List the bucket for objects of segments that are not known."""
     strays = Strays({}, [])
     for prefix in objects.prefixes:
         below = f"{prefix}/" if prefix else ""
@@ -84,7 +85,7 @@ def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
 
 
 def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[SegmentFacts, int]:
-    """(what the segment is, the id behind it) by its object, read whole (rule 2)."""
+    """(what the segment is, the id behind it) according to its object; trusted because all of it is read and verified."""
     store, key = objects.store, info.key
     head = store.get_range(key, 0, min(WARM_HEADER_BYTES, info.size_bytes))
     reader = WarmReader(lambda offset, size: store.get_range(key, offset, size), info.size_bytes, path=key)
