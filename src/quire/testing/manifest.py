@@ -42,8 +42,15 @@ from quire.manifest.guard import ManifestGuard, Receipt
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.artifacts import PutNamespace, UpdateArtifact
 from quire.manifest.ops.audit import PruneAudit
-from quire.manifest.ops.base import Counter, Op
-from quire.manifest.ops.cursors import AcknowledgeChanges, DropCursor, LoseCursor, RegisterCursor, ResumeCursor
+from quire.manifest.ops.base import LOCAL_COUNTERS, Counter, Op, ReserveLocalIds
+from quire.manifest.ops.cursors import (
+    AcknowledgeChanges,
+    ClampCursor,
+    DropCursor,
+    LoseCursor,
+    RegisterCursor,
+    ResumeCursor,
+)
 from quire.manifest.ops.databases import (
     DropDb,
     RegisterDb,
@@ -56,7 +63,14 @@ from quire.manifest.ops.databases import (
 )
 from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, EnsureJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
-from quire.manifest.ops.local import FollowSqliteFile, PutReader, RecordMetric, SetFloor, SetObjectPlace
+from quire.manifest.ops.local import (
+    FollowSqliteFile,
+    PutReader,
+    RecordMetric,
+    RecordVerification,
+    SetFloor,
+    SetObjectPlace,
+)
 from quire.manifest.ops.lsm import FoldLsm, RecordLsmEnds
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, ForgetPages, PublishPages
 from quire.manifest.ops.refs import RemoveArtifact, unpack_artifact
@@ -164,7 +178,7 @@ class BatchMaker:
     STORIES = (
         "register", "rename", "status", "retention", "prune_audit", "drop", "remove", "namespace", "checkpoint",
         "update", "segment", "move", "pages", "drop_pages", "snapshot", "drop_snapshot", "fork", "collect", "enqueue",
-        "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file",
+        "ensure", "work", "metric", "cursor", "reader", "lsm", "followed_file", "clamp", "reserve", "verified",
     )  # fmt: skip
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
@@ -433,6 +447,18 @@ class BatchMaker:
         if choice == 3:
             return [LoseCursor(cursor_id, "too slow"), *([ResumeCursor(cursor_id)] if self._chance(2) else [])]
         return [AcknowledgeChanges(cursor_id, self.rng.randint(0, 60))]
+
+    def clamp(self, txn: ReadTxn) -> list[Op]:
+        """As at open: mostly a cursor that stands where it may, now and then one that has missed changes."""
+        cursors = [key[0] for key, row in txn.scan(t.CHANGE_CURSORS) if row.name != HOLDER]
+        return [ClampCursor(self._any(cursors) or 0)]
+
+    def reserve(self, txn: ReadTxn) -> list[Op]:
+        counter = self.rng.choice(list(LOCAL_COUNTERS))
+        return [ReserveLocalIds(counter, txn.next_id(counter) + self.rng.randint(0, 3))]
+
+    def verified(self, _: ReadTxn) -> list[Op]:
+        return [RecordVerification(["a chunk is missing"] if self._chance(2) else [])]
 
     def lsm(self, txn: ReadTxn) -> list[Op]:
         sets = [db_id for db_id, record in txn.databases() if record.kind is r.DbKind.LSM and db_id not in self._spare]
