@@ -166,7 +166,7 @@ def test_a_chunk_of_another_store_is_told(store: quire.Store, logs: list[Stream]
         f"manifest log of stream {clicks.stream_id}, L1",
         *[f"manifest log of stream {taps.stream_id}, L5"] * 2,
     ]
-    assert all("of another store" in each for each in result["logs"])
+    assert all("another store" in finding for finding in result["logs"]), result["logs"]
 
 
 def test_what_a_second_look_does_not_find_is_not_told(

@@ -47,7 +47,7 @@ def make_old(path: Path, url: str, clock: ManualClock, word: str = "") -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.manifest.store.ManifestStore.ensure_owner_epoch", lambda _: None)
         patch.setattr("quire.store.write_permission.ObjectRights.before_put", lambda _: None)
-        patch.setattr(Tiers, "_new_key", lambda tiers, number: old_key(tiers._files.stream_id, number))
+        patch.setattr(Tiers, "_upload_key", lambda tiers, segment: old_key(tiers._files.stream_id, segment.segment_id))
         with quire.open(path, settings=settings(url), clock=clock) as store:
             txn = store.manifest.env._env.begin(write=True)
             txn.delete(t.META.key.pack(BORN_WITH_EPOCHS), db=store.manifest.env.handles[t.META.name])
