@@ -16,10 +16,10 @@ Pure; safe to import on an executor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.core.errors import InvalidInput
+from quire.core.errors import AccessDenied, InvalidInput, QuireError, Unavailable
 from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
 from quire.durable.names import TEMPORARY, CachedChunkFile, StreamSegmentFile, Tier, WalSegmentFile, object_key
 from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRecord
@@ -113,3 +113,29 @@ def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord |
         raise InvalidInput("the artifact's namespace is not in the manifest", namespace_id=row.namespace_id)
     space = RemoteNamespace(id=NamespaceId(row.namespace_id), url=namespace.url, prefix=namespace.prefix)
     return namespace.url or own_url, space.key(suffix)
+
+
+# ── what could not be reached ─────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(slots=True)
+class Trouble:
+    """The artifacts and object stores that one attempt leaves alone: it goes on with the rest, and fails at its end."""
+
+    keys: set[ArtifactKey] = field(default_factory=set)
+    urls: set[str] = field(default_factory=set)
+    first: QuireError | None = None
+
+    def add(self, place: Place, error: QuireError) -> None:
+        """Leave this artifact alone; and its object store, if it is that which cannot be reached."""
+        self.first = self.first or error
+        self.keys.add(place.key)
+        if isinstance(error, (Unavailable, AccessDenied)):
+            self.urls.add(place.url)
+
+    def spares(self, place: Place) -> bool:
+        """Whether to leave an artifact alone."""
+        return place.key in self.keys or (place.may_have_remote and place.url in self.urls)
+
+    def settle(self) -> None:
+        """At the end of the attempt: fail with the first error, if there was one."""
+        if self.first is not None:
+            raise self.first

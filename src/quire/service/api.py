@@ -1,10 +1,9 @@
-"""What the service needs of a store: `Store` is this, and passes itself in, so that nothing here looks upward.
-
-Only shapes: no code, no thread.
-"""
+"""What the service needs of a store, which passes itself in so that nothing here imports upwards; and what a handler gets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.settings import StoreSettings
@@ -88,3 +87,15 @@ class StoreApi(Protocol):
     def database(self, name: str) -> DatabaseInfo: ...
 
     def info(self) -> StoreInfo: ...
+
+
+# ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call, as a handler sees it."""
+
+    key: bytes
+    """Of a keyed action; else empty."""
+    role: str
+    is_over: Callable[[], bool]
+    """The client has left, or the server stops: what waits should end."""

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.core.errors import InvalidInput, Unavailable
-from quire.service.call import Asked
+from quire.service.api import Asked
 from quire.service.tickets import Action, Request
 
 REMEMBERED = 256

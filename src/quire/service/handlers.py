@@ -36,8 +36,7 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.shared_views import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
-from quire.service.api import StoreApi
-from quire.service.call import Asked
+from quire.service.api import Asked, StoreApi
 from quire.service.commands import CommandHandlers
 from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_streams import StreamHandlers

@@ -30,8 +30,7 @@ from quire.manifest.ops.local import PutReader
 from quire.manifest.records import JobKind, JobState
 from quire.pages.remote import RemoteReader
 from quire.service import messages as m
-from quire.service.api import StoreApi
-from quire.service.call import Asked
+from quire.service.api import Asked, StoreApi
 from quire.service.idempotency import once
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from quire.core.errors import AccessDenied, CursorLost, InvalidInput, OutOfRange
 from quire.service import stream_messages as m
-from quire.service.api import StoreApi
-from quire.service.call import Asked
+from quire.service.api import Asked, StoreApi
 from quire.service.tickets import Access
 from quire.stream.remote_layout import share
 from quire.stream.remote_read import SharedStream

@@ -35,13 +35,11 @@ from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.service.admission import MIDDLEWARE, CallLimit, Gate, Refusals
-from quire.service.api import StoreApi
-from quire.service.call import Asked
-from quire.service.disconnect import hang_up
+from quire.service.api import Asked, StoreApi
 from quire.service.handlers import Handlers
 from quire.service.live_servers import listens
 from quire.service.messages import ACTIONS, Access, TableTicket
-from quire.service.sockets import SCHEME, Place, announce, binding, place_of, retract
+from quire.service.sockets import SCHEME, Place, announce, binding, hang_up, place_of, retract
 from quire.service.tables import TableReader
 from quire.service.tokens import Tokens, ensure_token
 from quire.service.values import ServiceFigures

@@ -43,8 +43,7 @@ from quire.jobs.context import JobContext, artifact_row
 from quire.jobs.delete.run import DeleteTask, delete
 from quire.jobs.handler import Done, Later, Outcome, Progress, commit_step
 from quire.jobs.leftovers import remove_empty, remove_home
-from quire.jobs.locations import Place
-from quire.jobs.partial_failure import Trouble
+from quire.jobs.locations import Place, Trouble
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.leases import leases_of

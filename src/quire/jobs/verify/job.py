@@ -30,8 +30,7 @@ from quire.durable.failpoints import hit
 from quire.durable.names import object_key
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Done, Later, Outcome, Progress, artifact_of, commit_step, options, update
-from quire.jobs.locations import Place
-from quire.jobs.partial_failure import Trouble
+from quire.jobs.locations import Place, Trouble
 from quire.jobs.runner import Runner
 from quire.jobs.stream_verify.run import LogTask, verify_logs
 from quire.jobs.verify.plan import (

@@ -28,8 +28,7 @@ from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.jobs.copies import Found, difference, look_at_file, look_at_object
-from quire.jobs.locations import OpenStore, Place
-from quire.jobs.partial_failure import Trouble
+from quire.jobs.locations import OpenStore, Place, Trouble
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
 from quire.manifest.records import VerifyState

@@ -26,7 +26,7 @@ from quire.manifest.slots import Chain, unpack_leaf
 from quire.service.web import overview
 from quire.service.web.catalog_totals import word
 from quire.service.web.dashboard_state import Sight
-from quire.service.web.engines import open_kv, open_stream
+from quire.service.web.metrics import open_kv, open_stream
 from quire.service.web.streams import stream_page
 
 SEGMENTS_MAX = 400
