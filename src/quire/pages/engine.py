@@ -35,8 +35,7 @@ from quire.durable.files import Disk
 from quire.manifest.snapshots import Anchor, ForkOptions, SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
-from quire.pages.anchoring import anchored
-from quire.pages.anchors import find_snapshot, inherited_map
+from quire.pages.anchors import anchored, find_snapshot, inherited_map
 from quire.pages.cache import PageCache
 from quire.pages.databases import Shape, find_database, fix_shape
 from quire.pages.floors import Floors, passed_floor

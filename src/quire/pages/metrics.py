@@ -61,12 +61,12 @@ class PagesFigures:
 
     def named(self) -> dict[str, dict[str, float]]:
         """The design document's names: metric → database → value."""
-        of = {each.name: each for each in self.databases}
+        of = {database.name: database for database in self.databases}
         return {
-            "page_index.rows": {name: each.page_index_rows for name, each in of.items()},
-            "snapshot_readers.active": {name: each.readers_active for name, each in of.items()},
-            "wal_segments.blocked_by_readers": {name: each.segments_blocked for name, each in of.items()},
-            "checkpoint.wait_for_floor_ms": {name: each.wait_for_floor_ms for name, each in of.items()},
+            "page_index.rows": {name: database.page_index_rows for name, database in of.items()},
+            "snapshot_readers.active": {name: database.readers_active for name, database in of.items()},
+            "wal_segments.blocked_by_readers": {name: database.segments_blocked for name, database in of.items()},
+            "checkpoint.wait_for_floor_ms": {name: database.wait_for_floor_ms for name, database in of.items()},
         }
 
 
@@ -115,8 +115,8 @@ def figures_of(
 ) -> PagesFigures:
     """The figures of an engine with these databases open."""
     databases = tuple(
-        database_figures(txn, each, wal_bytes=wal_bytes(each.db_id), wait_for_floor_ms=waited_ms(each.db_id))
-        for each in stores
+        database_figures(txn, store, wal_bytes=wal_bytes(store.db_id), wait_for_floor_ms=waited_ms(store.db_id))
+        for store in stores
     )
     throttle = sources.throttle
     return PagesFigures(
@@ -157,24 +157,24 @@ class PagesCollector:
         )
         for name, text, field in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["db", "name"])
-            for each in figures.databases:
-                gauge.add_metric([str(each.db_id), each.name], getattr(each, field))
+            for database in figures.databases:
+                gauge.add_metric([str(database.db_id), database.name], getattr(database, field))
             yield gauge
         oldest = GaugeMetricFamily(
             "quire_oldest_reader_since_seconds",
             "since when, in Unix time, the reader of the oldest version reads it",
             labels=["db", "name", "reader", "pid", "host", "tags"],
         )
-        for each in figures.databases:
-            who = each.oldest_reader or ReaderInfo(reader="", lsn=0)  # 0 and no name: nobody reads
+        for database in figures.databases:
+            who = database.oldest_reader or ReaderInfo(reader="", lsn=0)  # 0 and no name: nobody reads
             tags = ",".join(f"{name}={value}" for name, value in sorted(who.tags.items()))
-            labels = [str(each.db_id), each.name, who.reader, str(who.pid or ""), who.host, tags]
+            labels = [str(database.db_id), database.name, who.reader, str(who.pid or ""), who.host, tags]
             oldest.add_metric(labels, who.since_ms / 1000)
         yield oldest
         for name, text, field in counters:
             counter = CounterMetricFamily(name, text, labels=["db", "name"])
-            for each in figures.databases:
-                counter.add_metric([str(each.db_id), each.name], getattr(each, field))
+            for database in figures.databases:
+                counter.add_metric([str(database.db_id), database.name], getattr(database, field))
             yield counter
         yield GaugeMetricFamily("quire_page_cache_bytes", "bytes of pages in memory", value=figures.cache_bytes)
         yield GaugeMetricFamily("quire_page_cache_hit_ratio", "reads the cache answered", value=figures.cache_hit_ratio)

@@ -216,16 +216,16 @@ class PageStore:
         durable = self.wal.durable
         self._have_indexed()
         with self._manifest.read() as txn:
-            found = find_version(txn, self._regions, self.db_id, at, durable, self._objects_url)
+            version = find_version(txn, self._regions, self.db_id, at, durable, self._objects_url)
             view = (
-                view_of(txn, self.db_id, found.snapshot_id, found.record, self._objects_url, at=found.mark)
-                if found.record is not None
+                view_of(txn, self.db_id, version.snapshot_id, version.record, self._objects_url, at=version.mark)
+                if version.record is not None
                 else None
             )
         if view is not None:
             return self.read_view(view)
-        lease = self.readers.open(found.mark.lsn, tags=tags, ttl_seconds=ttl_seconds)
-        return Snapshot(self.versions, found.mark, lease)
+        lease = self.readers.open(version.mark.lsn, tags=tags, ttl_seconds=ttl_seconds)
+        return Snapshot(self.versions, version.mark, lease)
 
     def _have_indexed(self) -> None:
         """Earlier versions are looked for in index regions: have them say everything that is durable."""

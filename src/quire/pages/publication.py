@@ -148,14 +148,14 @@ class Publication:
     def _take(self, durable_lsn: int) -> bool:
         """Have about a batch of pieces in hand; whether there is one. What a failed attempt has taken comes first."""
         pieces, taken = self.pieces, self._taken
-        rows = sum(each.frame_count for each in taken)
+        rows = sum(piece.frame_count for piece in taken)
         while pieces and rows < PUBLISH_ROWS and pieces[0].last_lsn <= durable_lsn:
             rows += pieces[0].frame_count
             taken.append(pieces.popleft())
         return bool(taken)
 
     def _publish(self, pieces: list[Piece]) -> int:
-        # A segment at a time, not a piece at a time: 20 µs of numpy for each small commit would be most of the work.
+        # A segment at a time, not a piece at a time: 20 µs of numpy for piece small commit would be most of the work.
         parts = [self._index(segment, list(run)) for segment, run in groupby(pieces, _segment_of)]
         packed = b"".join([part.tobytes() for part in parts])
         ops: list[Op] = [
@@ -163,22 +163,22 @@ class Publication:
             for start in range(0, len(packed), PUBLISH_ROWS * ROW.size)
         ]
         upto = pieces[-1].last_lsn
-        mark = next((each.mark for each in reversed(pieces) if each.mark is not None), None)
+        mark = next((piece.mark for piece in reversed(pieces) if piece.mark is not None), None)
         applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
         ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
         hit("pages.wal.publishing")
         self._manifest.submit(ops).result()
         hit("pages.wal.published")
-        for each in pieces:
-            each.segment.published += 1
-            self.published_bytes += each.frame_count * each.segment.file.header.geometry.stride
+        for piece in pieces:
+            piece.segment.published += 1
+            self.published_bytes += piece.frame_count * piece.segment.file.header.geometry.stride
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
         return len(packed) // ROW.size
 
     def _index(self, segment: Segment, pieces: list[Piece]) -> NDArray[np.void]:
         """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
         file, header = segment.file, segment.file.header
-        entries = entries_of(header, parse_heads(b"".join([each.heads for each in pieces])))
+        entries = entries_of(header, parse_heads(b"".join([piece.heads for piece in pieces])))
         segment.first_page = min(segment.first_page, int(entries["page"].min()))
         segment.last_page = max(segment.last_page, int(entries["page"].max()))
         with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt (rule 7)

@@ -147,7 +147,7 @@ class PublishedReaders:
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, *, tags: dict[str, str] | None = None) -> Snapshot:
         """A snapshot of the newest published version."""
-        return self._open_found(db, self._newest, tags)
+        return self._open_version(db, self._newest, tags)
 
     def open_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> Snapshot:
         """The version that was current `at` an lsn or a time: a live one through a lease, an older one from the snapshot that
@@ -155,31 +155,31 @@ class PublishedReaders:
 
         def find(txn: ReadTxn, db_id: int) -> Mark | SnapshotView:
             newest = self._newest(txn, db_id)
-            found = find_version(txn, self._regions, db_id, at, newest, self._objects_url)
-            if found.record is None:
-                return found.mark
-            return view_of(txn, db_id, found.snapshot_id, found.record, self._objects_url, at=found.mark)
+            version = find_version(txn, self._regions, db_id, at, newest, self._objects_url)
+            if version.record is None:
+                return version.mark
+            return view_of(txn, db_id, version.snapshot_id, version.record, self._objects_url, at=version.mark)
 
         try:
-            return self._open_found(db, find, tags)
+            return self._open_version(db, find, tags)
         except Corruption:
-            return self._open_found(db, find, tags)  # a segment was let go while it was looked at
+            return self._open_version(db, find, tags)  # a segment was let go while it was looked at
 
-    def _open_found(
+    def _open_version(
         self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
     ) -> Snapshot:
         """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed
         it (rule 1)."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
-            found = find(txn, db_id)
+            version = find(txn, db_id)
         shape, lsn = shape_of(db_id, record, 0, self._page_size), -1
         for _ in range(OPEN_TRIES):
-            if isinstance(found, SnapshotView):
-                return open_kept(self._manifest, found, self._sources, self._regions)
-            if found.lsn <= lsn:
+            if isinstance(version, SnapshotView):
+                return open_kept(self._manifest, version, self._sources, self._regions)
+            if version.lsn <= lsn:
                 break  # an earlier version was asked for, and there is no later one to move on to
-            lsn = found.lsn
+            lsn = version.lsn
             file = FileLease.take(self._disk, self._clock, self._root, db_id=db_id, lsn=lsn, tags=dict(tags or {}))
             try:
                 hit("pages.published.leased")
@@ -187,14 +187,14 @@ class PublishedReaders:
                     find_database(txn, db_id)
                     floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
                     is_late = floor is not None and floor.min_snapshot_lsn > lsn
-                    again = find(txn, db_id) if is_late else found
+                    again = find(txn, db_id) if is_late else version
                 if not is_late:
-                    return self._make(db_id, shape, file, found)
+                    return self._make(db_id, shape, file, version)
             except BaseException:
                 file.close()
                 raise
             file.close()
-            found = again
+            version = again
         raise SnapshotGone(
             "a checkpoint was allowed to pass this version before it could be held",
             hint="open a newer one, or a snapshot",

@@ -152,7 +152,7 @@ class StorageQuota:
 
     def _largest(self, store: PageStore) -> PageStore:
         """The open database with most WAL: it is the one to look at when the store is over its budget."""
-        return max(self._stores(), key=lambda each: self._used.get(each.db_id, 0), default=store)
+        return max(self._stores(), key=lambda other: self._used.get(other.db_id, 0), default=store)
 
     def _blocking(self, store: PageStore) -> str:
         name = f"database {store.db_id}: "

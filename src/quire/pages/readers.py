@@ -257,12 +257,14 @@ class Readers:
         """Retire leases that ran out (rule 2); which. Old ones that are still alive are reported once."""
         now = self._clock.monotonic()
         with self._lock:
-            late = [each for each in self._leases.values() if each.expires_at is not None and each.expires_at <= now]
+            late = [
+                lease for lease in self._leases.values() if lease.expires_at is not None and lease.expires_at <= now
+            ]
             self._retire(late)
             old = [
-                each
-                for each in self._leases.values()
-                if not each.reported and now - each.opened_at >= self._long_seconds and each.expires_at is not None
+                lease
+                for lease in self._leases.values()
+                if not lease.reported and now - lease.opened_at >= self._long_seconds and lease.expires_at is not None
             ]
             for lease in old:
                 lease.reported = True

@@ -72,7 +72,7 @@ Rows = list[tuple[int, WalRecord]]
 
 
 @dataclass(slots=True)
-class _Found:
+class ScannedSegment:
     """One open segment and what its scan says."""
 
     segment_id: int
@@ -99,16 +99,16 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     for segment_id, row in own:
         if row.state is WalState.SEALED:
             _index(manifest, disk, root, db_id, segment_id, row, state)
-    found = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
-    if found:
-        _judge(db_id, found)
-        for each in found:
-            _write_index(disk, root, db_id, each.scan.header, each.entries, state.indexed_upto_lsn)
-        _carry_out(manifest, disk, root, db_id, found, state)
+    scanned = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
+    if scanned:
+        _judge(db_id, scanned)
+        for segment in scanned:
+            _write_index(disk, root, db_id, segment.scan.header, segment.entries, state.indexed_upto_lsn)
+        _carry_out(manifest, disk, root, db_id, scanned, state)
     state, rows = _read(manifest, db_id)
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
-    mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, found))
+    mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
     return Start(state.lsn_reserved + 1, state.next_segment_id, mark)
 
 
@@ -219,9 +219,11 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) ->
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _scan(disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, *, salvage: bool) -> list[_Found]:
+def _scan(
+    disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, *, salvage: bool
+) -> list[ScannedSegment]:
     """Scan open segments from the last to the first: later ones prove what had been synced."""
-    found: list[_Found] = []
+    scanned: list[ScannedSegment] = []
     proven = state.indexed_upto_lsn
     following: int | None = None
     for segment_id, row in reversed(rows):
@@ -235,10 +237,10 @@ def _scan(disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, 
                 limit = min(max(following - header.first_lsn, 0), header.geometry.capacity)
                 indexed, known = state.indexed_upto_lsn, proven
             scan = _scan_one(file, indexed, known, limit, salvage=salvage)
-        found.append(_Found(segment_id, scan, limit))
+        scanned.append(ScannedSegment(segment_id, scan, limit))
         proven, following = max(proven, scan.proven_lsn), row.first_lsn
-    found.reverse()
-    return found
+    scanned.reverse()
+    return scanned
 
 
 def _scan_one(file: SegmentFile, indexed: int, proven: int, limit: int | None, *, salvage: bool) -> SegmentScan:
@@ -251,33 +253,33 @@ def _scan_one(file: SegmentFile, indexed: int, proven: int, limit: int | None, *
         return recover_segment(file, indexed_upto_lsn=indexed, limit=damage.where["frame"])
 
 
-def _judge(db_id: int, found: Sequence[_Found]) -> None:
+def _judge(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
     """Decide, oldest first, how much of each segment happened."""
     whole = True
-    for number, each in enumerate(found):
-        scan, limit = each.scan, each.limit
+    for number, segment in enumerate(scanned):
+        scan, limit = segment.scan, segment.limit
         if whole:
-            goes_on = limit is not None and scan.good == limit and _is_finished_by(found[number + 1 :])
-            each.kept = scan.good if goes_on else scan.cut
-        if scan.cut_reason is not CutReason.NOTHING and each.kept < scan.cut + scan.cut_frames:
+            goes_on = limit is not None and scan.good == limit and _is_finished_by(scanned[number + 1 :])
+            segment.kept = scan.good if goes_on else scan.cut
+        if scan.cut_reason is not CutReason.NOTHING and segment.kept < scan.cut + scan.cut_frames:
             emit(
                 "info",
                 "wal.torn_tail",
                 db_id=db_id,
-                segment_id=each.segment_id,
-                kept=each.kept,
-                forgotten=scan.cut + scan.cut_frames - each.kept,
+                segment_id=segment.segment_id,
+                kept=segment.kept,
+                forgotten=scan.cut + scan.cut_frames - segment.kept,
                 why=scan.cut_reason.value,
             )
-        whole = whole and (limit is None or each.kept == limit)
+        whole = whole and (limit is None or segment.kept == limit)
 
 
-def _is_finished_by(later: Sequence[_Found]) -> bool:
+def _is_finished_by(later: Sequence[ScannedSegment]) -> bool:
     """Whether a transaction that began before these segments has its commit in them."""
-    for each in later:
-        if each.scan.cut:
+    for segment in later:
+        if segment.scan.cut:
             return True
-        if each.limit is None or each.scan.good < each.limit:
+        if segment.limit is None or segment.scan.good < segment.limit:
             return False
     return False
 
@@ -286,9 +288,9 @@ def _segment_of(rows: Rows, lsn: int) -> int:
     return next((segment_id for segment_id, row in rows if row.first_lsn <= lsn <= row.last_lsn), 0)
 
 
-def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, found: Sequence[_Found]) -> int:
+def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, scanned: Sequence[ScannedSegment]) -> int:
     """The time of the newest commit: those to come are not earlier, whatever the clock says by then (P14)."""
-    latest = max((each.scan.last_commit_ms for each in found if each.kept), default=0)
+    latest = max((segment.scan.last_commit_ms for segment in scanned if segment.kept), default=0)
     if latest:
         return latest
     for segment_id, row in rows:
@@ -303,13 +305,13 @@ def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, found: Sequence[_Fou
 
 # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _carry_out(
-    manifest: ManifestStore, disk: Disk, root: str, db_id: int, found: Sequence[_Found], state: WalStateRecord
+    manifest: ManifestStore, disk: Disk, root: str, db_id: int, scanned: Sequence[ScannedSegment], state: WalStateRecord
 ) -> None:
     """Publish the rows of what is kept, then end all segments in one batch (rule 1)."""
-    kept = [each for each in found if each.kept]
-    for each in kept:
-        header = each.scan.header
-        for batch in _publications(db_id, as_rows(header, each.entries), state.indexed_upto_lsn):
+    kept = [segment for segment in scanned if segment.kept]
+    for segment in kept:
+        header = segment.scan.header
+        for batch in _publications(db_id, as_rows(header, segment.entries), state.indexed_upto_lsn):
             manifest.submit(batch).result()
             hit("pages.recovery.published")
     ops: list[Op] = []
@@ -317,45 +319,45 @@ def _carry_out(
     if kept:
         last = kept[-1].last_lsn
         ops.append(AdvanceWal(db_id, 0, indexed_upto_lsn=last, last_applied_lsn=last, size_pages=sizes[-1]))
-    for each, size in zip(kept, sizes):
-        header, used = each.scan.header, each.scan.header.geometry.frame_offset(each.kept)
+    for segment, size in zip(kept, sizes):
+        header, used = segment.scan.header, segment.scan.header.geometry.frame_offset(segment.kept)
         path, pages = (
-            os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=each.segment_id).path),
-            each.entries["page"],
+            os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment.segment_id).path),
+            segment.entries["page"],
         )
         ops += [
             AppendWalChunk(
                 db_id,
                 0,
-                each.segment_id,
+                segment.segment_id,
                 state.last_checkpoint_generation,
                 header.first_lsn,
-                each.last_lsn,
+                segment.last_lsn,
                 used,
-                each.kept,
+                segment.kept,
                 size,
                 crc64=segment_crc(disk, path, used),
                 first_page=int(pages.min()),
                 last_page=int(pages.max()),
             ),
-            MoveWalState(db_id, each.segment_id, WalState.INDEXED),
+            MoveWalState(db_id, segment.segment_id, WalState.INDEXED),
         ]
-    discarded = [each.segment_id for each in found if not each.kept]
+    discarded = [segment.segment_id for segment in scanned if not segment.kept]
     if discarded:
-        ops += [DiscardSegment(db_id, each) for each in discarded]
+        ops += [DiscardSegment(db_id, segment_id) for segment_id in discarded]
         ops += manifest.jobs.deletions([db_id])
     hit("pages.recovery.sealing")
     manifest.submit(ops).result()
     hit("pages.recovery.sealed")
 
 
-def _sizes(kept: Sequence[_Found], before: int) -> list[int]:
+def _sizes(kept: Sequence[ScannedSegment], before: int) -> list[int]:
     """The size in pages for each segment's row (rule 4); `before` is the size before the first of them."""
     sizes: list[int] = []
-    commits = [each.entries["db_size"][each.entries["db_size"] != 0].tolist() for each in kept]
-    for number, each in enumerate(kept):
+    commits = [segment.entries["db_size"][segment.entries["db_size"] != 0].tolist() for segment in kept]
+    for number, segment in enumerate(kept):
         before = commits[number][-1] if commits[number] else before
-        is_within = not each.entries["db_size"][-1]
+        is_within = not segment.entries["db_size"][-1]
         after = next((later[0] for later in commits[number + 1 :] if later), before) if is_within else before
         sizes.append(max(before, after))
     return sizes

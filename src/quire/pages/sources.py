@@ -120,12 +120,12 @@ class Sources:
     def version(self, origin: int, segment_id: int, lsn: int, page: int, *, place: SegmentPlace | None = None) -> bytes:
         """The page in the frame of this lsn, through the cache."""
         cache, location = self.cache, (origin, lsn)
-        found = cache.get(location)
-        if found is None:
+        image = cache.get(location)
+        if image is None:
             segment = self._segments.peek((origin, segment_id)) or self.segment(origin, segment_id, place)
-            found = segment.read_frame(lsn - segment.header.first_lsn, page=page)
-            cache.put(location, found)
-        return found
+            image = segment.read_frame(lsn - segment.header.first_lsn, page=page)
+            cache.put(location, image)
+        return image
 
     def frames(self, origin: int, segment_id: int, frame_nos: Sequence[int]) -> list[memoryview]:
         """The pages in several frames of a segment, past the cache; one read for each run of neighbours."""
@@ -141,15 +141,15 @@ class Sources:
         cold: bool = False,
     ) -> dict[int, bytes]:
         """Page → image for (page, lsn) pairs of one segment; each frame must hold that page. Neighbours are read together."""
-        cache, found, missing = self.cache, dict[int, bytes](), list[tuple[int, int]]()
+        cache, images, missing = self.cache, dict[int, bytes](), list[tuple[int, int]]()
         for page, lsn in wanted:
             cached = cache.get((origin, lsn))
             if cached is None:
                 missing.append((lsn, page))
             else:
-                found[page] = cached
+                images[page] = cached
         if not missing:
-            return found
+            return images
         segment = self.segment(origin, segment_id, place)
         header, stride = segment.header, segment.header.geometry.stride
         zeros = cache.zeros(header.geometry.page_size)
@@ -163,10 +163,10 @@ class Sources:
                 head = check_frame(header, first + number, frame)
                 if head is None or head.page != page:
                     raise _altered(segment, first + number, page)
-                image = found[page] = zeros if head.flags & ZERO else bytes(frame[FRAME_HEAD_BYTES:])
+                image = images[page] = zeros if head.flags & ZERO else bytes(frame[FRAME_HEAD_BYTES:])
                 if not cold:
                     cache.put((origin, lsn), image)
-        return found
+        return images
 
     def segment(self, origin: int, segment_id: int, place: SegmentPlace | None = None) -> ReadSegment:
         """A segment, opened for reading; from its object if its file is not here (rule 4)."""
@@ -214,9 +214,9 @@ class Sources:
     def chunk_page(self, place: ChunkPlace, offset: int, *, cold: bool = False) -> bytes | None:
         """One page of a chunk, through the cache (rule 5)."""
         key = place.key
-        found = self.cache.get((key, offset))
-        if found is not None:
-            return found
+        cached = self.cache.get((key, offset))
+        if cached is not None:
+            return cached
         reader = self.chunk(place, cold=cold)
         if cold:
             return reader.read_page(offset)
@@ -225,30 +225,30 @@ class Sources:
             if len(self._last_groups) >= CHUNKS_MAX:
                 self._last_groups.clear()
             self._last_groups[key] = group
-            found = reader.read_page(offset)
-            if found is not None:
-                self.cache.put((key, offset), found)
-            return found
+            cached = reader.read_page(offset)
+            if cached is not None:
+                self.cache.put((key, offset), cached)
+            return cached
         pages = reader.read_frame(offset)
-        for each, image in pages.items():
-            self.cache.put((key, each), image)
+        for neighbour, image in pages.items():
+            self.cache.put((key, neighbour), image)
         return pages.get(offset)
 
     def chunk_pages(self, place: ChunkPlace, offsets: Sequence[int], *, cold: bool = False) -> dict[int, bytes]:
         """Offset → image for those of these pages that the chunk has; frames near each other are read together."""
-        found, missing = {}, []
+        images, missing = {}, []
         for offset in offsets:
             cached = self.cache.get((place.key, offset))
             if cached is None:
                 missing.append(offset)
             else:
-                found[offset] = cached
+                images[offset] = cached
         if missing:
             for offset, image in self.chunk(place, cold=cold).iter_pages(missing):
-                found[offset] = image
+                images[offset] = image
                 if not cold:
                     self.cache.put((place.key, offset), image)
-        return found
+        return images
 
     def chain_page(self, chain: Sequence[ChunkPlace], offset: int, *, cold: bool = False) -> bytes | None:
         """One page of a chain: of its last chunk that has it."""
@@ -262,13 +262,13 @@ class Sources:
         self, chain: Sequence[ChunkPlace], offsets: Sequence[int], *, cold: bool = False
     ) -> dict[int, bytes]:
         """Offset → image for those of these pages that the chain has."""
-        found: dict[int, bytes] = {}
+        images: dict[int, bytes] = {}
         for place in reversed(chain):
-            missing = [offset for offset in offsets if offset not in found]
+            missing = [offset for offset in offsets if offset not in images]
             if not missing:
                 break
-            found.update(self.chunk_pages(place, missing, cold=cold))
-        return found
+            images.update(self.chunk_pages(place, missing, cold=cold))
+        return images
 
     def _range_of(self, place: ChunkPlace, *, cold: bool) -> Callable[[int, int], bytes]:
         def read(offset: int, length: int) -> bytes:
@@ -314,11 +314,11 @@ def _runs(versions: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[
     [[(1, 9), (2, 8)], [(4, 7), (5, 6)], [(6, 5)]]
     """
     run: list[tuple[int, int]] = []
-    for each in versions:
-        if run and (each[0] != run[-1][0] + 1 or len(run) >= longest):
+    for version in versions:
+        if run and (version[0] != run[-1][0] + 1 or len(run) >= longest):
             yield run
             run = []
-        run.append(each)
+        run.append(version)
     if run:
         yield run
 

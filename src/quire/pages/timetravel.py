@@ -96,8 +96,8 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
         windows = [(number, record) for number, record in snapshots if WINDOW_TAG in record.tags]
         kept = _among(txn, regions, windows, moment, objects_url)
         return kept if kept is not None and kept.mark.lsn == mark.lsn else Found(mark)
-    found = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
-    if found is None:
+    version = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
+    if version is None:
         if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
             created = datetime.fromtimestamp(record.created_at_ms / 1000, UTC).isoformat(timespec="seconds")
             raise SnapshotGone("the database did not exist then", db_id=db_id, at=str(at), created=created)
@@ -107,7 +107,7 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
             db_id=db_id,
             at=str(at),
         )
-    return found
+    return version
 
 
 def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment) -> Mark | None:
@@ -144,18 +144,18 @@ def newest_sealed(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) 
 def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn: int) -> list[PinnedSegment]:
     """The segments that still hold versions of the live database, open ones as far as they are durable. The last one that was
     absorbed is among them as long as it is there: it knows the size of what is in the chunks."""
-    found: list[tuple[int, PinnedSegment]] = []
+    segments: list[tuple[int, PinnedSegment]] = []
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
         if row.state is WalState.TRUNCATED or row.first_lsn > durable_lsn:
             continue
         if row.state is WalState.CHECKPOINTED and row.last_lsn < checkpointed_lsn:
             continue
         upto = durable_lsn if row.state is WalState.OPEN else min(row.last_lsn, durable_lsn)
-        found.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, upto)))
-    found.sort(key=lambda item: item[0])
+        segments.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, upto)))
+    segments.sort(key=lambda item: item[0])
     # An open segment ends where the next one begins.
-    ends = [first - 1 for first, _ in found[1:]] + [durable_lsn]
-    return [pin._replace(upto_lsn=min(pin.upto_lsn, end)) for (_, pin), end in zip(found, ends)]
+    ends = [first - 1 for first, _ in segments[1:]] + [durable_lsn]
+    return [pin._replace(upto_lsn=min(pin.upto_lsn, end)) for (_, pin), end in zip(segments, ends)]
 
 
 def _among(

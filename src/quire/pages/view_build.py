@@ -116,7 +116,7 @@ def kept_source(
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:
     """Pins with their places, by first lsn, as far as they are at or below an lsn."""
-    found: list[tuple[int, PinnedSegment]] = []
+    segments: list[tuple[int, PinnedSegment]] = []
     for pin in pins:
         row = txn.get(t.WAL_CATALOG, pin.origin_db_id, pin.segment_id)
         if row is None:
@@ -129,8 +129,8 @@ def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) ->
         if row.first_lsn <= upto_lsn:
             place = segment_place(txn, pin.origin_db_id, pin.segment_id, objects_url)
             upto = min(pin.upto_lsn, upto_lsn)
-            found.append((row.first_lsn, PinnedSegment(pin.origin_db_id, pin.segment_id, upto, place)))
-    return [segment for _, segment in sorted(found, key=lambda item: item[0])]
+            segments.append((row.first_lsn, PinnedSegment(pin.origin_db_id, pin.segment_id, upto, place)))
+    return [segment for _, segment in sorted(segments, key=lambda item: item[0])]
 
 
 def _links(

@@ -124,8 +124,8 @@ class SegmentMaker:
             self._give_up(made)  # refused: there is no row, and never will be
             raise
         except BaseException:
-            for each in made:
-                each.close()  # whether there are rows is unknown (rule 3): the files must stay
+            for file in made:
+                file.close()  # whether there are rows is unknown (rule 3): the files must stay
             raise
         hit("pages.wal.opened")
         self._doubtful = []
@@ -153,16 +153,19 @@ class SegmentMaker:
         if not self._doubtful:
             return []
         with self._manifest.read() as txn:
-            rows = [(each, txn.get(t.WAL_CATALOG, self._db_id, each)) for each in self._doubtful]
-        there = [each for each, row in rows if row is not None and row.state is WalState.OPEN]
+            rows = [(number, txn.get(t.WAL_CATALOG, self._db_id, number)) for number in self._doubtful]
+        there = [number for number, row in rows if row is not None and row.state is WalState.OPEN]
         if not there:
             return []
-        return [*(DiscardSegment(self._db_id, each) for each in there), *self._manifest.jobs.deletions([self._db_id])]
+        return [
+            *(DiscardSegment(self._db_id, number) for number in there),
+            *self._manifest.jobs.deletions([self._db_id]),
+        ]
 
     def _give_up(self, made: list[SegmentFile]) -> None:
-        for each in made:
-            each.close()
-            self._remove(each.path)
+        for file in made:
+            file.close()
+            self._remove(file.path)
 
     def _remove(self, path: str) -> None:
         # The first fault is the news, and a file without a row is removed at the next open.

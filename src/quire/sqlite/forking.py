@@ -20,19 +20,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 
-from quire.core.errors import ArtifactGone, NameTaken, StalePlan, UnknownArtifact, UnknownDatabase
+from quire.core.errors import NameTaken, UnknownDatabase
 from quire.core.ids import Epoch
 from quire.durable.names import check_name
 from quire.manifest.store import ManifestStore
-from quire.pages.anchors import anchor_at
+from quire.pages.anchors import publish_at
 from quire.pages.databases import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.framemap import FrameMap, Regions
 from quire.pages.snapshot import Snapshot
 from quire.pages.view import ViewReader
 
-ANCHOR_TRIES = 8
-"""How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""
 SET_BACK_AT_ONCE = 1_024
 """Pages that are read together when a fork is set back."""
 TAGS = {"hold": "fork"}
@@ -78,15 +76,8 @@ def _named(manifest: ManifestStore, name: str) -> int | None:
 def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: Snapshot) -> int:
     """Fork a version that the log still holds where it is, without copying; `version` is the lease (rule 1)."""
     engine.flush(db_id)  # a fork pins sealed segments
-    for tries_left in reversed(range(ANCHOR_TRIES)):
-        with manifest.read() as txn:
-            anchor = anchor_at(txn, db_id, version.mark)
-        try:
-            return manifest.snapshots.fork(db_id, new_name, anchor=anchor)
-        except (ArtifactGone, UnknownArtifact):  # absorbed and truncated meanwhile: then chunks have it
-            if not tries_left:
-                raise
-    raise StalePlan("checkpoints come faster than a fork can be made", hint="try again", db_id=db_id)
+    fork = manifest.snapshots.fork
+    return publish_at(manifest, db_id, version.mark, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
 
 
 def _from_kept(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: ViewReader) -> int:
