@@ -18,9 +18,9 @@ class Closes(Protocol):
 def close_all(things: Iterable[Closes]) -> None:
     """Close everything; the first failure is raised after all of it is closed."""
     failures: list[QuireError] = []
-    for each in things:
+    for thing in things:
         try:
-            each.close()
+            thing.close()
         except QuireError as error:
             failures.append(error)
     if failures:

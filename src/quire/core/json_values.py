@@ -73,8 +73,8 @@ def restored(kind: type[T], value: Any) -> T:
     quire.core.errors.InvalidInput: not a whole number: '2' (at='at[1]')
     """
     wanted: Any = kind
-    made: T = _reader(wanted)(value, "")
-    return made
+    restored_value: T = _reader(wanted)(value, "")
+    return restored_value
 
 
 @cache
@@ -187,10 +187,10 @@ def _named(kind: type[Enum]) -> Reader:
     assert len(members) == len(kind), "two members differ only in case"
 
     def read(value: Any, where: str) -> Enum:
-        found = members.get(_text(value, where))
-        if found is None:
+        member = members.get(_text(value, where))
+        if member is None:
             raise _refuse(f"not a {kind.__name__}: {value!r}, but one of {', '.join(members)}", where)
-        return found
+        return member
 
     return read
 
@@ -199,10 +199,10 @@ def _record(kind: type[msgspec.Struct]) -> Reader:
     readers = {each.name: (_reader(each.type), each.required) for each in msgspec.structs.fields(kind)}
 
     def read(value: Any, where: str) -> msgspec.Struct:
-        told, given = _object(value, where), {}
+        members, given = _object(value, where), {}
         for name, (reader, required) in readers.items():
-            if name in told:
-                given[name] = reader(told[name], f"{where}.{name}" if where else name)
+            if name in members:
+                given[name] = reader(members[name], f"{where}.{name}" if where else name)
             elif required:
                 raise _refuse(f"a {kind.__name__} needs {name!r}", where)
         return kind(**given)

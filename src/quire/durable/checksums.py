@@ -104,7 +104,7 @@ def _crc64_table() -> list[int]:
     """What each byte contributes to the state."""
     table = list(range(256))
     for _ in range(8):
-        table = [(each >> 1) ^ (CRC64_POLYNOMIAL * (each & 1)) for each in table]
+        table = [(entry >> 1) ^ (CRC64_POLYNOMIAL * (entry & 1)) for entry in table]
     return table
 
 

@@ -225,12 +225,12 @@ def _read_holder(fd: int) -> Holder | None:
         return None
 
 
-def _locked(path: str, found: Holder | None) -> StoreLocked:
-    if found is None:
+def _locked(path: str, holder: Holder | None) -> StoreLocked:
+    if holder is None:
         return StoreLocked("another process owns this", hint="wait for it to end", path=path, pid=None)
-    if found.pid == os.getpid():
+    if holder.pid == os.getpid():
         hint = "it is already open in this process: use that one, or close it first"
     else:
-        hint = f"wait for process {found.pid} to end or stop it, or open with mode='r'"
-    where = {"path": path, "pid": found.pid, "host": found.host, "since": moment(found.since_ms)}
+        hint = f"wait for process {holder.pid} to end or stop it, or open with mode='r'"
+    where = {"path": path, "pid": holder.pid, "host": holder.host, "since": moment(holder.since_ms)}
     return StoreLocked("another owner has this open", hint=hint, **where)

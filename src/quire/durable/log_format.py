@@ -125,7 +125,7 @@ def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeade
     """The header of the log in `data`; `kind` is what the caller expects, `None` for any (dump tools)."""
     if len(data) < HEADER_BYTES:
         raise _no_header("the file is too short to be a log", path, len(data))
-    magic, version, _, found, salt, link = HEADER.unpack_from(data)
+    magic, version, _, stored_kind, salt, link = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise _no_header("the file does not start as a log", path, len(data))
     if crc64(memoryview(data)[: HEADER_BYTES - LINK_BYTES]) != link:
@@ -134,17 +134,19 @@ def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeade
         raise FormatTooNew(
             "the log was written by a newer quire", hint="upgrade quire", path=path, version=version, known=VERSION
         )
-    if kind is not None and found != kind:
-        raise WrongKind("this is a log of another kind", hint="check the path", path=path, kind=found, expected=kind)
+    if kind is not None and stored_kind != kind:
+        raise WrongKind(
+            "this is a log of another kind", hint="check the path", path=path, kind=stored_kind, expected=kind
+        )
     if version < VERSION:
-        return LogHeader(kind=found, salt=salt, link=link)
+        return LogHeader(kind=stored_kind, salt=salt, link=link)
     if len(data) < NAMED_HEADER_BYTES:
         raise _no_header("the file is too short to be a log", path, len(data))
     store, database, _, number, last = NAME.unpack_from(data, HEADER_BYTES)
     if crc64(memoryview(data)[HEADER_BYTES : NAMED_HEADER_BYTES - LINK_BYTES], link) != last:
         raise _no_header("the log's header fails its checksum", path, len(data))
     identity = LogIdentity(store=store, database=database, number=number)
-    return LogHeader(kind=found, salt=salt, link=last, identity=identity)
+    return LogHeader(kind=stored_kind, salt=salt, link=last, identity=identity)
 
 
 def encode_frames(payloads: Iterable[Bytes], *, tag: int, link: int, synced: int) -> tuple[bytes, int]:

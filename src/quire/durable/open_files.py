@@ -404,5 +404,5 @@ def open_to_read(disk: Disk, path: str) -> File:
 
 
 def _identity(file: File) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino

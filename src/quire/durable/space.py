@@ -42,12 +42,12 @@ def given_below(path: str) -> Iterator[tuple[str, int]]:
                     todo.append(entry.path)
                     continue
                 with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if found.st_nlink > 1:
-                        if (found.st_dev, found.st_ino) in seen:
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_nlink > 1:
+                        if (status.st_dev, status.st_ino) in seen:
                             continue
-                        seen.add((found.st_dev, found.st_ino))
-                    yield entry.path, found.st_blocks * BLOCK_BYTES
+                        seen.add((status.st_dev, status.st_ino))
+                    yield entry.path, status.st_blocks * BLOCK_BYTES
 
 
 class Space(NamedTuple):

@@ -205,11 +205,11 @@ def _runs(group: list[ManifestGuard]) -> list[tuple[type[Op] | None, list[Manife
         kind = type(guard.ops[0])
         if len(guard.ops) > 1 and {type(op) for op in guard.ops} != {kind}:
             return []
-        told = kind if kind.logged else None
-        if runs and runs[-1][0] is told:
+        run_kind = kind if kind.logged else None
+        if runs and runs[-1][0] is run_kind:
             runs[-1][1].append(guard)
         else:
-            runs.append((told, [guard]))
+            runs.append((run_kind, [guard]))
     return runs
 
 

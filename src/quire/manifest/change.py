@@ -146,16 +146,16 @@ def change_text(record: ChangeRecord) -> str:
 
 def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
     """The change that was told as JSON, as a mapping or as text."""
-    told: Any = form
+    form_fields: Any = form
     if isinstance(form, str | bytes):
         try:
-            told = msgspec.json.decode(form)
+            form_fields = msgspec.json.decode(form)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidInput(f"not JSON: {error}", text=form[:60]) from error
-    if not isinstance(told, Mapping) or not isinstance(told.get("generations"), Mapping):
-        raise InvalidInput("not a change: that is an object with `generations`", found=str(told)[:60])
-    reached = [[_component_number(name), generation] for name, generation in told["generations"].items()]
-    record = restored(ChangeRecord, {**told, "generation_updates": reached})
+    if not isinstance(form_fields, Mapping) or not isinstance(form_fields.get("generations"), Mapping):
+        raise InvalidInput("not a change: that is an object with `generations`", found=str(form_fields)[:60])
+    reached = [[_component_number(name), generation] for name, generation in form_fields["generations"].items()]
+    record = restored(ChangeRecord, {**form_fields, "generation_updates": reached})
     try:  # the limits of numbers are those of the bytes
         return CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(record))
     except (ManifestDamaged, OverflowError) as error:
@@ -168,9 +168,9 @@ def _component_name(number: int) -> str:
 
 
 def _component_number(name: str) -> int:
-    found = Component.__members__.get(name.upper())
-    if found is not None:
-        return int(found)
+    component = Component.__members__.get(name.upper())
+    if component is not None:
+        return int(component)
     if not name.isdecimal():
         raise InvalidInput("no component has this name", at="generations", name=name)
     return int(name)

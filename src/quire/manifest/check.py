@@ -117,8 +117,8 @@ def check(txn: ReadTxn, *, without: Set[str] = frozenset()) -> Iterator[Problem]
         if rules <= without:
             continue
         try:
-            found = _check_holders(txn, without) if look is _check_holders else look(txn)
-            for problem in found:
+            problems = _check_holders(txn, without) if look is _check_holders else look(txn)
+            for problem in problems:
                 is_whole = is_whole and (problem.rule != "K1" or problem.contained)
                 if not is_whole and problem.rule in _FROM_HOLDERS:
                     # A row that cannot be read may hold references: a count without them would be too low, and delete.
@@ -265,10 +265,10 @@ def _owners(txn: ReadTxn, table: t.Table[Any], few: int = 0) -> Iterator[int]:
     rest = (0,) * (len(table.key.fields) - 1)
     owner = 0
     while owner <= U32_MAX:
-        found = next(txn.raw_scan(table, start=(owner, *rest)), None)
-        if found is None:
+        row = next(txn.raw_scan(table, start=(owner, *rest)), None)
+        if row is None:
             return
-        owner = int.from_bytes(found[0][:4], "big")
+        owner = int.from_bytes(row[0][:4], "big")
         yield owner
         owner += 1
 

@@ -91,7 +91,7 @@ def compare(txn: ReadTxn, first: View, second: View) -> SnapshotDiff:
         tuple(slots),
         tuple(sorted(names[0] - names[1])),
         tuple(sorted(names[1] - names[0])),
-        sum(_whole(each.slot, first, second) if each.pages is None else len(each.pages) for each in slots),
+        sum(_whole(slot.slot, first, second) if slot.pages is None else len(slot.pages) for slot in slots),
         tuple(pin for pin in first.pins if pin not in pins[1]),
         tuple(pin for pin in second.pins if pin not in pins[0]),
     )

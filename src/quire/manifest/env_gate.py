@@ -114,12 +114,12 @@ class Gate:
     def unreported(self, seconds: float) -> list[tuple[float, str]]:
         """(age, thread) of visitors that have been inside for longer than `seconds`, each told once."""
         now = time.monotonic()
-        found = []
+        long_reads = []
         for ticket in [*self._inside]:
             if now - ticket.since > seconds and not ticket.is_reported:
                 ticket.is_reported = True
-                found.append((now - ticket.since, ticket.thread.name))
-        return found
+                long_reads.append((now - ticket.since, ticket.thread.name))
+        return long_reads
 
     def visitors(self) -> list[Visitor]:
         """Who is inside."""

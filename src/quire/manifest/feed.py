@@ -115,7 +115,9 @@ class ChangeFeed:
 
     def lag(self) -> dict[str | int, int]:
         """How many changes wait for each live cursor, by its name, or by its id if it has none."""
-        return {each.name or each.cursor_id: each.lag for each in self.cursors() if each.state is CursorState.LIVE}
+        return {
+            cursor.name or cursor.cursor_id: cursor.lag for cursor in self.cursors() if cursor.state is CursorState.LIVE
+        }
 
     def oldest_lag(self) -> int:
         """How many changes wait for the cursor that is furthest behind: it is the one that holds the log."""

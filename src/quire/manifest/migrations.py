@@ -130,12 +130,12 @@ def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> N
         raise ManifestDamaged(
             f"the manifest is damaged: {error}", hint="restore it from a backup", path=env.path
         ) from error
-    found = t.META.rows.decode(SCHEMA, raw).number if raw is not None else 0
-    if found > known or strangers:
+    stored = t.META.rows.decode(SCHEMA, raw).number if raw is not None else 0
+    if stored > known or strangers:
         raise FormatTooNew(
             "the store was written by a newer quire",
             hint="upgrade quire to open it",
-            schema=found,
+            schema=stored,
             known=known,
             unknown_steps=strangers,
         )

@@ -258,7 +258,11 @@ class ChangeFilter:
         """The filter for these databases and tables, as they are now (rule 5); `None` if there is nothing to filter by."""
         if databases is None and tables is None:
             return None
-        ids = None if databases is None else frozenset(_database(txn, each) for each in _listed(databases, "databases"))
+        ids = (
+            None
+            if databases is None
+            else frozenset(_database(txn, database) for database in _listed(databases, "databases"))
+        )
         kinds = None if tables is None else _kinds(frozenset(_listed(tables, "tables")))
         return cls(ids, kinds)
 

@@ -40,8 +40,8 @@ def probe(path: str) -> str | None:
         text=True,
         errors="replace",
     )
-    said, complaint = child.stdout.splitlines(), child.stderr.strip().rpartition("\n")[2]
-    place = said[-1] if said else "opening the file"
+    lines, complaint = child.stdout.splitlines(), child.stderr.strip().rpartition("\n")[2]
+    place = lines[-1] if lines else "opening the file"
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         return f"reading the manifest kills the process with {name} ({place})" + (f": {complaint}" if complaint else "")

@@ -373,12 +373,12 @@ class ReadTxn:
             with self._txn.cursor(db=handle) as cursor:
                 if not (cursor.set_range(raw) and cursor.key() == raw) and not cursor.prev():
                     return None
-                found, value = cursor.item()
+                raw_key, value = cursor.item()
         except lmdb.Error as error:
             raise self._explain(error) from error
-        if not found.startswith(table.key.prefix(*key[:-1])):
+        if not raw_key.startswith(table.key.prefix(*key[:-1])):
             return None
-        return table.key.unpack(found), table.rows.decode(found, value)
+        return table.key.unpack(raw_key), table.rows.decode(raw_key, value)
 
     def owners(self, table: t.Table[Any]) -> Iterator[int]:
         """The databases that have rows in a table whose key begins with one; one look per database."""

@@ -92,13 +92,13 @@ def _refuse_moved(overlay: Overlay, env: ManifestEnv) -> None:
     """Rule 4: what `position_of` says of a snapshot, asked of the transaction."""
     with overlay.txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
         last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
-    found = max(last, sequence_bounds(overlay)[0] - 1)
-    if found != overlay.head:
+    last_applied = max(last, sequence_bounds(overlay)[0] - 1)
+    if last_applied != overlay.head:
         raise StalePlan(
             "somebody else writes to this environment",
             hint="let one process replay",
             expected=overlay.head,
-            found=found,
+            found=last_applied,
         )
 
 

@@ -230,7 +230,7 @@ class Replica:
                 first = next(txn.scan(CHANGE_LOG), None)
             if first is None or first[0][0] > overlay.head - keep:
                 return
-            self._commit(overlay, lambda: settle_oldest(overlay, wish=overlay.head - keep + 1))
+            self._commit(overlay, lambda: settle_oldest(overlay, requested=overlay.head - keep + 1))
 
     def _call_itself(self, store_id: str) -> None:
         overlay = Overlay(self._env.handles)

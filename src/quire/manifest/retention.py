@@ -91,31 +91,33 @@ class RetentionPlan:
 
     @property
     def dropped(self) -> list[SnapshotInfo]:
-        return [each.snapshot for each in self.decisions if not each.keep]
+        return [decision.snapshot for decision in self.decisions if not decision.keep]
 
     def expired_only(self) -> RetentionPlan:
         """The same without what the policy would drop: only what has reached the end of its own time goes."""
-        kept = (Decision(each.snapshot, each.why != EXPIRED, each.why) for each in self.decisions)
+        kept = (Decision(decision.snapshot, decision.why != EXPIRED, decision.why) for decision in self.decisions)
         return RetentionPlan(self.db_id, self.policy, tuple(kept))
 
     def only(self, snapshot_ids: Collection[int]) -> RetentionPlan:
         """The same without what somebody was not asked about: of what would go, only these go."""
         kept = (
-            Decision(each.snapshot, each.keep or each.snapshot.snapshot_id not in snapshot_ids, each.why)
-            for each in self.decisions
+            Decision(
+                decision.snapshot, decision.keep or decision.snapshot.snapshot_id not in snapshot_ids, decision.why
+            )
+            for decision in self.decisions
         )
         return RetentionPlan(self.db_id, self.policy, tuple(kept))
 
     @property
     def drops_everything(self) -> bool:
         """Whether nothing would be left."""
-        counted = [each for each in self.decisions if each.why not in OWN_TIME]
-        return bool(counted) and not any(each.keep for each in counted)
+        counted = [decision for decision in self.decisions if decision.why not in OWN_TIME]
+        return bool(counted) and not any(decision.keep for decision in counted)
 
     @property
     def needs_force(self) -> bool:
         """Whether it is refused unless somebody says that it is meant (rule 3): what has expired goes in any case."""
-        return self.drops_everything and any(each.why not in (EXPIRED, *OWN_TIME) for each in self.decisions)
+        return self.drops_everything and any(decision.why not in (EXPIRED, *OWN_TIME) for decision in self.decisions)
 
 
 def bucket(schedule: str, at_ms: int) -> str:
@@ -128,7 +130,7 @@ def bucket(schedule: str, at_ms: int) -> str:
 
 def check_policy(policy: RetentionRecord) -> RetentionRecord:
     """The policy, if it makes sense."""
-    unknown = [each for each in policy.schedules if not isinstance(each, str) or each not in BUCKETS]
+    unknown = [schedule for schedule in policy.schedules if not isinstance(schedule, str) or schedule not in BUCKETS]
     if unknown:
         raise InvalidInput("there is no such schedule", hint=f"schedules: {', '.join(BUCKETS)}", schedules=unknown)
     for name in ("keep_last", "keep_generations", "keep_seconds", *BUCKETS):
@@ -149,20 +151,20 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     """What becomes of each snapshot, in the order given (rule 2)."""
     snapshots = list(snapshots)
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
-    why = {each.snapshot_id: WINDOW for each in snapshots if is_window(each)}
-    why |= {each.snapshot_id: LENT for each in snapshots if is_lent(each)}
+    why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
+    why |= {info.snapshot_id: LENT for info in snapshots if is_lent(info)}
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
-        why |= {each.snapshot_id: "there is no rule" for each in living}
+        why |= {info.snapshot_id: "there is no rule" for info in living}
     else:
         for keeps, reason in _rules(living, policy, now_ms):
             why.setdefault(keeps, reason)
     return [
-        Decision(each, False, EXPIRED)
-        if each.snapshot_id in expired
-        else Decision(each, each.snapshot_id in why, why.get(each.snapshot_id, "no rule keeps it"))
-        for each in snapshots
+        Decision(info, False, EXPIRED)
+        if info.snapshot_id in expired
+        else Decision(info, info.snapshot_id in why, why.get(info.snapshot_id, "no rule keeps it"))
+        for info in snapshots
     ]
 
 
@@ -172,27 +174,27 @@ def _age(snapshot: SnapshotInfo) -> tuple[int, int]:
 
 def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: int) -> Iterable[tuple[int, str]]:
     """(snapshot id, reason) for every rule that keeps a snapshot."""
-    for each in newest_first:
-        if policy.keep_named and is_personal(each):
-            yield each.snapshot_id, "named"
-        if policy.keep_seconds and now_ms - each.created_at_ms < policy.keep_seconds * 1000:
-            yield each.snapshot_id, f"younger than {policy.keep_seconds:,} s"
-    for each in newest_first[: policy.keep_last]:
-        yield each.snapshot_id, f"among the last {policy.keep_last}"
-    generations = sorted({each.generation for each in newest_first}, reverse=True)[: policy.keep_generations]
-    for each in newest_first:
-        if each.generation in generations:
-            yield each.snapshot_id, f"among the last {policy.keep_generations} generations"
+    for info in newest_first:
+        if policy.keep_named and is_personal(info):
+            yield info.snapshot_id, "named"
+        if policy.keep_seconds and now_ms - info.created_at_ms < policy.keep_seconds * 1000:
+            yield info.snapshot_id, f"younger than {policy.keep_seconds:,} s"
+    for info in newest_first[: policy.keep_last]:
+        yield info.snapshot_id, f"among the last {policy.keep_last}"
+    generations = sorted({info.generation for info in newest_first}, reverse=True)[: policy.keep_generations]
+    for info in newest_first:
+        if info.generation in generations:
+            yield info.snapshot_id, f"among the last {policy.keep_generations} generations"
     for schedule in BUCKETS:
         for place, members in islice(_by_bucket(newest_first, schedule).items(), getattr(policy, schedule)):
-            own = [each for each in members if each.tags.get(SCHEDULE_TAG) == schedule]
+            own = [info for info in members if info.tags.get(SCHEDULE_TAG) == schedule]
             yield (own or members)[0].snapshot_id, f"{schedule}: the newest of {place}"
 
 
 def _by_bucket(newest_first: list[SnapshotInfo], schedule: str) -> dict[str, list[SnapshotInfo]]:
     buckets: dict[str, list[SnapshotInfo]] = {}
-    for each in newest_first:
-        buckets.setdefault(bucket(schedule, each.created_at_ms), []).append(each)
+    for info in newest_first:
+        buckets.setdefault(bucket(schedule, info.created_at_ms), []).append(info)
     return buckets
 
 
@@ -284,8 +286,8 @@ class Retention:
         if not dropped:
             return []
 
-        ops: list[Op] = [DropSnapshot(plan.db_id, each.snapshot_id) for each in dropped]
-        origins = self._manifest.snapshots.origins(plan.db_id, [each.snapshot_id for each in dropped])
+        ops: list[Op] = [DropSnapshot(plan.db_id, snapshot.snapshot_id) for snapshot in dropped]
+        origins = self._manifest.snapshots.origins(plan.db_id, [snapshot.snapshot_id for snapshot in dropped])
         return [*ops, *self._manifest.jobs.deletions(origins)]
 
     def databases(self) -> list[tuple[int, RetentionRecord]]:

@@ -191,13 +191,13 @@ class Snapshots:
 
     def origins(self, db_id: int, snapshot_ids: Iterable[int]) -> set[int]:
         """The databases that made what these snapshots hold: whose delete jobs have work when they go."""
-        found = {db_id}
+        origins = {db_id}
         with self._manifest.read() as txn:
             for snapshot_id in snapshot_ids:
                 if (record := txn.snapshot(db_id, snapshot_id)) is not None:
-                    found.update(origin for _, origin, _ in record.leaves)
-                    found.update(pin.origin_db_id for pin in record.pins)
-        return found
+                    origins.update(origin for _, origin, _ in record.leaves)
+                    origins.update(pin.origin_db_id for pin in record.pins)
+        return origins
 
     def fork(
         self,
@@ -406,6 +406,6 @@ def _view(txn: ReadTxn, db: int | str, snapshot: int | str | None) -> View:
         leaves = {key[1]: (leaf.origin_db_id, leaf.generation) for key, leaf in txn.scan(t.LIVE_LEAF, db_id)}
         anchor = published_anchor(txn, db_id)
         return View(leaves, anchor.pins, pages, anchor.size_pages)
-    _, _, found = _find(txn, db_id, snapshot)
-    held = {number: (origin, gen) for number, origin, gen in found.leaves}
-    return View(held, tuple(found.pins), pages, found.size_pages)
+    _, _, kept = _find(txn, db_id, snapshot)
+    held = {number: (origin, gen) for number, origin, gen in kept.leaves}
+    return View(held, tuple(kept.pins), pages, kept.size_pages)

@@ -206,19 +206,21 @@ class ManifestStore:
         return self._part(ChangeFeed, lambda: ChangeFeed(self, self.feed_settings))
 
     def _part(self, kind: type[P], make: Callable[[], P]) -> P:
-        found: P | None = self._parts.get(kind)
-        if found is None:
+        part: P | None = self._parts.get(kind)
+        if part is None:
             with self._parts_lock:  # parts have locks of their own: there is one of each
-                found = self._parts[kind] = self._parts.get(kind) or make()
-        return found
+                part = self._parts[kind] = self._parts.get(kind) or make()
+        return part
 
     # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None) -> list[AuditEntry]:
         """What happened to a database (or to all, those that are gone included) in [since, until), oldest first."""
         with self.read() as txn:
             wanted = [txn.database_id(db) if isinstance(db, str) else db] if db is not None else txn.owners(t.AUDIT)
-            entries = [each for db_id in wanted for each in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)]
-        return sorted(entries, key=lambda each: each.sequence)
+            entries = [
+                entry for db_id in wanted for entry in audit_of(txn, db_id, since_ms=since_ms, until_ms=until_ms)
+            ]
+        return sorted(entries, key=lambda entry: entry.sequence)
 
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allocate(self, counter: Counter) -> int:

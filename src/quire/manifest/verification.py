@@ -29,7 +29,7 @@ class LastVerification:
 
 def told(result: dict[str, Any]) -> list[str]:
     """What is wrong with files that are no artifacts, by a job's result; a line each."""
-    return [f"{each['kind']} {each['path']}: {each['what']}" for each in result.get("problems", [])]
+    return [f"{problem['kind']} {problem['path']}: {problem['what']}" for problem in result.get("problems", [])]
 
 
 def borrows(key: ArtifactKey, row: Any) -> bool:

@@ -227,12 +227,12 @@ def merge_ranges(ranges: Iterable[Range], *, gap_bytes: int) -> list[Range]:
     [Range(offset=0, length=15), Range(offset=90, length=9)]
     """
     merged: list[Range] = []
-    for each in sorted((each for each in ranges if each.length > 0), key=lambda each: each.offset):
-        if merged and each.offset <= (last := merged[-1]).offset + last.length + gap_bytes:
-            end = max(last.offset + last.length, each.offset + each.length)
+    for span in sorted((span for span in ranges if span.length > 0), key=lambda span: span.offset):
+        if merged and span.offset <= (last := merged[-1]).offset + last.length + gap_bytes:
+            end = max(last.offset + last.length, span.offset + span.length)
             merged[-1] = Range(offset=last.offset, length=end - last.offset)
         else:
-            merged.append(each)
+            merged.append(span)
     return merged
 
 

@@ -132,12 +132,12 @@ class LocalStore:
 
     def get_ranges(self, key: str, ranges: Sequence[Range]) -> list[bytes]:
         check_key(key)
-        for each in ranges:
-            check_range(key, each.offset, each.length)
-        if not any(each.length for each in ranges):
+        for span in ranges:
+            check_range(key, span.offset, span.length)
+        if not any(span.length for span in ranges):
             return [b""] * len(ranges)
         with self._opened(key) as file:
-            return [self._read(file, key, each.offset, each.length) for each in ranges]
+            return [self._read(file, key, span.offset, span.length) for span in ranges]
 
     def get_verified(
         self, key: str, *, size_bytes: int, sha256: bytes | None = None, crc64: int | None = None
@@ -385,14 +385,14 @@ class LocalStore:
             if fault.where.get("errno") in _NO_SUCH_OBJECT:
                 return []  # the prefix is an object itself: nothing is below it
             raise
-        found = []
+        entries = []
         for name in names:
             if "\\" in name or not name.isprintable() or (not folder and name == TEMPORARY_SEGMENT):
                 continue  # staging, or a stranger's file that no key can name
             is_directory = _is_directory(self._disk, os.path.join(path, name))
-            found.append(f"{folder}{name}/" if is_directory else folder + name)
-        found.sort()
-        return found
+            entries.append(f"{folder}{name}/" if is_directory else folder + name)
+        entries.sort()
+        return entries
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, *key.split("/")) if key else self._root

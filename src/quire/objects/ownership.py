@@ -190,10 +190,10 @@ class Ownership:
         confirmed = known.confirmed if known is not None else 0
         newest = self._newest(after=confirmed)
         if newest is not None:
-            epoch, session, said = newest
+            epoch, session, owner = newest
             is_ours = known is not None and (epoch, session) == (known.epoch, known.session)
-            if not is_ours or said is None or known is None or said.nonce != known.nonce:
-                raise self._end(epoch, session, said, known)
+            if not is_ours or owner is None or known is None or owner.nonce != known.nonce:
+                raise self._end(epoch, session, owner, known)
             confirmed = session
         record = OwnerFile(
             store_id=self._store_id,
@@ -219,7 +219,7 @@ class Ownership:
         )
 
         def is_ours(existing: ExistingObject) -> bool:
-            return (said := _read(existing.store, key)) is not None and said.nonce == record.nonce
+            return (owner := _read(existing.store, key)) is not None and owner.nonce == record.nonce
 
         try:
             store.put(key, body, create_only=True, identity=is_ours)
@@ -245,14 +245,14 @@ class Ownership:
         body = encode_object(OwnerObject(store_id=self._store_id, nonce="", created_at_ms=self._clock.now_ms()))
 
         def is_ours(existing: ExistingObject) -> bool:
-            return (said := _read(existing.store, LEGACY_OWNER)) is not None and said.store_id == self._store_id
+            return (owner := _read(existing.store, LEGACY_OWNER)) is not None and owner.store_id == self._store_id
 
         try:
             store.put(LEGACY_OWNER, body, create_only=True, identity=is_ours)
             self._has_legacy = True
         except AlreadyExists:
-            said = _read(store, LEGACY_OWNER)
-            other = said.store_id if said is not None else "unknown"
+            owner = _read(store, LEGACY_OWNER)
+            other = owner.store_id if owner is not None else "unknown"
             emit("warning", "objects.legacy_owned_elsewhere", store=store.url, owner=other)
 
     def _forget_session(self, session: int) -> None:
@@ -272,12 +272,12 @@ class Ownership:
         if newest is not None:
             raise self._end(*newest, self._record)
 
-    def _end(self, epoch: int, session: int, said: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
+    def _end(self, epoch: int, session: int, owner: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
         """Rule 7: this directory is behind. Everybody hears of it, and the directory remembers."""
-        self._fenced = error = behind(self._root, self._epoch, known, f"{epoch:08x}.{session:08x}", _told(said))
+        self._fenced = error = behind(self._root, self._epoch, known, f"{epoch:08x}.{session:08x}", _told(owner))
         record = known or OwnerFile(store_id=self._store_id, epoch=self._epoch, session=0, nonce="")
         with suppress(StorageFault):  # the next life finds out for itself
-            marked = replace(record, successor=f"{epoch:08x}.{session:08x}", successor_text=_told(said))
+            marked = replace(record, successor=f"{epoch:08x}.{session:08x}", successor_text=_told(owner))
             write_file(self._disk, self._root, marked)
         self._fence(error)
         return error
@@ -353,9 +353,9 @@ def _read(store: ObjectStore, key: str) -> OwnerObject | None:
         return None
 
 
-def _told(said: OwnerObject | None) -> str:
-    if said is None or not said.host:
+def _told(owner: OwnerObject | None) -> str:
+    if owner is None or not owner.host:
         return "it does not say who"
-    when = datetime.fromtimestamp(min(said.created_at_ms, 253_402_300_799_000) / 1000, UTC)
-    host = "".join(char for char in said.host[:64] if char.isprintable())
-    return f"process {said.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"
+    when = datetime.fromtimestamp(min(owner.created_at_ms, 253_402_300_799_000) / 1000, UTC)
+    host = "".join(char for char in owner.host[:64] if char.isprintable())
+    return f"process {owner.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"

@@ -157,8 +157,8 @@ class RemoteStore:
 
     def get_ranges(self, key: str, ranges: Sequence[Range]) -> list[bytes]:
         check_key(key)
-        for each in ranges:
-            check_range(key, each.offset, each.length)
+        for span in ranges:
+            check_range(key, span.offset, span.length)
         spans = merge_ranges(ranges, gap_bytes=COALESCE_BYTES)
         if not spans:
             return [b""] * len(ranges)
@@ -218,14 +218,14 @@ class RemoteStore:
                 raise
 
         while page := self._call(next_page, doing="listing objects"):
-            infos = [self._info(each) for each in page]
+            infos = [self._info(meta) for meta in page]
             last = infos[-1].key
             yield infos
 
     def list_prefixes(self, prefix: str = "") -> list[str]:
         inside = self._inside(check_prefix(prefix))
-        found = self._call(lambda: obstore.list_with_delimiter(self._backend, inside), doing="listing prefixes")
-        return sorted(each[len(self._prefix) :] for each in found["common_prefixes"])
+        listing = self._call(lambda: obstore.list_with_delimiter(self._backend, inside), doing="listing prefixes")
+        return sorted(prefix[len(self._prefix) :] for prefix in listing["common_prefixes"])
 
     def delete(self, key: str) -> None:
         check_key(key)

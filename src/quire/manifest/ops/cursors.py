@@ -63,14 +63,14 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
     )
 
 
-def settle_oldest(tables: Overlay, wish: int = 0) -> None:
-    """Raise the oldest sequence as far as live cursors allow; without any, to `wish` (rule 2). Begins to trim (rule 3)."""
+def settle_oldest(tables: Overlay, requested: int = 0) -> None:
+    """Raise the oldest sequence as far as live cursors allow; without any, to `requested` (rule 2). Begins to trim (rule 3)."""
     oldest, following = sequence_bounds(tables)
     try:
         needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
     except ManifestDamaged:
         return  # where that cursor stands is not known: until it is mended everything stays
-    target = min(min(needed) if needed else wish, following)
+    target = min(min(needed) if needed else requested, following)
     if target > oldest:
         tables.meta.put(OLDEST_SEQUENCE, MetaRecord(target))
     trim_tail(tables)
@@ -214,4 +214,4 @@ class RetainChanges(Op, frozen=True, tag=100):
     from_sequence: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        settle_oldest(tables, wish=self.from_sequence)
+        settle_oldest(tables, requested=self.from_sequence)

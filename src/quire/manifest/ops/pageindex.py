@@ -48,18 +48,18 @@ def packed_rows(db_id: int, rows: bytes) -> tuple[dict[bytes, bytes], dict[bytes
     import numpy as np  # not at the top: commands that publish nothing go without its 260 ms
 
     layout, index_key, index_row, head_key, head_row = _layouts()
-    found = np.frombuffer(rows, layout)
-    keys, values = np.empty(len(found), index_key), np.empty(len(found), index_row)
-    keys["db_id"], keys["page"], keys["lsn"] = db_id, found["page"], found["lsn"]
+    versions = np.frombuffer(rows, layout)
+    keys, values = np.empty(len(versions), index_key), np.empty(len(versions), index_row)
+    keys["db_id"], keys["page"], keys["lsn"] = db_id, versions["page"], versions["lsn"]
     values["record_version"] = t.PAGE_VERSION_INDEX.codec.version
     for name in PageVersionRecord.__struct_fields__:
-        values[name] = found[name]
+        values[name] = versions[name]
     index = dict(zip(_as_bytes(keys), _as_bytes(values), strict=True))
     # By page, then lsn; the last of each page is its newest. Of equal ones the first counts: hence the falling places.
-    places = np.arange(len(found), 0, -1)
-    order = np.lexsort((places, found["lsn"], found["page"]))
-    is_last = np.append(np.diff(found["page"][order]) != 0, True)
-    newest = found[order[is_last]]
+    places = np.arange(len(versions), 0, -1)
+    order = np.lexsort((places, versions["lsn"], versions["page"]))
+    is_last = np.append(np.diff(versions["page"][order]) != 0, True)
+    newest = versions[order[is_last]]
     keys, values = np.empty(len(newest), head_key), np.empty(len(newest), head_row)
     keys["db_id"], keys["page"] = db_id, newest["page"]
     values["record_version"], values["source"] = t.PAGE_VERSION_HEAD.codec.version, PageHeadRecord(0, 0).source
@@ -96,7 +96,7 @@ def _layouts() -> tuple[np.dtype[np.void], ...]:
         head.key.numpy_fields(),
         head.codec.numpy_fields(),
     )
-    return tuple(np.dtype(each) for each in fields)
+    return tuple(np.dtype(layout) for layout in fields)
 
 
 class PublishPages(Op, frozen=True, tag=80):

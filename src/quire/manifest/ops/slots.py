@@ -106,14 +106,14 @@ class SetSlots(Op, frozen=True, tag=30):
 
     def _require_row(self, tables: Overlay, artifact: ArtifactKey) -> None:
         if artifact.kind is ArtifactKind.BASE:
-            found = tables.chunk_catalog.has(
+            exists = tables.chunk_catalog.has(
                 t.CHUNK_CATALOG.key.pack(artifact.origin_db_id, artifact.id, artifact.generation)
             )
         else:
-            found = tables.chunk_delta_index.has(
+            exists = tables.chunk_delta_index.has(
                 t.CHUNK_DELTA_INDEX.key.pack(artifact.origin_db_id, artifact.id, artifact.generation, artifact.delta_id)
             )
-        if not found:
+        if not exists:
             raise UnknownArtifact(
                 "a chain names an artifact that is not in the catalog", hint="put it first", artifact=artifact
             )
