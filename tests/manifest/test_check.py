@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import ManifestSettings
+from quire.durable.failpoints import armed
 from quire.manifest import check as checks
 from quire.manifest import holders
 from quire.manifest import records as r
@@ -220,6 +222,23 @@ def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_th
             assert manifest.register_db("another", r.DbKind.PAGES) == 4
         with manifest.read() as txn:
             assert txn.refused_databases() == {number for kind, number in expected if kind == "database"}
+
+
+@pytest.mark.parametrize("point", ["manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable"])
+def test_a_kill_while_a_cursor_is_clamped_leaves_it_for_the_next_open(path: str, point: str) -> None:
+    damaged(path, EVERY["a cursor beyond the head"][1])
+    killed = os.fork()
+    if not killed:  # nothing of LMDB is open here
+        with armed(point, lambda _: os._exit(9)):
+            ManifestStore.open(path)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == 9
+    with ManifestStore.open(path) as manifest:
+        with manifest.read() as txn:
+            cursor = txn.get(t.CHANGE_CURSORS, 1)
+            assert cursor is not None
+            assert (cursor.state, cursor.acked_sequence) == (r.CursorState.LIVE, txn.feed_bounds()[1])
+        assert_clean(manifest)
 
 
 def test_a_generation_that_is_behind_its_log_goes_on_from_the_log(path: str) -> None:
