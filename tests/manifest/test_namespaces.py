@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from quire.core.errors import ArtifactGone, NameTaken, StalePlan, StillReferenced, UnknownNamespace
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.namespaces import drop_namespace
-from quire.manifest.ops.artifacts import PutChunk
+from quire.manifest.ops.artifacts import PutChunk, PutNamespace
+from quire.manifest.ops.base import Counter
 from quire.manifest.ops.databases import DropDb, RegisterDb, RemoveDb
-from quire.manifest.ops.epochs import BeginOwnerEpoch
+from quire.manifest.ops.epochs import BeginOwnerEpoch, DropNamespace
 from quire.manifest.ops.jobs import StartJob
 from quire.manifest.ops.plans import BeginPlan
 from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.reads import BORN_WITH_EPOCHS
-from quire.manifest.records import ChunkRecord, DbKind, DbRecord, JobKind, PlanRecord, Residency
+from quire.manifest.records import ChunkRecord, DbKind, DbRecord, JobKind, NamespaceRecord, PlanRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean
 
 
 def held(manifest: ManifestStore, namespace_id: int) -> int:
@@ -200,3 +206,27 @@ def test_a_name_and_a_url_belong_to_one_place_until_it_is_dropped(manifest: Mani
         manifest.put_namespace("memory://cold", name="icy")
     drop_namespace(manifest, place)
     assert manifest.put_namespace("memory://cold", name="cold") > place
+
+
+@pytest.mark.parametrize("point", ["manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable"])
+def test_a_kill_while_a_namespace_is_dropped_leaves_it_whole_or_dropped(tmp_path: Path, point: str) -> None:
+    path = str(tmp_path / "manifest.lmdb")
+    with ManifestStore.open(path) as manifest:
+        number = manifest.allocate(Counter.NAMESPACE)
+        manifest.submit([PutNamespace(number, NamespaceRecord("memory://cold", name="cold"))]).result()
+        manifest.begin_owner_epoch()
+    killed = os.fork()
+    if not killed:  # nothing of LMDB is open here
+        with ManifestStore.open(path) as manifest, armed(point, lambda _: os._exit(9)):
+            manifest.submit([DropNamespace(number)]).result()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == 9
+    with ManifestStore.open(path) as manifest:
+        assert_clean(manifest)
+        manifest.submit([DropNamespace(number)]).result()  # again, or for the first time
+        with manifest.read() as txn:
+            row = txn.get(t.REMOTE_NAMESPACE, number)
+        assert row is not None
+        assert row.dropped_at_ms
+        assert held(manifest, number) == 0
+        assert_clean(manifest)
