@@ -19,7 +19,7 @@ from tests.cli.conftest import GARBAGE, GHOST, ORPHAN, Plant, Run, on_a_terminal
 def test_check_of_a_sound_manifest(run: Run) -> None:
     for how in ([], ["--repair"], ["--repair", "--partial"]):
         ended = run("manifest", "check", *how)
-        assert (ended.code, ended.out) == (0, "the manifest keeps all its rules\n")
+        assert (ended.code, ended.out) == (0, "all rules of the manifest hold\n")
         assert run("manifest", "check", *how, "--json").data == []
 
 
@@ -38,7 +38,7 @@ def test_check_names_the_rule_and_repair_mends_it(run: Run, path: Path, damage: 
     mended = run("manifest", "check", "--repair")
     assert (mended.code, mended.err) == (0, "")
     assert mended.out.splitlines()[1].split()[:2] == ["D1", "mended"]
-    assert mended.out.splitlines()[-1] == "the manifest keeps all its rules after 1 repair"
+    assert mended.out.splitlines()[-1] == "all rules of the manifest hold after 1 repair"
     assert run("manifest", "check").code == 0
 
 

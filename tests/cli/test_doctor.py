@@ -36,13 +36,13 @@ def test_all_is_well(run: Run) -> None:
     found = rows(run)
     assert list(found) == ROWS
     assert {each["state"] for each in found.values()} == {"ok"}
-    assert run("doctor").out.splitlines()[-1] == "all is well"
+    assert run("doctor").out.splitlines()[-1] == "no problems found"
 
 
 def test_nothing_is_made(run: Run, path: Path) -> None:
     before = sorted(os.listdir(path))
     found = rows(run)
-    assert "not there yet" in found["objects"]["detail"]
+    assert "does not exist yet" in found["objects"]["detail"]
     assert sorted(os.listdir(path)) == before
     (path / "quire.toml").write_text('object_store = "elsewhere"')
     assert rows(run)["objects"]["state"] == "warn"
@@ -64,7 +64,7 @@ def test_an_object_store_that_is_there_gets_a_round_trip(run: Run, path: Path) -
 def test_what_fails_is_a_row_and_the_others_follow(run: Run, path: Path, tmp_path: Path) -> None:
     (path / "objects").write_text("a file in the way")
     assert rows(run)["objects"]["state"] == "fail"
-    assert run("doctor").out.splitlines()[-1] == "1 thing to look after"
+    assert run("doctor").out.splitlines()[-1] == "1 problem found"
     (path / "objects").unlink()
     (path / "quire.toml").write_text("not toml")
     found = rows(run)
@@ -138,7 +138,7 @@ def test_what_a_verification_found_outlives_its_job(run: Run, path: Path) -> Non
     """Issue 18: findings that are about no artifact were forgotten with the job."""
     with quire.open(path) as store:
         store.manifest.submit([RecordVerification(["kv log x: damaged"])]).result()
-    assert "damage is recorded: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())
+    assert "damage on record: kv log x: damaged" in " ".join(run("doctor", "--no-objects").out.split())
     with quire.open(path) as store:
         job = store.heavy.verify(runner="threads")
         store.manifest.submit([ForgetJob(job.job_id)]).result()

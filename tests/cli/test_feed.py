@@ -82,7 +82,7 @@ def test_cursors_shows_how_far_everybody_is(run: Run, followed: Path) -> None:
 
 
 def test_cursors_of_a_feed_nobody_follows(run: Run) -> None:
-    assert run("feed", "cursors").out.startswith("nobody follows the feed")
+    assert run("feed", "cursors").out.startswith("the feed has no subscribers")
     assert run("feed", "cursors", "--json").data == []
 
 
@@ -119,5 +119,5 @@ def test_resume_lets_a_lost_cursor_go_on_and_leaves_a_live_one(run: Run, path: P
         store.manifest.submit([LoseCursor(info.cursor_id, "too slow")]).result()
     result = run("feed", "resume", "slow")
     assert result.out == f"cursor slow (id {info.cursor_id}) goes on with change {info.next_sequence}\n"
-    assert run("feed", "resume", "slow").out.endswith("is live: nothing to do\n")
+    assert run("feed", "resume", "slow").out.endswith("is live; nothing to do\n")
     assert run("feed", "resume", "slow", "--json").data["resumed"]["state"] == "live"

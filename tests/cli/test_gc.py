@@ -45,7 +45,7 @@ def test_a_dry_run_says_what_waits_and_until_when(run: Run, garbage: Path) -> No
 
 
 def test_a_dry_run_says_what_retention_and_jobs_would_do(run: Run, path: Path) -> None:
-    assert run("gc", "--dry-run").out.splitlines()[0] == "nothing waits to be deleted"
+    assert run("gc", "--dry-run").out.splitlines()[0] == "nothing is waiting to be deleted"
     with quire.open(path) as store:
         store.snapshot("shop")
         store.snapshot("shop")

@@ -41,4 +41,4 @@ def test_a_number_that_cannot_be_is_told_in_words(run: Run, value: str) -> None:
     ended = run("stream", "tail", "clicks", "-n", value, at=None)
     assert ended.code == 2
     assert "range" not in ended.err
-    assert ended.err.splitlines()[1] == "next:  `quire stream tail --help` shows how it is called"
+    assert ended.err.splitlines()[1] == "next:  see `quire stream tail --help`"

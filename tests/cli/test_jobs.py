@@ -108,7 +108,7 @@ def test_show(run: Run, queue: Path) -> None:
     text = run("jobs", "show", "2").out
     assert text.startswith("job       2: verify of shop\nstate     failed\n")
     assert "attempts  1, failed 1 of 5" in text
-    assert "asked     nonsense=1" in text
+    assert "payload   nonsense=1" in text
     assert "error     InvalidInput: " in text
     assert "due       " in run("jobs", "show", "4").out
     assert "result    " in run("jobs", "show", "1").out
@@ -154,7 +154,7 @@ def test_work_once_runs_what_is_due_and_says_what_waits(run: Run, queue: Path) -
     assert (data["ran"], data["succeeded"], data["failed"], data["waiting"]) == (1, 1, 0, 1)
     assert [(each["job_id"], each["state"]) for each in data["jobs"]] == [(5, "succeeded")]
     lines = run("jobs", "work", "--once").out.splitlines()
-    assert lines == ["no job was due", "", "1 job waits, the first is due now"], "nobody knows how to evict"
+    assert lines == ["no job was due", "", "1 job waiting, the first is due now"], "nobody knows how to evict"
 
 
 def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
@@ -218,4 +218,4 @@ def test_a_terminal_sees_progress(path: Path) -> None:
     os.close(ours)
     assert process.wait(30) == 130
     assert b"evict shop" in shown
-    assert "stopping: what is running goes back into the queue" in shown.decode()
+    assert "stopping: running jobs return to the queue" in shown.decode()

@@ -59,7 +59,7 @@ def test_wrong_usage_is_told_as_any_error(run: Run, arguments: list[str], what: 
     assert (ended.code, ended.out) == (2, "")
     told, then = ended.err.splitlines()
     assert told.startswith(f"error: {what}")
-    assert then == f"next:  `{command} --help` shows how it is called"
+    assert then == f"next:  see `{command} --help`"
     program = run(arguments[0], "--json", *arguments[1:], at=None)
     assert (program.code, program.out) == (2, "")
     error = json.loads(program.err)["error"]
@@ -178,4 +178,4 @@ def test_a_shell_completes_commands_and_options(typed: str, offered: list[str]) 
 def test_an_option_before_its_command_is_told_where_it_belongs(run: Run, arguments: list[str]) -> None:
     ended = run(*arguments, at=None)
     assert ended.code == 2
-    assert "stand behind the command" in ended.err
+    assert "go after the command" in ended.err

@@ -75,7 +75,7 @@ def test_a_store_with_its_own_objects_has_nothing_to_take_over(run: Run, path: P
     ended = run("takeover", "--yes", at=path)
     assert ended.code == 2
     assert "nothing to take over" in ended.err
-    assert "the objects are the store's own" in run("info", at=path).out
+    assert "objects are local to the store" in run("info", at=path).out
     rows = {row["check"]: row for row in run("doctor", "--json", at=path).data}
     assert rows["session"]["state"] == "ok"
 

@@ -20,7 +20,7 @@ def hold(path: Path) -> None:
 
 
 def test_an_empty_quarantine_says_so(run: Run) -> None:
-    assert run("quarantine", "ls").out == "nothing is in quarantine\n"
+    assert run("quarantine", "ls").out == "the quarantine is empty\n"
     assert run("quarantine", "ls", "--json").data == []
 
 

@@ -89,7 +89,7 @@ def test_upkeep_is_done_at_the_owner(root: Path) -> None:
     assert "needs no merge" in run(root, "merge", "shop", "--runner", "threads").out
     assert json.loads(run(root, "gc", "--json").out)["dry_run"] is False
     assert "grace" in run(root, "gc", "--now", "--yes", code=4).err
-    assert "nothing is damaged" in run(root, "verify", "--runner", "threads").out
+    assert "no damage found" in run(root, "verify", "--runner", "threads").out
     run(root, "jobs", "retry", str(told["job_id"]), code=4)
     run(root, "jobs", "cancel", "4711", code=3)
     assert "dropped cursor my-app" in run(root, "feed", "drop", "my-app", "--yes").out
@@ -162,7 +162,7 @@ def test_following_beside_a_server_is_done_by_it(root: Path, tmp_path: Path, mon
         assert row["follows"] == str(tmp_path / "live.db")
         assert str(tmp_path / "live.db") in run(root, "ls").out.replace("\n", "")
         assert "1 SQLite file" in run(root, "info").out
-        assert "no more" in run(root, "sqlite", "unfollow", "live").out
+        assert "no longer" in run(root, "sqlite", "unfollow", "live").out
         assert json.loads(run(root, "info", "--json").out)["followed_files"] == 0
         assert "follows no file" in run(root, "sqlite", "unfollow", "live", code=3).err
 
@@ -176,7 +176,7 @@ def test_a_shell_beside_the_owner_reads(root: Path) -> None:
     refused = quire_program("sqlite", "shell", "shop", "insert into item values('x')", *where)
     assert refused.returncode == 2
     assert "readonly" in refused.stderr
-    assert "`quire serve` has none" in refused.stderr, "nobody is sent to a server for SQL"
+    assert "stop `quire serve`" in refused.stderr, "nobody is sent to a server for SQL"
     talked = quire_program("sqlite", "shell", "shop", *where, input="select 1;\n")
     assert talked.returncode == 0
 
@@ -185,7 +185,7 @@ def test_a_fork_between_snapshots_is_made_at_the_owner(root: Path) -> None:
     """Its socket knows snapshots only, so the whole command is done there."""
     assert "as shop was at snapshot monday (id 1)" in run(root, "fork", "shop", "at-monday", "--at", "monday").out
     made = run(root, "fork", "shop", "at-a-moment", "--at", "0s").out
-    assert "made at-a-moment" in made
+    assert "created at-a-moment" in made
     assert "as shop was 2" in made
     assert "no such snapshot" in run(root, "fork", "shop", "nowhere", "--at", "someday", code=3).err
     for name in ("at-monday", "at-a-moment"):

@@ -46,8 +46,8 @@ def test_without_a_policy_everything_stays(run: Run, kept: Path) -> None:
     data = run("retention", "show", "shop", "--json").data
     assert (data["database"], data["policy"], data["snapshots"], data["would_drop"]) == ("shop", None, 5, 0)
     text = run("retention", "show", "shop").out
-    assert "every snapshot: there is no rule" in text
-    assert "no snapshots by itself" in text
+    assert "every snapshot (no rules)" in text
+    assert "no automatic snapshots" in text
     assert run("retention", "apply", "shop", "--yes").out == "nothing to drop: 5 snapshots, all kept\n"
 
 
@@ -129,7 +129,7 @@ def test_apply_asks_and_drops_what_the_plan_said(run: Run, kept: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
     refused = run("retention", "apply", "shop", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    assert refused.err == "drop 2 snapshots of shop (#1, #2), all that they hold being held elsewhere too? [y/N] "
+    assert refused.err == "drop 2 snapshots of shop (#1, #2), which hold nothing exclusively? [y/N] "
     assert run("retention", "apply", "shop", answer="").code == 2
     assert snapshots(run) == [1, 2, 3, 4, 5]
     ended = run("retention", "apply", "shop", "--yes", "--json").data
@@ -201,7 +201,7 @@ def test_a_dry_run_is_the_plan(run: Run, kept: Path) -> None:
 def test_apply_wants_a_database_or_all(run: Run, kept: Path, arguments: list[str]) -> None:
     ended = run("retention", "apply", *arguments, "--yes")
     assert (ended.code, ended.out) == (2, "")
-    assert "name a database, or say `--all`" in ended.err
+    assert "name a database, or use `--all`" in ended.err
 
 
 def test_what_comes_of_age_while_somebody_thinks_stays(run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_all_asks_once(run: Run, many: Path) -> None:
     assert (refused.code, refused.out.splitlines()[0]) == (1, "nothing was dropped")
     assert refused.err == (
         "drop 7 snapshots of 3 databases, leave 1 alone that would have none left, "
-        "all that they hold being held elsewhere too? [y/N] "
+        "which hold nothing exclusively? [y/N] "
     )
     forced = run("retention", "apply", "--all", "--force", answer="n\n").err
     assert forced.startswith("drop 10 snapshots of 4 databases (EVERY snapshot of 1 of them), ")

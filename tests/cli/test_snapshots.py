@@ -24,8 +24,8 @@ def test_create_keeps_a_database_with_or_without_a_name(run: Run, shop: Path) ->
     made = run("snapshot", "create", "shop", "tuesday", "--tag", "by=ann", "--tag", "why=a=b", "--json").data
     assert (made["database"], made["name"], made["kind"], made["snapshot_id"]) == ("shop", "tuesday", "named", 2)
     assert made["tags"] == {"by": "ann", "why": "a=b"}
-    assert run("snapshot", "create", "shop").out == "kept shop as snapshot #3\n"
-    assert run("snapshot", "create", "shop", "friday").out == "kept shop as snapshot friday (id 4)\n"
+    assert run("snapshot", "create", "shop").out == "created snapshot #3 of shop\n"
+    assert run("snapshot", "create", "shop", "friday").out == "created snapshot friday (id 4) of shop\n"
     assert [each["name"] for each in run("snapshot", "ls", "shop", "--json").data] == [
         "monday",
         "tuesday",
@@ -64,7 +64,7 @@ def test_ls(run: Run, shop: Path) -> None:
     assert lines[0].split() == ["id", "name", "created", "size", "about"]
     assert lines[1].split()[:2] == ["1", "monday"]
     assert lines[1].split()[4:] == ["64.0", "KiB", "by=ann"]
-    assert "`quire snapshot create clicks NAME` makes one" in run("snapshot", "ls", "clicks").out
+    assert "`quire snapshot create clicks NAME` creates one" in run("snapshot", "ls", "clicks").out
     assert run("snapshot", "ls", "clicks", "--json").data == []
     assert run("snapshot", "ls", "nothing").code == 3
 
@@ -85,7 +85,7 @@ def test_show_says_what_it_keeps_and_what_only_it_holds(run: Run, shop: Path) ->
     assert (data["share"]["chunks"], data["share"]["size_bytes"]) == (1, data["chunk_bytes"])
     text = run("snapshot", "show", "shop", "monday").out
     assert "snapshot   monday (id 1) of shop, named" in text
-    assert "only here  1 chunk (" in text
+    assert "exclusive  1 chunk (" in text
 
 
 def test_show_names_the_forks(run: Run, shop: Path) -> None:
@@ -97,7 +97,7 @@ def test_show_names_the_forks(run: Run, shop: Path) -> None:
 def test_a_name_that_reads_as_an_id_is_refused(run: Run, shop: Path, name: str) -> None:
     ended = run("snapshot", "create", "shop", name)
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.splitlines()[0].startswith("error: a snapshot may not be called by a number")
+    assert ended.err.splitlines()[0].startswith("error: a snapshot name cannot be a number")
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
 
 
@@ -124,11 +124,11 @@ def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> N
 def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
     refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    assert refused.err == "drop snapshot monday (id 1) of shop, all that it holds being held elsewhere too? [y/N] "
+    assert refused.err == "drop snapshot monday (id 1) of shop, which holds nothing exclusively? [y/N] "
     assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == {"dropped": None, "share": None}
     nobody = run("snapshot", "drop", "shop", "monday", answer="")
     assert (nobody.code, nobody.out) == (2, "")
-    assert "say `--yes` where nobody can answer" in nobody.err
+    assert "use `--yes` to skip the question" in nobody.err
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
     assert run("snapshot", "drop", "shop", "monday", answer="y\n").out == "dropped snapshot monday (id 1) of shop\n"
     twice = run("snapshot", "drop", "shop", "monday", "--yes")
@@ -164,7 +164,7 @@ def test_diff_to_now_to_another_and_to_itself(run: Run, shop: Path) -> None:
     assert "after   shop as it is now" in text
     assert "pages   4 pages at most\n" in text
     assert "base:1@16 + delta-1:2@20" in text
-    assert "nothing: they are one version" in run("snapshot", "diff", "shop", "monday", "1").out
+    assert "nothing: both are the same version" in run("snapshot", "diff", "shop", "monday", "1").out
 
 
 def test_diff_with_a_fork(run: Run, shop: Path) -> None:
@@ -193,7 +193,7 @@ def test_diff_refuses(run: Run, shop: Path, arguments: list[str], code: int) -> 
 def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
     assert (
         run("fork", "shop", "then", "--at", "monday").out
-        == "made then with id 3, as shop was at snapshot monday (id 1)\n"
+        == "created then with id 3, as shop was at snapshot monday (id 1)\n"
     )
     made = run("fork", "shop", "copy", "--json").data
     assert (made["name"], made["parent"], made["kind"]) == ("copy", "shop", "pages")
@@ -235,7 +235,7 @@ def test_a_snapshot_after_a_crash_has_the_last_commit(run: Run, shop: Path) -> N
     with quire.open(shop, "r") as store, store.manifest.read() as txn:
         assert any(row.state is WalState.OPEN for _, row in txn.scan(WAL_CATALOG, 1))
     told = run("snapshot", "diff", "shop", "monday")
-    assert "not seen  what is in the open WAL segment of shop" in told.out
+    assert "not included  the open WAL segment of shop" in told.out
     run("snapshot", "create", "shop", "after")
     run("fork", "shop", "then", "--at", "after")
     assert first_byte(shop, "then") == b"z"

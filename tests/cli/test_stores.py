@@ -21,7 +21,7 @@ def test_init_makes_a_store_once(run: Run, tmp_path: Path) -> None:
     first = run("init", str(new), "--json")
     assert first.data == {"path": str(new), "created": True, "object_store": str(new / "objects")}
     assert run("init", str(new), "--json").data["created"] is False
-    assert "is a store already" in run("init", str(new)).out
+    assert "is already a store" in run("init", str(new)).out
 
 
 def test_init_remembers_the_object_store_and_refuses_another(run: Run, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_wrong_configuration_says_which_file_and_how_to_compare(run: Run, path
 def test_init_leaves_a_directory_with_files_alone(run: Run, tmp_path: Path) -> None:
     ended = run("init", str(tmp_path))
     assert ended.code == 2
-    assert ended.err.splitlines()[1] == "next:  `quire init` wants a new or an empty directory"
+    assert ended.err.splitlines()[1] == "next:  use a new or an empty directory"
 
 
 def test_ls_lists_databases(run: Run) -> None:
@@ -110,7 +110,7 @@ def test_info_shows_numbers(run: Run, path: Path) -> None:
 
 def test_create_rename_drop(run: Run) -> None:
     assert run("create", "kv", "--kind", "lsm", "--json").data["kind"] == "lsm"
-    assert run("rename", "kv", "cache").out == "kv is called cache now\n"
+    assert run("rename", "kv", "cache").out == "renamed kv to cache\n"
     dropped = run("drop", "cache", "--yes", "--json").data["dropped"]
     assert (dropped["name"], dropped["status"]) == ("cache", "tombstoned"), "as it is now"
     assert [each["name"] for each in run("ls", "--json").data] == ["clicks", "shop"]
@@ -118,7 +118,7 @@ def test_create_rename_drop(run: Run) -> None:
 
 @pytest.mark.parametrize(("kind", "text"), [("lsm", "an lsm"), ("pages", "a pages"), ("stream", "a stream")])
 def test_what_was_made_is_said_in_english(run: Run, kind: str, text: str) -> None:
-    assert run("create", "x", "--kind", kind).out == f"made x, {text} database with id 3\n"
+    assert run("create", "x", "--kind", kind).out == f"created x, {text} database with id 3\n"
 
 
 def test_a_fork_of_what_was_dropped_names_its_id(run: Run, path: Path) -> None:
@@ -188,12 +188,12 @@ def test_what_fails_has_its_code_and_no_traceback(run: Run, arguments: list[str]
 def test_an_error_is_one_sentence_and_the_next_step(run: Run, tmp_path: Path) -> None:
     ended = run("ls", at=tmp_path / "nothing")
     where = tmp_path / "nothing"
-    hint = f"say which with `--store DIR` or QUIRE_STORE; `quire init {where}` makes one"
-    assert ended.err == f"error: there is no store here (path='{where}')\nnext:  {hint}\n"
+    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {where}` makes one"
+    assert ended.err == f"error: no store found (path='{where}')\nnext:  {hint}\n"
     told = json.loads(run("ls", "--json", at=where).err)["error"]
     assert told == {
         "kind": "StoreNotFound",
-        "what": "there is no store here",
+        "what": "no store found",
         "next": hint,
         "where": {"path": str(where)},
         "exit_code": 3,

@@ -65,7 +65,7 @@ def test_retention(run: Run) -> None:
     assert run("stream", "retention", "clicks", "--bytes", "200", "--apply", "--json").data["retired"] == 2
     assert [row["id"] for row in run("stream", "read", "clicks", "--json").data] == [3]
     assert run("stream", "read", "clicks", "--from", "1").code == 4
-    assert run("stream", "retention", "clicks", "--consumed").out.endswith("until everybody has read it\n")
+    assert run("stream", "retention", "clicks", "--consumed").out.endswith("until every consumer has read it\n")
     assert run("stream", "retention", "clicks", "--reset").out == "clicks: keeps everything\n"
 
 

@@ -46,12 +46,12 @@ def test_the_programs_of_a_page_run_one_after_the_other_in_one_directory(page: s
 def test_the_doctor_finds_nothing_wrong_with_a_machine_that_has_no_store_yet(tmp_path: Path) -> None:
     ended = quire("doctor", at=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "none in this directory" in ended.stdout
+    assert "no store in this directory" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("all is well; 1 warning")
     assert list(tmp_path.iterdir()) == []
     named = quire("doctor", "--store", "nowhere", at=tmp_path)
     assert named.returncode == 1
-    assert "there is no store here" in named.stdout
+    assert "no store found" in named.stdout
 
 
 def test_a_number_that_is_none_is_called_so(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_rows_of_a_dropped_database_that_nothing_ever_referred_to_go_too(local: 
 
 
 def test_the_page_index_of_a_dropped_database_goes_in_pieces(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two pieces the manifest keeps all its rules: a store that is closed there must open again."""
+    """Between two pieces all rules of the manifest hold: a store that is closed there must open again."""
     monkeypatch.setattr(delete_module, "STEP_PAGE_ROWS", 4)
     db_id = local.database()
     rows = [ROW.pack(page, 0, lsn, 0, 7, 1, 1, 0, 0) for page in (1, 2, 3) for lsn in (1, 2, 3)]

@@ -42,7 +42,7 @@ def test_commands_change_a_store_that_a_live_owner_has(path: Path, live: Store) 
     with opened.begin() as transaction:
         transaction.write_page(0, b"a" * opened.page_size)
     kept = run(path, "snapshot", "create", "shop", "monday", "--tag", "by=ann")
-    assert "kept shop as snapshot monday (id 1)" in kept.out
+    assert "created snapshot monday (id 1) of shop" in kept.out
     assert live.manifest.snapshots.get("shop", "monday").tags == {"by": "ann"}
     run(path, "fork", "shop", "copy", "--at", "monday")
     run(path, "fork", "shop", "newest")

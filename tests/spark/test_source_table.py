@@ -114,7 +114,7 @@ def test_without_store_or_owner_it_says_so(owner: Owned, tmp_path: Path) -> None
     read = owner.spark.read.format("quire.table").option("table", "db")
     with pytest.raises(Exception, match="which store"):
         read.load().collect()
-    with pytest.raises(Exception, match=r"StoreNotFound.*there is no store here"):
+    with pytest.raises(Exception, match=r"StoreNotFound.*no store found"):
         read.option("store", str(tmp_path)).load().collect()
     with owned(owner.spark, tmp_path / "other") as other:
         pass

@@ -60,7 +60,7 @@ def audit(
     return Listing(
         columns=["when", "database", "what", "subject"],
         rows=[Row(_cells(each, names), {**plain(each), "database": names.get(each.db_id, "")}) for each in shown],
-        empty="nothing happened" + (" in that time" if since or until else " yet"),
+        empty="no entries" + (" in that time" if since or until else " yet"),
         closing=f"{left:,} earlier: `--limit 0` shows all" if left else "",
     )
 

@@ -37,7 +37,7 @@ All = Annotated[bool, Option("--all", help="All page databases, in one run.")]
 Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="Only show what there is to do.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
 
 
 def add_to(app: Group) -> None:
@@ -107,14 +107,14 @@ def _move_copies(cli: Cli, database: str, move: str) -> Note:
 def need_runner(runner: str) -> None:
     """Refuse a runner that there is not."""
     if runner and runner not in RUNNERS:
-        raise InvalidInput("there is no such runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
+        raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
 
 
 def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
     """The names that were given; none for all."""
     need_runner(runner)
     if bool(databases) == every:
-        raise InvalidInput("name some databases, or say `--all`", hint="`quire ls` lists the databases")
+        raise InvalidInput("name databases, or use `--all`", hint="`quire ls` lists the databases")
     return list(dict.fromkeys(databases or []))
 
 
@@ -142,7 +142,7 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
 def sentence(job: Job, database: str) -> str:
     """What a checkpoint or merge did."""
     if job.state.name == "PENDING":
-        return f"the {job.kind.name.lower()} of {database} was put off: `quire jobs show {job.job_id}` says until when"
+        return f"the {job.kind.name.lower()} of {database} was postponed: see `quire jobs show {job.job_id}`"
     result = job.result or {}
     held = _held_back(result)
     if not (result.get("slots") or result.get("cleared")):

@@ -185,7 +185,7 @@ def pipe_closed() -> int:
 def unwritable(error: OSError) -> StorageFault:
     """The error of an output that cannot be written, because a disk is full for instance."""
     abandon_streams()
-    return StorageFault(f"the output cannot be written: {error.strerror}", hint="see where it is going")
+    return StorageFault(f"the output cannot be written: {error.strerror}", hint="check where the output goes")
 
 
 def abandon_streams() -> None:
@@ -224,7 +224,7 @@ def agreed(question: str, otherwise: str) -> bool:
     line = sys.stdin.readline()
     if not line:
         sys.stderr.write("\n")
-        raise InvalidInput(f"nobody answered, so {otherwise}", hint="say `--yes` where nobody can answer")
+        raise InvalidInput(f"no confirmation given; {otherwise}", hint="use `--yes` to skip the question")
     return line.strip().lower() in ("y", "yes")
 
 

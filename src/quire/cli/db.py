@@ -25,9 +25,9 @@ def set_status(
     database: Database,
     status: Annotated[str, Argument(metavar="STATUS", help="active, or read_only: every write is refused.")],
 ) -> Note:
-    """Close a database for writing, or open it again.
+    """Make a database read-only, or writable again.
 
-    Holds for SQLite, streams and key-value databases alike, at once and for programs that have it open. Upkeep goes on.
+    Applies to all kinds of databases, at once, also in programs that have it open. Maintenance continues.
     """
     with cli.keeper() as store:
         changed = store.set_status(database, status.replace("-", "_").lower())
@@ -37,7 +37,7 @@ def set_status(
 def set_options(
     cli: Cli,
     database: Database,
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Set a tag; may be given several times.")] = [],  # noqa: B006
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Set a tag; repeatable.")] = [],  # noqa: B006
     untag: Annotated[list[str], Option("--untag", metavar="KEY", help="Remove a tag.")] = [],  # noqa: B006
     compression: Annotated[
         str, Option(metavar="NAME", help="none or zstd, for chunks from now on.", show_default="as it is")
@@ -45,7 +45,7 @@ def set_options(
 ) -> Note:
     """Change the tags of a database or a fork, or how its chunks are compressed from now on."""
     if not (tag or untag or compression):
-        raise InvalidInput("nothing is to be changed", hint="give --tag, --untag or --compression", database=database)
+        raise InvalidInput("no change was given", hint="give --tag, --untag or --compression", database=database)
     with cli.keeper() as store:
         tags = None
         if tag or untag:

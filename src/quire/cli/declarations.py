@@ -189,7 +189,7 @@ def _shared(store: str) -> list[click.Parameter]:
             show_default=shown,
             show_envvar=True,
         ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Write JSON (its shape: docs/cli.md)."),
+        click.Option(["--json", "as_json"], is_flag=True, help="Write JSON (format: docs/cli.md)."),
         click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
     ]
 
@@ -197,8 +197,8 @@ def _shared(store: str) -> list[click.Parameter]:
 def _wrong_usage(error: click.UsageError, arguments: Sequence[str]) -> int:
     text = error.format_message()
     words = takewhile(lambda word: not word.startswith("-"), arguments)  # some errors do not say whose they are
-    asked = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
-    hint = f"`{asked} --help` shows how it is called"
+    path = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
+    hint = f"see `{path} --help`"
     if isinstance(error, click.NoSuchOption) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
-        hint = f"options stand behind the command, as in `quire ls --store DIR --json`; {hint}"
+        hint = f"options go after the command, as in `quire ls --store DIR --json`; {hint}"
     return tell(output_for("--json" in arguments), InvalidInput(text[:1].lower() + text[1:].rstrip("."), hint=hint))

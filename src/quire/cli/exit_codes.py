@@ -35,17 +35,29 @@ class Exit:
 
 EXITS = (
     Exit(
-        e.InvalidInput, USAGE, "the command line, a name or the configuration is wrong", "add `--help` to the command"
+        e.InvalidInput, USAGE, "the command line, a name or the configuration is invalid", "add `--help` to the command"
     ),
-    Exit(e.NotFound, 3, "what was asked for is not there", "`quire ls` lists what is there"),
-    Exit(e.Conflict, 4, "the state of the store forbids it", "`quire info` shows the state"),
-    Exit(e.Unavailable, 5, "not now: locked, overloaded or unreachable", "`quire doctor` shows who is in the way"),
-    Exit(e.StorageFault, 6, "the machine or the object store refused", "`quire doctor` shows disk and object store"),
-    Exit(e.Corruption, 7, "bytes are not what was written", "`quire manifest check` lists the damage"),
-    Exit(e.Incompatible, 8, "versions or fixed settings do not fit", "`quire doctor` shows the versions"),
-    Exit(e.StoreUnusable, 9, "nothing is accepted until the store is reopened", "run the command again"),
-    Exit(e.StoreClosed, 9, "nothing is accepted until the store is reopened", "run the command again"),
-    Exit(e.InternalError, INTERNAL, "a bug in quire", "add `--debug` and report what it shows"),
+    Exit(
+        e.NotFound, 3, "the database, snapshot, file or other subject does not exist", "`quire ls` lists what is there"
+    ),
+    Exit(e.Conflict, 4, "the state of the store does not allow it", "`quire info` shows the state"),
+    Exit(
+        e.Unavailable,
+        5,
+        "temporarily unavailable: locked, overloaded or unreachable",
+        "`quire doctor` shows which process owns the store",
+    ),
+    Exit(
+        e.StorageFault,
+        6,
+        "the disk or the object store reported an error",
+        "`quire doctor` checks the disk and the object store",
+    ),
+    Exit(e.Corruption, 7, "stored data is corrupt", "`quire manifest check` lists the damage"),
+    Exit(e.Incompatible, 8, "a version or a fixed setting is incompatible", "`quire doctor` shows the versions"),
+    Exit(e.StoreUnusable, 9, "the store must be reopened first", "run the command again"),
+    Exit(e.StoreClosed, 9, "the store must be reopened first", "run the command again"),
+    Exit(e.InternalError, INTERNAL, "a bug in quire", "run it with `--debug` and report the traceback"),
 )
 
 

@@ -137,7 +137,7 @@ def cursors(cli: Cli) -> Listing:
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
         rows=[Row(_cells(each), cursor_json(each)) for each in found],
-        empty="nobody follows the feed (docs/feed.md shows how)",
+        empty="the feed has no subscribers (see docs/feed.md)",
         closing="\n".join(f"{_called(each)} is lost: {each.lost_reason}" for each in lost),
     )
 
@@ -162,24 +162,24 @@ def cursor_json(each: CursorInfo) -> dict[str, Any]:
 
 
 def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
-    """Let a lost subscriber go on where it stood, or with the oldest change that is kept. What is between, it misses."""
+    """Resume a lost subscriber where it stopped, or at the oldest change still kept. It misses the changes between."""
     with cli.owner() as store:
         feed = store.manifest.feed
         lost = _find(feed, cursor)
         if lost.state.name == "LIVE":
-            return Note(text=f"{_called(lost)} is live: nothing to do", data={"resumed": cursor_json(lost)})
+            return Note(text=f"{_called(lost)} is live; nothing to do", data={"resumed": cursor_json(lost)})
         resumed = feed.resume(lost.cursor_id)
     return Note(
-        text=f"{_called(resumed)} goes on with change {resumed.next_sequence:,}", data={"resumed": cursor_json(resumed)}
+        text=f"{_called(resumed)} resumes at change {resumed.next_sequence:,}", data={"resumed": cursor_json(resumed)}
     )
 
 
 def drop(
     cli: Cli,
     cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> Note | Verdict:
-    """Drop a subscriber for good. What only it has kept of the change log may then be trimmed."""
+    """Drop a subscriber. Changes that were kept only for it may then be trimmed."""
     with cli.owner() as store:
         feed = store.manifest.feed
         found = _find(feed, cursor)

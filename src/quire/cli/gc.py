@@ -66,9 +66,11 @@ class Zero:
 
 def gc(
     cli: Cli,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only show what waits, and until when.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Only show what is waiting to be deleted, and until when.")
+    ] = False,
     now: Annotated[
-        bool, Option("--now", help="Do not wait for the grace that readers in other processes have.")
+        bool, Option("--now", help="Do not wait for the grace period that protects readers in other processes.")
     ] = False,
     limit: Annotated[int, Option(min=0, metavar="N", help="With --dry-run: artifacts listed; 0: all.")] = 20,
     keep: Annotated[
@@ -170,7 +172,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "goes"],
         rows=[Row(_cells(each, now), None) for each in shown],
-        empty="nothing waits to be deleted",
+        empty="nothing is waiting to be deleted",
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
     )
     ready = [each for each in waiting if each.due_at_ms <= now]

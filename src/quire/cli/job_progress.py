@@ -209,7 +209,7 @@ class Display:
         """Say that the end is awaited."""
         if self._wanted:
             self._closing.close()
-            sys.stderr.write("stopping: what is running goes back into the queue …\n")
+            sys.stderr.write("stopping: running jobs return to the queue …\n")
             sys.stderr.flush()
 
     def _title(self, job: Job) -> str:

@@ -87,7 +87,7 @@ def _state_named(text: str) -> JobState:
     found = states.get(text.lower().replace("-", "_"))
     if found is None:
         known = ", ".join(STATES.get(each.name.lower(), each.name.lower()) for each in JobState)
-        raise InvalidInput("a job has no such state", hint=f"states: {known}", state=text)
+        raise InvalidInput("unknown job state", hint=f"states: {known}", state=text)
     return found
 
 
@@ -111,7 +111,7 @@ def summary(job: Job, now: int) -> str:
     record = job.record
     if job.lease is not None:
         done, total = job.lease.done, job.lease.total
-        return f"{done:,} of {total:,}" if total else f"{done:,} done" if done else "begun"
+        return f"{done:,} of {total:,}" if total else f"{done:,} done" if done else "started"
     words = []
     if job.state.name == "PENDING" and record.not_before_ms > now:
         failed = f", failed {_times(record.failures)}" if record.failures else ""
@@ -177,13 +177,13 @@ def _facts(job: Job, names: dict[int, str], now: int) -> list[tuple[str, str]]:
         lines.append(("due", f"{moment(record.not_before_ms)}, in {span(record.not_before_ms - now)}"))
     if lease is not None:
         total = f" of {lease.total:,}" if lease.total else ""
-        lines.append(("worker", f"{lease.worker}, heard {span(now - lease.heartbeat_at_ms)} ago"))
+        lines.append(("worker", f"{lease.worker}, last heartbeat {span(now - lease.heartbeat_at_ms)} ago"))
         lines.append(("progress", f"{lease.done:,}{total}"))
     if (artifact := _artifact(job)) is not None:
         lines.append(("artifact", in_words(artifact)))
     payload = _decoded(record.payload)
     if payload is not None:
-        lines.append(("asked", pairs(plain(payload)) if isinstance(payload, dict) else str(plain(payload))))
+        lines.append(("payload", pairs(plain(payload)) if isinstance(payload, dict) else str(plain(payload))))
     if (result := _decoded(record.result)) is not None:
         lines.append(("result", result_text(result)))
     if record.error:
@@ -240,33 +240,33 @@ def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
 
 # ── changing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def retry(cli: Cli, job_id: JobId) -> Note:
-    """Try a job that failed or was cancelled once more.
+    """Retry a job that failed or was cancelled.
 
-    It gets a new id; the old one stays as it ended.
+    The retry is a new job with its own id; the old one stays on record.
     """
     with cli.owner() as store:
         job = store.manifest.jobs.get(job_id)
         if state_text(job) not in ("failed", "cancelled"):
             ended = job.record.finished_at_ms > 0
             raise IllegalTransition(
-                "only a job that failed or was cancelled is retried",
+                "only a failed or cancelled job can be retried",
                 hint=f"`quire jobs show {job_id}` says how it ended" if ended else "`quire jobs work --once` runs it",
                 job_id=job_id,
                 state=state_text(job),
             )
         again = store.manifest.jobs.retry(job_id)
         data = _told(store, again)
-    text = f"job {again} does what job {job_id} could not; `quire jobs work --once` runs it"
+    text = f"job {job_id} re-queued as job {again}; run it with `quire jobs work --once`"
     return Note(text=text, data={"retried": job_id, "job": data})
 
 
 def cancel(cli: Cli, job_id: JobId) -> Note:
-    """End a job that has not ended. What it did so far stands."""
+    """Cancel a job that has not ended. Work it has already done is kept."""
     with cli.owner() as store:
         job = store.manifest.jobs.get(job_id)
         if job.record.finished_at_ms:
             hint = f"`quire jobs show {job_id}` says how"
-            raise IllegalTransition("the job has ended already", hint=hint, job_id=job_id, state=state_text(job))
+            raise IllegalTransition("the job has already ended", hint=hint, job_id=job_id, state=state_text(job))
         store.manifest.jobs.cancel(job_id)
         data = _told(store, job_id)
     return Note(text=f"cancelled job {job_id}, {data['kind']}", data={"cancelled": data})
@@ -281,7 +281,7 @@ def _told(store: Store, job_id: int) -> dict[str, Any]:
 # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def work(
     cli: Cli,
-    once: Annotated[bool, Option("--once", help="End when nothing is due.")] = False,
+    once: Annotated[bool, Option("--once", help="Exit when no job is due.")] = False,
     log: Log = "",
 ) -> Verdict:
     """Run jobs until Ctrl-C, or until nothing is due.
@@ -351,6 +351,6 @@ def _due(waiting: Sequence[Job]) -> int:
 def waiting_text(number: int, due_at_ms: int, now: int) -> str:
     """How many jobs wait, and for how long."""
     if not number:
-        return "nothing waits"
+        return "no jobs waiting"
     when = f"due in {span(due_at_ms - now)}" if due_at_ms > now else "due now"
-    return f"{count_of(number, 'job')} {'waits' if number == 1 else 'wait'}, the first is {when}"
+    return f"{count_of(number, 'job')} waiting, the first is {when}"

@@ -71,7 +71,7 @@ def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
         value = store.kv(database).get(name)
     if value is None:
         hint = f"`quire kv scan {database}` shows what there is"
-        raise NotFound("the database has no such key", hint=hint, key=key, database=database)
+        raise NotFound("no such key", hint=hint, key=key, database=database)
     return Note(text=_shown(value, hex_), data={"key": name, "value": value})
 
 
@@ -81,7 +81,7 @@ def put(
     key: Key,
     value: Annotated[str, Argument(metavar="VALUE", help="Its value.")],
     hex_: Hex = False,
-    create: Annotated[bool, Option("--create", help="Make the database if there is none.")] = False,
+    create: Annotated[bool, Option("--create", help="Create the database if it does not exist.")] = False,
 ) -> Note:
     """Set the value of a key."""
     name, content = _given(key, hex_), _given(value, hex_)
@@ -91,7 +91,7 @@ def put(
 
 
 def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
-    """Remove a key; one that is not there is fine."""
+    """Delete a key. Not an error if the key does not exist."""
     name = _given(key, hex_)
     with cli.owner() as store:
         lsn = store.kv(database).write({name: None})
@@ -105,7 +105,7 @@ def scan(
     low: Annotated[str, Option("--from", metavar="KEY", help="Keys from this one on.")] = "",
     high: Annotated[str, Option("--to", metavar="KEY", help="Keys below this one.")] = "",
     reverse: Annotated[bool, Option("--reverse", help="The last first.")] = False,
-    limit: Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0 for all.")] = SCAN_ROWS,
+    limit: Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")] = SCAN_ROWS,
     hex_: Hex = False,
 ) -> Listing:
     """List keys and values in order."""
@@ -156,7 +156,7 @@ def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
 
 
 def verify(cli: Cli, database: Database) -> Verdict:
-    """Read every byte of a database and say what is wrong with it."""
+    """Verify every byte of a database."""
     from quire.lsm.verify import problems
 
     with cli.owner() as store:
@@ -174,9 +174,9 @@ def verify(cli: Cli, database: Database) -> Verdict:
 def repair(
     cli: Cli,
     database: Database,
-    apply: Annotated[bool, Option("--apply", help="Do it; without, it is only shown.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
 ) -> Verdict:
-    """Put a database together whose files do not fit together.
+    """Repair a database whose files are inconsistent.
 
     Uses its tables and logs, what the store's manifest recorded of them, and copies in snapshots, forks and backups. Shows what
     would be done and what cannot be saved; nothing is removed, what is left over goes to quarantine.

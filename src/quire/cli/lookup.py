@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
-Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")]
 Follow = Annotated[
-    bool, Option("--follow", "-f", help="Go on with what is new, until Ctrl-C; JSON has a line per record.")
+    bool, Option("--follow", "-f", help="Continue with new records until Ctrl-C; JSON is one line per record.")
 ]
 
 At = Annotated[
@@ -47,7 +47,7 @@ At = Annotated[
 Log = Annotated[
     str,
     Option(
-        "--log", metavar="STYLE", help="Tell events on stderr: json or console.", show_default="QUIRE_LOG, or warnings"
+        "--log", metavar="STYLE", help="Write events to stderr: json or console.", show_default="QUIRE_LOG, or warnings"
     ),
 ]
 
@@ -79,9 +79,7 @@ def need_no_number(name: str) -> None:
     digits = name.removeprefix("#")
     if digits.isdecimal():
         hint = f"call it v{digits}, say; without a name it gets an id by itself"
-        raise InvalidName(
-            "a snapshot may not be called by a number: that would be taken for an id", hint=hint, name=name
-        )
+        raise InvalidName("a snapshot name cannot be a number: it would be taken for an id", hint=hint, name=name)
 
 
 def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
@@ -196,7 +194,7 @@ def version_of(where: Any, database: str, text: str) -> Version:
             raise UnknownSnapshot(unknown.what, hint=f"{unknown.hint}; {also}", **unknown.where) from None
         if at_ms > now_ms:
             raise InvalidInput(
-                "this moment is still to come", hint="leave `--at` out for the newest version", given=text
+                "this moment is in the future", hint="leave `--at` out for the newest version", given=text
             ) from None
 
     return Version(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))

@@ -66,18 +66,18 @@ def check(
     cli: Cli,
     repair: Annotated[
         bool,
-        Option("--repair", help="Mend what can be recomputed, if that is all there is. Needs to own the store."),
+        Option("--repair", help="Repair the manifest if every problem can be repaired. Must own the store."),
     ] = False,
     partial: Annotated[
-        bool, Option("--partial", help="With --repair: mend what can be, even if something else cannot.")
+        bool, Option("--partial", help="With --repair: repair what is possible, even if other problems remain.")
     ] = False,
 ) -> Verdict:
-    """Hold the manifest to its rules; exit code 1 if one is broken.
+    """Check the manifest against its rules. Exit code 1 if one is broken.
 
-    Copy the store before you repair it: `cp -r` while no process owns it.
+    Before a repair, copy the store (`cp -r`) while no process owns it.
     """
     if partial and not repair:
-        raise InvalidInput("`--partial` says how to repair", hint="say `--repair --partial`")
+        raise InvalidInput("`--partial` needs `--repair`", hint="use `--repair --partial`")
     before = _problems_now(cli)
     damage = [each for each in before if not each.leak]
     if not repair or not damage:
@@ -144,14 +144,14 @@ def _verdict(
     problems: Sequence[Problem], *, mended: Sequence[Problem] = (), repairs: int = 0, advice: str = ""
 ) -> Verdict:
     after = f" after {count_of(repairs, 'repair')}" if repairs else ""
-    closing = count_of(len(problems), "problem") if problems else "the manifest keeps all its rules"
+    closing = count_of(len(problems), "problem") if problems else "all rules of the manifest hold"
     shown = Listing(
         columns=["rule", "kind", "what"],
         rows=[
             *(_problem_row(each, "mended") for each in mended),
             *(_problem_row(each, _kind(each)) for each in problems),
         ],
-        empty=f"the manifest keeps all its rules{after}",
+        empty=f"all rules of the manifest hold{after}",
         closing=f"{closing}{after}" + (f"\n{advice}" if advice else ""),
     )
     return Verdict(shown, PROBLEMS if problems else OK)

@@ -32,7 +32,7 @@ def create(
 ) -> Note:
     """Register a place for the objects of databases that are created with `--namespace NAME`.
 
-    Nothing is contacted. How the place is reached, `[namespaces.NAME]` of quire.toml says: endpoint, credentials.
+    Nothing is contacted. Endpoint and credentials are set in `[namespaces.NAME]` of quire.toml.
     """
     url = url if "://" in url else os.path.abspath(url)
     with cli.owner() as store:
@@ -53,11 +53,11 @@ def ls(cli: Cli) -> Listing:
             users += f" (and {info.dropped_databases} dropped)"
         rows.append(Row([info.name or str(info.namespace_id), info.url, str(info.objects), users], info))
     columns = ["name", "url", ">objects", "databases"]
-    return Listing(columns=columns, rows=rows, empty="no namespaces: all objects are in the store's own place")
+    return Listing(columns=columns, rows=rows, empty="no namespaces: all objects are in the store's own object store")
 
 
 def drop(cli: Cli, name: Name, yes: Yes = False) -> Note | Verdict:
-    """Give up a namespace that no database uses. Its rows go after the grace; nothing in the place is touched."""
+    """Drop a namespace that no database uses. Nothing in its bucket is touched."""
     if not yes and not agreed(f"drop the namespace {name}?", "nothing was dropped"):
         return Verdict(Note(text="nothing was dropped", data={"dropped": None}), PROBLEMS)
     with cli.owner() as store:

@@ -52,5 +52,5 @@ def moved(cli: Cli, yes: Yes = False) -> Note | Verdict:
         return Verdict(Note(text="nothing was changed", data={"moved": False}), PROBLEMS)
     with cli.owner(moved=True) as store:
         looked, place = store.moved_objects, store.objects_url
-    text = f"the objects are in {place} now; {count_of(looked, 'object')} looked for, none missing"
+    text = f"the objects are in {place} now; {count_of(looked, 'object')} checked, none missing"
     return Note(text=text, data={"moved": True, "object_store": place, "looked_for": looked})

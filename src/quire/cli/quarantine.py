@@ -37,7 +37,7 @@ def add_to(app: Group) -> None:
 
 
 def ls(cli: Cli) -> Listing:
-    """List what is in quarantine: where it was, when, and why."""
+    """List quarantined files: where they were, when they were moved, and why."""
     rows = [
         Row(
             [str(entry.number), moment(entry.moved_ms), size(entry.size_bytes), entry.path or "-", entry.why],
@@ -53,7 +53,7 @@ def ls(cli: Cli) -> Listing:
         )
         for entry in entries(OsDisk(), _root(cli))
     ]
-    return Listing(columns=[">number", "moved", ">size", "was", "why"], rows=rows, empty="nothing is in quarantine")
+    return Listing(columns=[">number", "moved", ">size", "was", "why"], rows=rows, empty="the quarantine is empty")
 
 
 def restore(cli: Cli, number: Number) -> Note:
@@ -73,7 +73,7 @@ def rm(
 ) -> Note | Verdict:
     """Remove files in quarantine for good."""
     if not numbers:
-        raise InvalidInput("which ones?", hint="`quire quarantine ls` lists them by number")
+        raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
     if not yes and not agreed(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed"):
         return Verdict(Note(text="nothing was removed", data={"removed": []}), PROBLEMS)
     with _owned(cli) as root:

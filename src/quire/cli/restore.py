@@ -23,7 +23,7 @@ def restore(
     database: Database,
     snapshot: Snapshot,
     file: Annotated[str, Argument(metavar="FILE", help="Where to write it.")],
-    replace: Annotated[bool, Option("--replace", help="Replace the file if there is one.")] = False,
+    replace: Annotated[bool, Option("--replace", help="Replace an existing file.")] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Note:

@@ -134,9 +134,9 @@ def _schedules(text: str) -> list[str]:
 
 
 def clear(cli: Cli, database: Database) -> Note:
-    """Take the rules of a database away.
+    """Remove the retention rules of a database.
 
-    Every snapshot is kept then, and none is made by itself.
+    Every snapshot is then kept, and none is created automatically.
     """
     with cli.owner() as store:
         before = store.manifest.retention.get(database)
@@ -148,7 +148,7 @@ def clear(cli: Cli, database: Database) -> Note:
 
 # ── what it does ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def plan(cli: Cli, database: Database) -> Report:
-    """Show what would go now, and why; nothing is dropped."""
+    """Show which snapshots would be dropped now, and why."""
     with cli.reader() as manifest:
         found = manifest.retention.plan(database)
         share = _share_of(manifest, found)
@@ -194,7 +194,7 @@ def apply(
     Of a database, or of all that have a policy: each gets a job if there is something to drop (`quire jobs ls`).
     """
     if bool(database) == every:
-        raise InvalidInput("name a database, or say `--all`", hint="`quire ls` lists the databases")
+        raise InvalidInput("name a database, or use `--all`", hint="`quire ls` lists the databases")
     if dry_run:
         return _plan_all(cli) if every else plan(cli, database)
     return _apply_all(cli, force, yes) if every else _apply_one(cli, database, force, yes)
@@ -210,7 +210,7 @@ def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note | Verdic
             return Note(text=f"nothing to drop: {_verdict_text(found)}", data={"database": database, "dropped": []})
         if found.needs_force and not force:
             raise WouldDropEverything(
-                "no rule keeps any snapshot of the database, so nothing was dropped",
+                "no rule keeps any snapshot of the database; nothing was dropped",
                 hint=f"keep more (`quire retention set {shlex.quote(database)} …`), or say `--force`",
                 database=database,
                 snapshots=len(found.dropped),
@@ -412,8 +412,8 @@ def _facts(database: str, found: RetentionPlan) -> list[tuple[str, str]]:
     schedules = ", ".join(found.policy.schedules) if found.policy else ""
     return [
         ("database", database),
-        ("keeps", "; ".join(rules) or "every snapshot: there is no rule"),
-        ("makes", f"{schedules} snapshots" if schedules else "no snapshots by itself"),
+        ("keeps", "; ".join(rules) or "every snapshot (no rules)"),
+        ("makes", f"{schedules} snapshots" if schedules else "no automatic snapshots"),
         ("now", _verdict_text(found)),
     ]
 
@@ -421,7 +421,7 @@ def _facts(database: str, found: RetentionPlan) -> list[tuple[str, str]]:
 def _rules(policy: RetentionRecord | None) -> list[str]:
     if policy is None or not has_rules(policy):
         return []
-    rules = ["those that a person named"] if policy.keep_named else []
+    rules = ["named snapshots"] if policy.keep_named else []
     if policy.keep_last:
         rules.append(f"the newest {policy.keep_last:,}")
     if policy.keep_generations:
@@ -438,10 +438,10 @@ def _verdict_text(found: RetentionPlan) -> str:
     """How many would stay, how many would go."""
     total, going = len(found.decisions), len(found.dropped)
     if not total:
-        return "there are no snapshots"
+        return "no snapshots"
     if not going:
         return f"{count_of(total, 'snapshot')}, all kept"
-    return f"{total - going:,} of {count_of(total, 'snapshot')} kept, {going:,} would go"
+    return f"{total - going:,} of {count_of(total, 'snapshot')} kept, {going:,} would be dropped"
 
 
 def _policy_json(database: str, found: RetentionPlan) -> dict[str, Any]:

@@ -70,9 +70,9 @@ def create(
     name: Annotated[
         str, Argument(metavar="[NAME]", help="The snapshot's name.", show_default="none: it gets an id only")
     ] = "",
-    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Remembered with it; repeatable.")] = [],  # noqa: B006
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="A tag to store with it; repeatable.")] = [],  # noqa: B006
 ) -> Note:
-    """Keep a database as it is now. Nothing is copied, however large it is."""
+    """Create a snapshot of a database. Nothing is copied, however large it is."""
     need_no_number(name)
     tags: dict[str, str] = {}
     if tag:
@@ -80,11 +80,11 @@ def create(
     with cli.keeper() as store:
         settled(store, database)
         made = store.snapshot(database, name, tags=tags)
-    return Note(text=f"kept {database} as snapshot {title_of(made)}", data=snapshot_json(made, database))
+    return Note(text=f"created snapshot {title_of(made)} of {database}", data=snapshot_json(made, database))
 
 
 def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note | Verdict:
-    """Drop a snapshot. What only it holds is deleted, a minute later at the earliest."""
+    """Drop a snapshot. Data that only it holds is deleted, a minute later at the earliest."""
     with cli.owner() as store:
         found = snapshot_named(store.manifest, database, snapshot)
         with store.manifest.read() as txn:
@@ -126,7 +126,7 @@ def fork(
             made = _forked_back(cli, store, database, new, version.at)
             if tags:
                 made = store.set_options(new, tags={**made.tags, **tags})
-    return Note(text=f"made {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
+    return Note(text=f"created {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
 
 
 def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> DatabaseInfo:
@@ -149,7 +149,7 @@ def ls(cli: Cli, database: Database) -> Listing:
     return Listing(
         columns=[">id", "name", "created", ">size", "about"],
         rows=[Row(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in found],
-        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` makes one",
+        empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` creates one",
     )
 
 
@@ -164,7 +164,7 @@ def _cells(snapshot: SnapshotInfo) -> list[str]:
 
 
 def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
-    """Show what a snapshot keeps, and what only it holds."""
+    """Show a snapshot: its size, its exclusive data, its forks and tags."""
     with cli.reader() as manifest:
         found = snapshot_named(manifest, database, snapshot)
         detail = manifest.snapshots.describe(found.db_id, found.snapshot_id)
@@ -187,7 +187,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
         ("chunks", f"{count_of(detail.artifacts, 'artifact')} in {count_of(detail.slots, 'slot')}, "
                    f"{size(detail.chunk_bytes)}"),
         ("WAL", f"{count_of(found.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
-        ("only here", share_words(share) if share.artifacts else "nothing: all of it is held elsewhere too"),
+        ("exclusive", share_words(share) if share.artifacts else "nothing: everything is shared"),
         ("forks", ", ".join(children) or "none"),
         *([("is", whom)] if (whom := purpose(found.tags)) else []),
         ("tags", tags_text(found.tags) or "none"),
@@ -245,9 +245,7 @@ def diff(
         unsealed = [each.database for each in (first, second) if not each.snapshot_id and _is_open(manifest, each)]
     lines = _summary(first, second, found, added, removed)
     if unsealed:
-        lines.append(
-            ("not seen", f"what is in the open WAL segment of {unsealed[0]}: its owner seals it within a minute")
-        )
+        lines.append(("not included", f"the open WAL segment of {unsealed[0]}, which its owner seals within a minute"))
     facts = Facts(lines=lines, data=None)
     data = {
         "before": asdict(first),
@@ -296,7 +294,7 @@ def _bytes(manifest: ManifestStore, found: SnapshotDiff) -> tuple[int, int]:
 def _summary(first: Version, second: Version, found: SnapshotDiff, added: int, removed: int) -> list[tuple[str, str]]:
     lines = [("before", first.text), ("after", second.text)]
     if found.same:
-        return [*lines, ("differs", "nothing: they are one version")]
+        return [*lines, ("differs", "nothing: both are the same version")]
     chunks = [
         f"{len(keys):,} only {where} ({size(bytes_)})"
         for keys, where, bytes_ in ((found.removed, "before", removed), (found.added, "after", added))
@@ -370,10 +368,9 @@ def share_words(share: ExclusiveShare) -> str:
 
 def share_clause(share: ExclusiveShare, holders: int = 1) -> str:
     """What dropping so many snapshots leads to, for the end of a question."""
-    whose = "it holds" if holders == 1 else "they hold"
     if not share.artifacts:
-        return f"all that {whose} being held elsewhere too"
-    return f"and delete {share_words(share)} that only {whose}"
+        return "which holds nothing exclusively" if holders == 1 else "which hold nothing exclusively"
+    return f"and delete {share_words(share)} that only {'it holds' if holders == 1 else 'they hold'}"
 
 
 def share_later(share: ExclusiveShare) -> str:

@@ -68,7 +68,7 @@ def import_(
         changed = f"{done.changed_pages:,} of {count_of(done.size_pages, 'page')}"
         text = f"imported {file} into {done.name}: {changed} differ, {total}"
     else:
-        text = f"{done.name} is as {file} already: {count_of(done.size_pages, 'page')}, {total}"
+        text = f"{done.name} already matches {file}: {count_of(done.size_pages, 'page')}, {total}"
     return Note(text=f"{text}\n{done.note}" if done.note else text, data=done)
 
 
@@ -77,7 +77,7 @@ def export(
     database: Database,
     out: Annotated[str, Argument(metavar="OUT", help="The file to write.")],
     at: At = "",
-    force: Annotated[bool, Option("--force", help="Replace the file if there is one.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing file.")] = False,
     check: Annotated[bool, Option("--check", help="Have SQLite check it (integrity_check).")] = False,
 ) -> Note:
     """Export a version of a database to an ordinary SQLite file.
@@ -149,10 +149,10 @@ def follow(
 
 
 def unfollow(cli: Cli, database: Database) -> Note:
-    """Have the server follow a SQLite file no more. The database stays."""
+    """Stop following a SQLite file. The database stays."""
     with cli.owner() as store:
         ended = store.followers.stop(database)
-    return Note(text=f"{database} follows {ended.path} no more", data=ended)
+    return Note(text=f"{database} no longer follows {ended.path}", data=ended)
 
 
 def followed_text(done: Followed, file: str, name: str) -> str:
@@ -167,8 +167,8 @@ def followed_text(done: Followed, file: str, name: str) -> str:
         if number
     ]
     if not parts:
-        return f"{name} is as {file}: nothing was new"
-    return f"{name} is as {file}: {', '.join(parts)}; {count_of(done.pages, 'page')} written"
+        return f"{name} matches {file}: no changes"
+    return f"{name} matches {file}: {', '.join(parts)}; {count_of(done.pages, 'page')} written"
 
 
 # ── by hand ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,8 +211,7 @@ def _where_to_write(database: str, at: str, *, beside: bool) -> str:
     if at:
         return f"an earlier version is for reading: `quire fork {database} NEW --at {at}` makes one that is not"
     if beside:
-        whose = "only the process that owns the store writes SQL (`quire doctor` says which)"
-        return f"{whose}, and `quire serve` has none: end it first"
+        return "stop `quire serve`, or write from the process that owns the store (`quire doctor` shows which)"
     return "the statement needs a database that is open for writing"
 
 

@@ -31,7 +31,7 @@ def add_to(app: Group) -> None:
 
 def stats(
     cli: Cli,
-    snapshots: Annotated[bool, Option("--snapshots", help="Also each snapshot by itself.")] = False,
+    snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
 ) -> Listing | Report:
@@ -58,7 +58,7 @@ def stats(
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[Row(_cells(each), {**plain(each), "compression": round(each.compression, 3)}) for each in shown],
-        empty="there are no databases",
+        empty="no databases",
         closing=_on_disk(found, space),
     )
 
@@ -120,7 +120,7 @@ def metrics(
     return Listing(
         columns=["database", "metric", ">count", ">mean", ">min", ">max", ">last"],
         rows=[Row(_metric_cells(metric), {**plain(metric), "mean": metric.mean}) for metric in kept],
-        empty="nothing was observed yet",
+        empty="no metrics yet",
     )
 
 

@@ -40,7 +40,9 @@ def init(
     cli: Cli,
     path: Annotated[
         str,
-        Argument(metavar="[PATH]", help="The directory; it is made if need be.", show_default="the one of --store"),
+        Argument(
+            metavar="[PATH]", help="The directory; created if it does not exist.", show_default="the one of --store"
+        ),
     ] = "",
     object_store: Annotated[
         str,
@@ -59,7 +61,7 @@ def init(
     found = look(OsDisk(), target) is Found.STORE
     settings = StoreSettings(object_store=object_store) if object_store else None
     with quire.open(target, "r" if found else "rw", settings=settings) as store:
-        text = f"{store.path} is a store already" if found else f"made a store in {store.path}"
+        text = f"{store.path} is already a store" if found else f"created a store in {store.path}"
         return Note(text=text, data={"path": store.path, "created": not found, "object_store": store.objects_url})
 
 
@@ -71,7 +73,7 @@ def ls(cli: Cli) -> Listing:
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
         rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in found],
-        empty="no databases yet: `quire create NAME --kind pages` makes one",
+        empty="no databases: create one with `quire create NAME --kind pages`",
     )
 
 
@@ -105,14 +107,14 @@ def info(cli: Cli) -> Facts:
             ("databases", databases + (f"; {found.dropped:,} dropped" if found.dropped else "")),
             ("snapshots", f"{found.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
-            ("unreferenced", f"{count_of(found.unreferenced, 'artifact')} waiting for the collector"),
+            ("unreferenced", f"{count_of(found.unreferenced, 'artifact')} awaiting deletion"),
             ("jobs", f"{found.jobs:,}"),
             *([("follows", count_of(found.followed_files, "SQLite file"))] if found.followed_files else []),
             ("change feed", changes),
             ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
             ("readers", f"{count_of(found.readers, 'slot')} in use"),
             ("on disk", size(found.disk_bytes)),
-            *[("reads it", reader_text(each)) for each in found.page_readers],
+            *[("reader", reader_text(each)) for each in found.page_readers],
         ],
         data=found,
     )
@@ -121,7 +123,7 @@ def info(cli: Cli) -> Facts:
 def _owner_text(found: StoreInfo) -> str:
     """Who may write the objects: an epoch, a session, and whether the bucket has confirmed them."""
     if found.owner_state == "not needed":
-        return f"epoch {found.owner_epoch:,}; the objects are the store's own"
+        return f"epoch {found.owner_epoch:,}; objects are local to the store"
     session = f", session {found.owner_session:,}" if found.owner_session else ""
     return f"epoch {found.owner_epoch:,}{session}, {found.owner_state}"
 
@@ -137,15 +139,15 @@ def create(
     """Create a database."""
     with cli.keeper() as store:
         made = store.create(name, kind, namespace=namespace)
-    text = f"made {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
+    text = f"created {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
     return Note(text=text, data=made)
 
 
 def drop(
     cli: Cli,
     name: Name,
-    snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots with it.")] = False,
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
+    snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> Note | Verdict:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
     with cli.keeper() as store:
@@ -162,10 +164,10 @@ def drop(
 
 def rename(
     cli: Cli,
-    old: Annotated[str, Argument(metavar="OLD", help="Its name now.")],
-    new: Annotated[str, Argument(metavar="NEW", help="Its name then.")],
+    old: Annotated[str, Argument(metavar="OLD", help="The current name.")],
+    new: Annotated[str, Argument(metavar="NEW", help="The new name.")],
 ) -> Note:
     """Rename a database."""
     with cli.keeper() as store:
         renamed = store.rename(old, new)
-    return Note(text=f"{old} is called {new} now", data=renamed)
+    return Note(text=f"renamed {old} to {new}", data=renamed)

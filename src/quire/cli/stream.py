@@ -50,7 +50,7 @@ READ_ROWS = 100
 """Shown by `read` unless told otherwise."""
 MOVES = ("compress", "upload", "evict", "hydrate")
 
-Limit = Annotated[int, Option("--limit", "-n", min=0, help="At most so many; 0 for all.")]
+Limit = Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")]
 
 
 def add_to(app: Group) -> None:
@@ -82,7 +82,7 @@ def append(
     cli: Cli,
     database: Database,
     record: Annotated[list[str] | None, Argument(metavar="[RECORD]...", help="Records; none: stdin.")] = None,
-    create: Annotated[bool, Option("--create", help="Make the stream if there is none.")] = False,
+    create: Annotated[bool, Option("--create", help="Create the stream if it does not exist.")] = False,
 ) -> Note:
     """Append records: the arguments, or the lines of stdin."""
     with _open(cli, database, create=create) as stream:
@@ -232,7 +232,7 @@ def info(cli: Cli, database: Database) -> Facts:
 
 # ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def seal(cli: Cli, database: Database) -> Note:
-    """End the open segment, so that it can move on."""
+    """Seal the open segment, so that it can be tiered."""
     with _open(cli, database) as stream:
         before = len(stream.ledger.view.sealed)
         stream.seal()
@@ -250,7 +250,7 @@ def tier(
 ) -> Note:
     """Move sealed segments between tiers."""
     if move not in MOVES:
-        raise InvalidInput("there is no such move", hint=f"moves: {', '.join(MOVES)}", move=move)
+        raise InvalidInput("unknown move", hint=f"moves: {', '.join(MOVES)}", move=move)
     with _open(cli, database) as stream:
         how: dict[str, Any] = {"warm": True} if warm and move == "evict" else {}
         count = getattr(stream, move)(*(segment or ()), **how)
@@ -285,7 +285,7 @@ def verify(
     database: Database,
     shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
 ) -> Verdict:
-    """Read every copy of every segment and say what is wrong."""
+    """Verify every copy of every segment."""
     with _open(cli, database) as stream:
         found = list(problems(stream, deep=not shallow))
         count = len(stream.ledger.view.segments)
@@ -310,7 +310,7 @@ def verify(
 def repair(
     cli: Cli,
     database: Database,
-    apply: Annotated[bool, Option("--apply", help="Do it; without, only show what would be done.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
 ) -> Verdict:
     """Rebuild the manifest log of a stream that does not open.
 
@@ -341,13 +341,13 @@ def repair(
 def retention(
     cli: Cli,
     database: Database,
-    days: Annotated[float | None, Option("--days", min=0, help="Older records go.")] = None,
-    max_bytes: Annotated[int | None, Option("--bytes", min=0, help="The oldest beyond so much go.")] = None,
-    consumed: Annotated[bool, Option("--consumed", help="What all consumers have read goes.")] = False,
-    reset: Annotated[bool, Option("--reset", help="Have the store's settings again.")] = False,
-    apply: Annotated[bool, Option("--apply", help="Let go now what may go.")] = False,
+    days: Annotated[float | None, Option("--days", min=0, help="Drop older records.")] = None,
+    max_bytes: Annotated[int | None, Option("--bytes", min=0, help="Drop the oldest records beyond this size.")] = None,
+    consumed: Annotated[bool, Option("--consumed", help="Drop what all consumers have read.")] = False,
+    reset: Annotated[bool, Option("--reset", help="Return to the store's settings.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Apply it now.")] = False,
 ) -> Note:
-    """Show or set what a stream keeps."""
+    """Show or set the retention of a stream."""
     with _open(cli, database) as stream:
         if reset:
             stream.retain(None)
@@ -366,5 +366,5 @@ def _words(retention: Any) -> str:
     if retention.bytes:
         words.append(size(retention.bytes))
     if retention.consumed:
-        words.append("until everybody has read it")
+        words.append("until every consumer has read it")
     return "keeps " + ", ".join(words) if words else "keeps everything"

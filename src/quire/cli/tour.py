@@ -135,7 +135,7 @@ def register(store: Store, guide: Guide) -> list[str]:
         del present[SHOP]
     for name, kind in DATABASES:
         found = present.get(name) or store.create(name, kind, tags=TAGS)
-        guide.say(f"{found.name:<12}{found.kind.name.lower():<10}{'found' if name in present else 'made'}")
+        guide.say(f"{found.name:<12}{found.kind.name.lower():<10}{'exists' if name in present else 'created'}")
     return [each.name for each in store.databases()]
 
 

@@ -36,15 +36,17 @@ def add_to(app: Group) -> None:
 
 def verify(
     cli: Cli,
-    max_age: Annotated[str, Option(metavar="AGE", help="Leave out what was verified within: 90s, 15m, 2h, 7d.")] = "",
-    max_duration: Annotated[str, Option(metavar="TIME", help="End after this long, where it is.")] = "",
-    report: Annotated[str, Option(metavar="FILE", help="Write what is damaged to a Parquet file.")] = "",
+    max_age: Annotated[
+        str, Option(metavar="AGE", help="Skip what was verified within this time: 90s, 15m, 2h, 7d.")
+    ] = "",
+    max_duration: Annotated[str, Option(metavar="TIME", help="Stop after this long.")] = "",
+    report: Annotated[str, Option(metavar="FILE", help="Write the damage report to a Parquet file.")] = "",
     orphans: Annotated[
-        bool, Option("--orphans", help="Also list objects, and look for those no row speaks of.")
+        bool, Option("--orphans", help="Also list objects and find orphans: those that no row names.")
     ] = False,
-    sweep: Annotated[bool, Option("--sweep", help="As --orphans, and delete them.")] = False,
+    sweep: Annotated[bool, Option("--sweep", help="Like --orphans, and delete them.")] = False,
     audit: Annotated[
-        bool, Option("--audit", help="Also compute reference counts, heads and floors again from rows.")
+        bool, Option("--audit", help="Also recompute reference counts, heads and floors from rows.")
     ] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
@@ -114,7 +116,7 @@ def _verdict(
     listing = Listing(
         columns=["state", "artifact", ">size"],
         rows=rows,
-        empty="nothing else is damaged" if logs else "nothing is damaged",
+        empty="no other damage found" if logs else "no damage found",
         closing=f"{left:,} more: `--report FILE` has all" if left else "",
     )
     parts: list[Facts | Listing] = [
@@ -131,7 +133,7 @@ def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
         Row([kind, f"{each['files']:,}", size(each["bytes"]), f"{each['problems']:,}"], {"kind": kind, **each})
         for kind, each in kinds.items()
     ]
-    return Listing(columns=["kind", ">files", ">size", ">problems"], rows=rows, empty="there was nothing to be read")
+    return Listing(columns=["kind", ">files", ">size", ">problems"], rows=rows, empty="nothing to read")
 
 
 def _outlook(manifest: ManifestStore, age: float) -> Report:

@@ -101,14 +101,14 @@ def look(disk: Disk, root: str) -> Found:
 
 def not_found(root: str) -> StoreNotFound:
     """The error for a path without a store."""
-    hint = f"say which with `--store DIR` or QUIRE_STORE; `quire init {shlex.quote(root)}` makes one"
-    return StoreNotFound("there is no store here", hint=hint, path=root)
+    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {shlex.quote(root)}` makes one"
+    return StoreNotFound("no store found", hint=hint, path=root)
 
 
 def foreign(root: str) -> InvalidInput:
     """The error for making a store where other files are."""
-    hint = "`quire init` wants a new or an empty directory"
-    return InvalidInput("the directory has files and is no store", hint=hint, path=root)
+    hint = "use a new or an empty directory"
+    return InvalidInput("the directory is not empty and is not a store", hint=hint, path=root)
 
 
 def make_directory(disk: Disk, root: str) -> None:
