@@ -106,7 +106,7 @@ def test_a_chunk_or_bundle_of_somebody_else_is_refused_in_tier_2(log: Named, sto
         lambda: other.get_bundle(0, 1),
         lambda: other.check(0),
     ):
-        with pytest.raises(ManifestIntegrityError, match="of another store"):
+        with pytest.raises(ManifestIntegrityError, match="to another store"):
             read()
     as_of(log.root / "objects" / log.objects.chunk_key(1), store_id, stream_id)
     with pytest.raises(ManifestIntegrityError, match="to another"):
@@ -148,11 +148,11 @@ def test_repair_puts_a_foreign_chunk_aside_and_takes_its_own_from_tier_2(world: 
     world.stream.close()
     files = LogFiles(world.disk, world.stream_root, world.stream_id)
     as_of(Path(files.chunk(0)), THEIRS, world.stream_id)
-    with pytest.raises(ManifestIntegrityError, match="of another store"):
+    with pytest.raises(ManifestIntegrityError, match="to another store"):
         world.open()
     survey = repair(world)
     assert survey.lost == []
     assert world.payloads() == payloads
     world.check()
-    assert ["of another store" in each.why for each in quarantine.entries(world.disk, world.stream_root)] == [True]
+    assert ["to another store" in each.why for each in quarantine.entries(world.disk, world.stream_root)] == [True]
     world.stream.close()

@@ -135,7 +135,7 @@ def test_the_log_of_another_stream_is_noticed(world: StreamWorld, tmp_path: Path
     path = Path(log_of(world).chunk(0))
     theirs = Path(log_of(other).chunk(0)).read_bytes()
     path.write_bytes(theirs)
-    with pytest.raises(ManifestIntegrityError, match="of another store"):
+    with pytest.raises(ManifestIntegrityError, match="to another store"):
         world.open()
     # Of a chunk that says nothing of itself the witnesses know.
     path.write_bytes(theirs[:-128] + bytes(128))
