@@ -87,6 +87,6 @@ def test_audit_refuses(run: Run, eventful: Path, arguments: list[str], told: str
 
 def test_nothing_happened(run: Run, path: Path) -> None:
     assert run("audit").out == "no entries yet\n"
-    assert run("audit", "--since", "1h").out == "nothing happened in that time\n"
+    assert run("audit", "--since", "1h").out == "no entries in that time\n"
     assert run("audit", "nothing").code == 3
     assert run("audit", "--limit", "1", "--json").data == []

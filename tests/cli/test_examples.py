@@ -65,11 +65,11 @@ EXPECTED: dict[str, str] = {
     "kv get": "3 apples",
     "stream read": "ann bought apples",
     "verify": "no damage found",
-    "manifest check": "keeps all its rules",
+    "manifest check": "all rules of the manifest hold",
     "jobs show": "12",
     "quarantine ls": "nothing names it",
     "takeover": "epoch 1",
-    "objects moved": "objects looked for",
+    "objects moved": "objects checked",
     "tour": "all rules hold",
 }
 """A few words of what is shown; all of them show something."""

@@ -118,6 +118,6 @@ def test_resume_lets_a_lost_cursor_go_on_and_leaves_a_live_one(run: Run, path: P
         info = store.manifest.feed.register(name="slow")
         store.manifest.submit([LoseCursor(info.cursor_id, "too slow")]).result()
     result = run("feed", "resume", "slow")
-    assert result.out == f"cursor slow (id {info.cursor_id}) goes on with change {info.next_sequence}\n"
+    assert result.out == f"cursor slow (id {info.cursor_id}) resumes at change {info.next_sequence}\n"
     assert run("feed", "resume", "slow").out.endswith("is live; nothing to do\n")
     assert run("feed", "resume", "slow", "--json").data["resumed"]["state"] == "live"

@@ -47,7 +47,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_machine_that_has_no_store_yet(tmp
     ended = quire("doctor", at=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "no store in this directory" in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("all is well; 1 warning")
+    assert ended.stdout.splitlines()[-1].startswith("no problems found; 1 warning")
     assert list(tmp_path.iterdir()) == []
     named = quire("doctor", "--store", "nowhere", at=tmp_path)
     assert named.returncode == 1

@@ -91,7 +91,7 @@ def test_what_is_in_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
 
     assert run("-c", "import quire; print(quire.__file__)").startswith(str(tmp_path))
     assert PROJECT["project"]["version"] in run("-m", "quire", "--version")
-    assert "made a store" in run("-m", "quire", "init", "data")
+    assert "created a store" in run("-m", "quire", "init", "data")
     assert "Usage" in run("-m", "quire", "--help")
 
 

@@ -37,7 +37,7 @@ def run(path: Path, *arguments: str, code: int = 0) -> Ended:
 
 def test_commands_change_a_store_that_a_live_owner_has(path: Path, live: Store) -> None:
     made = quire_program("create", "shop", "--kind", "pages", "--store", str(path))  # and once from another process
-    assert (made.returncode, made.stdout) == (0, "made shop, a pages database with id 1\n")
+    assert (made.returncode, made.stdout) == (0, "created shop, a pages database with id 1\n")
     opened = live.pages.open("shop")
     with opened.begin() as transaction:
         transaction.write_page(0, b"a" * opened.page_size)

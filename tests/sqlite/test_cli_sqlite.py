@@ -67,7 +67,7 @@ def test_in_and_out(root: Path, tmp_path: Path) -> None:
     second = run(root, "import", str(file), "shop", "--json").data
     assert (second["created"], second["name"], second["note"]) == (False, "shop", "")
     assert 0 < second["changed_pages"] < second["size_pages"]
-    assert "is as" in run(root, "import", str(file)).out
+    assert "already matches" in run(root, "import", str(file)).out
 
     done = run(root, "export", "shop", str(out), "--check", "--json").data
     assert dump(out) == dump(file)
@@ -83,7 +83,7 @@ def test_in_and_out(root: Path, tmp_path: Path) -> None:
     assert again.data["lsn"] == done["lsn"]
     later = run(root, "export", "shop", str(out), "--at", "0s", "--force", "--json")
     assert later.data["lsn"] == done["lsn"]
-    assert "still to come" in run(root, "export", "shop", str(out), "--at", "2999-01-01", "--force").err
+    assert "in the future" in run(root, "export", "shop", str(out), "--at", "2999-01-01", "--force").err
     assert integrity(out) == "ok"
 
 
@@ -136,8 +136,8 @@ def test_follow_once_takes_what_is_new(root: Path, tmp_path: Path) -> None:
         assert (first["name"], first["compares"], first["transactions"]) == ("app", 1, 0)
         app.do(ROW, ROW)
         second = run(root, "follow", str(app.path), "--once")
-        assert second.out == f"app is as {app.path}: 2 transactions; {second.out.split('; ')[1]}"
-        assert run(root, "follow", str(app.path), "--once").out == f"app is as {app.path}: nothing was new\n"
+        assert second.out == f"app matches {app.path}: 2 transactions; {second.out.split('; ')[1]}"
+        assert run(root, "follow", str(app.path), "--once").out == f"app matches {app.path}: no changes\n"
         with quire.open(root) as store:
             assert content(store, "app") == truth(app.path)
     assert run(root, "follow", str(tmp_path / "missing.db"), "--once").code == 3
@@ -249,7 +249,7 @@ def test_the_shell_has_no_colours_if_nobody_wants_them(root: Path, tmp_path: Pat
     ],
 )  # fmt: skip
 def test_what_a_follower_did_in_words(done: Followed, text: str) -> None:
-    assert followed_text(done, "app.db", "app") == f"app is as app.db: {text}"
+    assert followed_text(done, "app.db", "app") == f"app matches app.db: {text}"
 
 
 def test_the_shell_reads_what_is_typed(root: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def access_of(options: Mapping[str, str]) -> Access:
 
 def _socket_of(root: str) -> str:
     if not os.path.isfile(os.path.join(root, names.CONFIG)):
-        raise StoreNotFound("there is no store here", hint="`quire init` makes one", path=root)
+        raise StoreNotFound("no store found", hint="create one with `quire init`", path=root)
     found = where_owner_listens(OsDisk(), root)
     if not found or not is_alive(found):
         raise Unavailable(
