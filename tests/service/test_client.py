@@ -207,7 +207,8 @@ def test_waiting_for_a_change_wakes_at_once(client: Client, store: Store) -> Non
 
 def test_info_figures_and_hello(client: Client, store: Store) -> None:
     store.create("shop", "pages")
-    store.create("basket", "pages")  # the writer counts a commit after it has answered: before the next one at the latest
+    # the writer counts a commit after it has answered: before the next one at the latest
+    store.create("basket", "pages")
     assert client.info().databases == store.info().databases
     figures = client.figures()
     assert figures["manifest"]["commits"] >= 1
