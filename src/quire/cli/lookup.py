@@ -103,7 +103,7 @@ def any_database(txn: ReadTxn, text: str) -> int:
 
 def names_of(txn: ReadTxn) -> dict[int, str]:
     """Id → name of every database, dropped ones included until nothing of them is left."""
-    return {db_id: record.name for db_id, record in txn.databases()}
+    return txn.database_names()
 
 
 def title_of(snapshot: SnapshotInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.checkpoint import DryRun, Runner, need_runner
@@ -49,9 +50,11 @@ def stats(
     if runner:
         with cli.owner() as store, bar("stats") as told:
             found = store.heavy.stats(runner=runner, progress=told)
+            with store.manifest.read() as txn:
+                damaged = txn.damaged_databases()
     else:
         with cli.reader() as manifest, manifest.read() as txn:
-            found = usage(txn, manifest.clock.now_ms())
+            found, damaged = usage(txn, manifest.clock.now_ms()), txn.damaged_databases()
     space = measure(os.path.abspath(cli.path))
     found = with_disk(found, space)
     shown = [each for each in found if snapshots or not each.snapshot]
@@ -59,7 +62,7 @@ def stats(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
         rows=[Row(_cells(each), {**plain(each), "compression": round(each.compression, 3)}) for each in shown],
         empty="no databases",
-        closing=_on_disk(found, space),
+        closing=_on_disk(found, damaged, space),
     )
 
 
@@ -76,10 +79,12 @@ def _outlook(manifest: ManifestStore) -> Report:
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)
 
 
-def _on_disk(found: list[Usage], space: Space) -> str:
-    """What the store's directory takes, and what of it is no live database's."""
+def _on_disk(found: list[Usage], damaged: Collection[int], space: Space) -> str:
+    """What the store's directory takes, and what of it is no database's in the list."""
     others = {name: amount for name, amount in sorted(space.others.items()) if name != "store"}
-    others["dropped databases"] = sum(space.databases.values()) - sum(each.disk_bytes for each in found)
+    unlisted = space.databases.keys() - {usage.db_id for usage in found}
+    others["damaged databases"] = sum(space.databases[db_id] for db_id in unlisted.intersection(damaged))
+    others["dropped databases"] = sum(space.databases[db_id] for db_id in unlisted.difference(damaged))
     others["other files"] = space.others.get("store", 0)
     told = ", ".join(f"{name} {size(amount)}" for name, amount in others.items() if amount)
     return f"on disk: {size(space.total_bytes)} in all; beside the databases: {told}"

@@ -16,7 +16,7 @@ from quire.cli.declarations import Group, Option, command
 from quire.cli.formatting import count_of, moment, plain, size
 from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
-from quire.core.errors import InvalidInput, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
 from quire.store.shares import ExclusiveShare, live_share, snapshots_share
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def nodes_of(manifest: ManifestStore) -> list[Node]:
 def _known(manifest: ManifestStore, lineage: list[LineageNode], *, everything: bool, sizes: bool) -> Known:
     snapshots: dict[int, list[SnapshotInfo]] = {}
     for database in _in_order(lineage):
-        with suppress(UnknownDatabase):  # dropped, perhaps a moment ago
+        with suppress(UnknownDatabase, ManifestDamaged):  # dropped, perhaps a moment ago, or its row is damaged
             snapshots[database.db_id] = manifest.snapshots.of(database.db_id)
     names = {db_id: {row.snapshot_id: row.name for row in rows} for db_id, rows in snapshots.items()}
     with manifest.read() as txn:
@@ -122,7 +122,7 @@ def _node(database: LineageNode, known: Known, nodes: dict[int, Node]) -> Node:
 def _text(database: LineageNode, known: Known) -> str:
     record = known.records.get(database.db_id)
     if record is None:
-        return "dropped"
+        return "damaged; see `quire manifest check`" if database.name else "dropped"
     words = [record.kind.name.lower()]
     if _is_dropped(database):
         words = [f"id {database.db_id}", "dropped"]
@@ -201,7 +201,7 @@ def _object(node: LineageNode, known: Known, forks: list[dict[str, Any]]) -> dic
         "db_id": node.db_id,
         "name": node.name,
         "kind": record.kind.name.lower() if record else None,
-        "status": node.status.name.lower() if node.status else "gone",
+        "status": node.status.name.lower() if node.status else "damaged" if node.name else "gone",
         "created_at_ms": node.created_at_ms,
         "parent_db_id": node.parent_db_id,
         "parent_snapshot_id": node.parent_snapshot_id,

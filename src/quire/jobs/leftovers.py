@@ -80,7 +80,7 @@ def has_dropped_streams(ctx: JobContext) -> bool:
         return False
     with ctx.manifest.read() as txn:
         given_out = txn.next_id(Counter.DB)
-        live = {db_id for db_id, record in txn.databases() if record.status is not DbStatus.TOMBSTONED}
+        live = {db_id for db_id, record in txn.every_database() if record.status is not DbStatus.TOMBSTONED}
         live |= txn.refused_databases()
     return any(each is not None and 0 < each < given_out and each not in live for each in homes)
 

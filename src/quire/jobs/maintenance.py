@@ -197,8 +197,8 @@ class Upkeep:
     def _retention(self, done: Round) -> None:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
-            with_snapshots = list(txn.owners(t.SNAPSHOT_INDEX))
-        for db_id in with_snapshots:
+            with_snapshots = set(txn.owners(t.SNAPSHOT_INDEX)) - txn.refused_databases()
+        for db_id in sorted(with_snapshots):
             try:
                 plan = manifest.retention.plan(db_id)
                 try:

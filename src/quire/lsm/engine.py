@@ -372,7 +372,7 @@ class KvEngine:
                 live = {
                     db_id: {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
                     | leases.copies(db_id)
-                    for db_id, record in txn.databases()
+                    for db_id, record in txn.every_database()
                     if record.kind is DbKind.LSM
                     and record.status is not DbStatus.TOMBSTONED
                     and db_id not in txn.refused_databases()

@@ -222,12 +222,15 @@ def _index_fix(table: t.Table[Any], key: bytes, value: int | None, *, is_damaged
 
 def _check_databases(txn: ReadTxn) -> Iterator[Problem]:
     names: dict[bytes, int] = {}
-    for db_id, record in txn.databases():
+    for db_id, record in txn.every_database():
         if record.status is not DbStatus.TOMBSTONED:
             key = t.DB_NAMES.key.pack(record.name)
             if key in names:
                 yield Problem("D1", "two databases have one name", {"name": record.name, "ids": [names[key], db_id]})
             names[key] = db_id
+    for db_id, name in txn.damaged_databases().items():
+        if name:  # the row of a closed database may be damaged; then nothing contradicts the index
+            names.setdefault(t.DB_NAMES.key.pack(name), db_id)
     yield from _compare_index(txn, t.DB_NAMES, names, "D1")
 
 
@@ -329,7 +332,10 @@ def _check_snapshots(txn: ReadTxn) -> Iterator[Problem]:
         if txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation) is None:
             yield Problem("S1", "a database holds a leaf that is not there", {"db_id": db_id, "leaf": leaf})
     for db_id, snapshot_id in newest.items():
-        db = txn.database(db_id)
+        try:
+            db = txn.database(db_id)
+        except ManifestDamaged:
+            continue  # K1 names the row
         if db is not None and db.next_snapshot_id <= snapshot_id:
             raised = t.DB.codec.encode(msgspec.structs.replace(db, next_snapshot_id=snapshot_id + 1))
             fix = RestoreRow(t.DB.name, t.DB.key.pack(db_id), raised)

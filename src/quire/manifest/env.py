@@ -158,6 +158,8 @@ class ManifestEnv:
         """Whether there is nothing left to close."""
         self.refused: dict[tuple[str, int], tuple[str, str]] = {}
         """What breaks a rule and is closed to everyone: ("database" or "counter", id) → what is wrong, and what to do."""
+        self.reported: set[int] = set()
+        """Databases whose damaged rows a reader has reported."""
         self.fork_hooks: list[Callable[[], None]] = []
         """Called in the child of a fork(), after which nothing here may be used."""
         if not (write and create):

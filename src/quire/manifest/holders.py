@@ -206,7 +206,7 @@ def _wal_holders(txn: ReadTxn) -> Iterator[Codes]:
 
 def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
     """The artifacts that have rows, and the namespaces that rows refer to."""
-    yield "held", _in_namespaces(record.namespace_id for _, record in txn.databases())
+    yield "held", _in_namespaces(record.namespace_id for _, record in txn.every_database())
     for kind, rows, namespaces in _catalog_steps(txn, findings):
         delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
         yield "row", encode(rows["origin_db_id"], kind, delta, rows["chunk_id"], rows["generation"])

@@ -122,7 +122,7 @@ class RollingMetric(msgspec.Struct, frozen=True):
 
 def rolling(txn: ReadTxn) -> list[RollingMetric]:
     """Every metric, by database and kind; rows that are damaged are left out."""
-    names = {db_id: record.name for db_id, record in txn.databases()}
+    names = txn.database_names()
     metrics: list[RollingMetric] = []
     for key, raw in txn.raw_scan(t.METRICS):
         with suppress(ManifestDamaged):

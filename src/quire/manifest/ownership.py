@@ -55,11 +55,11 @@ def own(env: ManifestEnv, clock: Clock, *, repair: bool) -> tuple[ManifestWriter
     if cursors:
         _mend(env, clock, cursors)
     env.refused.update(_refusals(problems))
-    for problem in problems:
-        closed = ", ".join(f"{kind} {number}" for kind, number in closes(problem)) or "nothing"
-        hint = "nothing is decided by it; `quire manifest check` says what to do"
-        emit("error", "manifest.row_damaged", **problem.where, what=problem.what, closed=closed, hint=hint)
     with ReadTxn(env) as txn:
+        for problem in problems:
+            closed = ", ".join(_title(txn, *subject) for subject in closes(problem)) or "nothing"
+            hint = "nothing is decided by it; `quire manifest check` says what to do"
+            emit("error", "manifest.row_damaged", **problem.where, what=problem.what, closed=closed, hint=hint)
         ids = next_ids(txn)
     writer = ManifestWriter(env, clock)
     writer.start({problem.where["component"]: problem.where["log"] for problem in problems if problem.rule == "G1"})
@@ -97,10 +97,26 @@ def _problems(env: ManifestEnv) -> list[Problem]:
             # A damaged row hides what its rules would say of other rows. They are asked again without the row; what
             # they say then is no reason to change anything, because the row may be what they miss.
             env.refused.update(_refusals([problem for problem in problems if problem.rule == "K1"]))
+            # What they say about a database that the row closes follows from it: the row's own fix is the repair.
             known = {str(problem) for problem in problems}
-            others = [problem for problem in check(txn) if problem.rule != "K1" and str(problem) not in known]
+            others = [
+                problem
+                for problem in check(txn)
+                if problem.rule != "K1" and str(problem) not in known and not _is_closed(env, problem)
+            ]
             problems += [msgspec.structs.replace(problem, fix=None) for problem in others if not problem.leak]
     return problems
+
+
+def _title(txn: ReadTxn, kind: str, number: int) -> str:
+    name = txn.indexed_name(number) if kind == "database" else ""
+    return f"{kind} {number}" + (f" ({name})" if name else "")
+
+
+def _is_closed(env: ManifestEnv, problem: Problem) -> bool:
+    """Whether all that a problem is about is closed already."""
+    subjects = closes(problem)
+    return bool(subjects) and all(subject in env.refused for subject in subjects)
 
 
 def _refusals(problems: list[Problem]) -> dict[Subject, tuple[str, str]]:

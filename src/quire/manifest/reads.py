@@ -18,6 +18,7 @@ Raises `StoreClosed`, `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from quire.core.errors import (
     UnknownNamespace,
     WrongKind,
 )
+from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc32
 from quire.durable.object_names import epoch_prefix
@@ -261,9 +263,54 @@ class ReadTxn:
         return db_id, record
 
     def databases(self) -> Iterator[tuple[int, DbRecord]]:
-        """(id, record) of every database."""
+        """(id, record) of every database whose row is intact; the others are reported (`damaged_databases`).
+
+        Whoever deletes what no row names uses `every_database`: a row that cannot be read may name it.
+        """
+        for key, raw in self.raw_scan(t.DB):
+            (db_id,) = t.DB.key.unpack(key)
+            try:
+                record = t.DB.rows.decode(key, raw)
+            except ManifestDamaged as error:
+                self.report_damage(db_id, error)
+                continue
+            yield db_id, record
+
+    def every_database(self) -> Iterator[tuple[int, DbRecord]]:
+        """(id, record) of every database; `ManifestDamaged` for a damaged row, unless its database is closed."""
         for (db_id,), record in self.scan(t.DB):
             yield db_id, record
+
+    def damaged_databases(self) -> dict[int, str]:
+        """Id → name of the databases that are closed for breaking a rule, or whose row is damaged."""
+        intact = {db_id for db_id, _ in self.databases()}
+        stored = {int(t.DB.key.unpack(key)[0]) for key, _ in self.raw_scan(t.DB)}
+        damaged = stored - intact | self.refused_databases() - {0}  # 0: a namespace, not a database
+        return {db_id: self.indexed_name(db_id) for db_id in sorted(damaged)}
+
+    def database_names(self) -> dict[int, str]:
+        """Id → name of every database, dropped ones included until nothing of them is left."""
+        names = {db_id: record.name for db_id, record in self.databases()}
+        if len(names) == self.count(t.DB) and not self._env.refused:
+            return names
+        return self.damaged_databases() | names
+
+    def report_damage(self, db_id: int, error: ManifestDamaged) -> None:
+        """Report a database that is left out because its rows are damaged: once in a process."""
+        # The owner has reported what it closed when it opened the store.
+        if db_id not in self.refused_databases() and db_id not in self._env.reported:
+            self._env.reported.add(db_id)
+            hint = "it is left out; `quire manifest check` says what to do"
+            name = self.indexed_name(db_id)
+            emit("error", "database.row_damaged", db_id=db_id, name=name, error=error.what, hint=hint)
+
+    def indexed_name(self, db_id: int) -> str:
+        """The name of a live database by the index of names; empty if that has none, or its row is damaged too."""
+        for key, raw in self.raw_scan(t.DB_NAMES):
+            with suppress(ManifestDamaged):
+                if t.DB_NAMES.rows.decode(key, raw).value == db_id:
+                    return str(t.DB_NAMES.key.unpack(key)[0])
+        return ""
 
     def wal_state(self, db_id: int, shard: int = 0) -> WalStateRecord | None:
         """How far a database's WAL has come."""

@@ -115,7 +115,7 @@ class LineageNode(msgspec.Struct, frozen=True):
     db_id: int
     name: str
     status: DbStatus | None
-    """`None`: it is gone, and known only because something was forked from it."""
+    """`None`: it is gone, and known only because something was forked from it; or, if it has a name, its row is damaged."""
     parent_db_id: int
     parent_snapshot_id: int
     parent_generation: int
@@ -285,8 +285,7 @@ class Snapshots:
     def lineage(self) -> list[LineageNode]:
         """Every database as a tree of forks; roots first, oldest first."""
         with self._manifest.read() as txn:
-            records = dict(txn.databases())
-        return _trees(records)
+            return _trees(dict(txn.databases()), txn.damaged_databases())
 
     def _db(self, db: int | str) -> int:
         if isinstance(db, int):
@@ -295,7 +294,7 @@ class Snapshots:
             return txn.database_id(db)
 
 
-def _trees(records: Mapping[int, DbRecord]) -> list[LineageNode]:
+def _trees(records: Mapping[int, DbRecord], damaged: Mapping[int, str]) -> list[LineageNode]:
     """Roots first, oldest first; a parent of which no record is left is a root after the others. No recursion: forks of
     forks may be many deep."""
     children: dict[int, list[int]] = {}
@@ -308,13 +307,13 @@ def _trees(records: Mapping[int, DbRecord]) -> list[LineageNode]:
     nodes: dict[int, LineageNode] = {}
     for db_id in reversed(order):
         forks = tuple(nodes[child] for child in sorted(children.get(db_id, ())))
-        nodes[db_id] = _node(db_id, records.get(db_id), forks)
+        nodes[db_id] = _node(db_id, records.get(db_id), damaged.get(db_id, ""), forks)
     return [nodes[db_id] for db_id in roots]
 
 
-def _node(db_id: int, record: DbRecord | None, forks: tuple[LineageNode, ...]) -> LineageNode:
+def _node(db_id: int, record: DbRecord | None, damaged: str, forks: tuple[LineageNode, ...]) -> LineageNode:
     if record is None:
-        return LineageNode(db_id, "", None, 0, 0, 0, 0, 0, forks)
+        return LineageNode(db_id, damaged, None, 0, 0, 0, 0, 0, forks)
     return LineageNode(
         db_id,
         record.name,

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
-from quire.core.events import emit
 from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
@@ -86,10 +83,6 @@ def database_info(txn: ReadTxn, db_id: int) -> DatabaseInfo:
 
 
 def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
-    parent: DbRecord | None = None
-    if record.parent_db_id:
-        with suppress(ManifestDamaged):  # the parent's trouble; it is reported for the parent
-            parent = txn.database(record.parent_db_id)
     followed = txn.get(t.FOLLOWED_FILES, db_id)
     return DatabaseInfo(
         db_id=db_id,
@@ -100,11 +93,19 @@ def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
         page_size=record.page_size,
         snapshots=sum(1 for _ in txn.raw_scan(t.SNAPSHOT_INDEX, db_id)),
         parent_db_id=record.parent_db_id,
-        parent=parent.name if parent is not None and parent.status is not DbStatus.TOMBSTONED else "",
+        parent=_parent_name(txn, record.parent_db_id),
         tags=dict(record.tags),
         follows=followed.path if followed is not None else "",
         namespace=_namespace(txn, record),
     )
+
+
+def _parent_name(txn: ReadTxn, db_id: int) -> str:
+    try:
+        parent = txn.database(db_id) if db_id else None
+    except ManifestDamaged:  # it is reported for the parent
+        return txn.indexed_name(db_id)
+    return parent.name if parent is not None and parent.status is not DbStatus.TOMBSTONED else ""
 
 
 def _namespace(txn: ReadTxn, record: DbRecord) -> str:
@@ -115,30 +116,13 @@ def _namespace(txn: ReadTxn, record: DbRecord) -> str:
 def live_databases(txn: ReadTxn) -> list[DatabaseInfo]:
     """The live databases, by name, without those whose rows are damaged, which are reported."""
     live = []
-    for db_id, record in _sound_databases(txn):
+    for db_id, record in txn.databases():
         if record.status is not DbStatus.TOMBSTONED:
             try:
                 live.append(_describe(txn, db_id, record))
             except ManifestDamaged as error:
-                _report_damage(txn, db_id, error)
+                txn.report_damage(db_id, error)
     return sorted(live, key=lambda info: info.name)
-
-
-def _sound_databases(txn: ReadTxn) -> Iterator[tuple[int, DbRecord]]:
-    """(id, record) of every database whose row is intact; the others are reported."""
-    for key, raw in txn.raw_scan(t.DB):
-        (db_id,) = t.DB.key.unpack(key)
-        try:
-            yield db_id, t.DB.rows.decode(key, raw)
-        except ManifestDamaged as error:
-            _report_damage(txn, db_id, error)
-
-
-def _report_damage(txn: ReadTxn, db_id: int, error: ManifestDamaged) -> None:
-    if db_id not in txn.refused_databases():  # else its owner has reported it when it opened the store
-        name = next((key[0] for key, row in txn.scan(t.DB_NAMES) if row.value == db_id), "")
-        hint = "it is left out; `quire manifest check` says what to do"
-        emit("error", "database.row_damaged", db_id=db_id, name=name, error=error.what, hint=hint)
 
 
 def store_info(
@@ -147,7 +131,7 @@ def store_info(
     """What the snapshot, with the manifest's own figures, says about the store."""
     kinds: Tally[str] = Tally()
     dropped = 0
-    for _, record in _sound_databases(txn):
+    for _, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
             dropped += 1
         else:

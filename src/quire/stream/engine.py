@@ -303,7 +303,7 @@ class StreamEngine:
             with self._manifest.read() as txn:
                 live = {
                     db_id
-                    for db_id, record in txn.databases()
+                    for db_id, record in txn.every_database()
                     if record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED
                 } | txn.refused_databases()
             known = self._manifest.first_db_id

@@ -37,7 +37,7 @@ def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
     """The changes of a range of sequences, oldest first."""
     if last < first:
         return []
-    names = {db_id: record.name for db_id, record in txn.databases()}
+    names = txn.database_names()
     rows = islice(txn.scan(CHANGE_LOG, start=(first,)), last - first + 1)
     return [summary(record, names) for _, record in rows if record.sequence <= last]
 

@@ -68,6 +68,9 @@ class StoreCollector(_Collector):
         for kind, count in info.databases.items():
             databases.add_metric([kind], count)
         yield databases
+        with self._sight.manifest.read() as txn:
+            damaged = len(txn.damaged_databases())
+        yield Gauge("quire_databases_damaged", "databases that are closed: their rows are damaged", value=damaged)
         yield Gauge("quire_snapshots", "snapshots of all databases", value=info.snapshots)
         yield Gauge("quire_artifacts_unreferenced", "artifacts that wait for the collector", value=info.unreferenced)
         yield Gauge("quire_feed_head_sequence", "the newest change", value=info.newest_change)
@@ -98,7 +101,7 @@ class StoreCollector(_Collector):
         for part, amount in sorted(space.others.items()):
             others.add_metric([part], amount)
         yield others
-        known = {info.db_id: info.name for info in self._sight.store.databases()}
+        known = names_of(self._sight)
         databases = Gauge("quire_database_disk_bytes", "of it, the files of each database", labels=["db", "name"])
         for db_id, amount in sorted(space.databases.items()):
             databases.add_metric([str(db_id), known.get(db_id, "")], amount)
@@ -301,4 +304,4 @@ def open_stream(sight: Sight, stream_id: int) -> Stream | None:
 def names_of(sight: Sight) -> dict[int, str]:
     """Id → name of every database."""
     with sight.manifest.read() as txn:
-        return {db_id: record.name for db_id, record in txn.databases()}
+        return txn.database_names()

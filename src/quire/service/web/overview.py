@@ -41,6 +41,7 @@ def overview(sight: Sight) -> dict[str, Any]:
     with sight.manifest.read() as txn:
         rows = [_database_row(sight, txn, info) for info in infos[:DATABASES_MAX]]
         outstanding = {word: _in_state(txn, state) for word, state in _STATES.items()}
+        closed = [{"db_id": db_id, "name": name} for db_id, name in txn.damaged_databases().items()]
     return {
         "store": sight.info(),
         "quire": version("quire"),
@@ -48,6 +49,7 @@ def overview(sight: Sight) -> dict[str, Any]:
         "started_ms": sight.started_ms,
         "databases": rows,
         "databases_left_out": len(infos) - len(rows),
+        "databases_damaged": closed,
         "jobs": outstanding,
         "tiers": {name: {"artifacts": n, "bytes": _bytes(whole, name)} for name, n in whole.total("tiers").items()},
         "segments": whole.total("segments"),
@@ -151,7 +153,7 @@ def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
         for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
             found.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
-        names = {each: record.name for each, record in txn.databases()}
+        names = txn.database_names()
         total = txn.count(t.JOB_QUEUE)
     shown = [found[job_id] for job_id in sorted(found, reverse=True) if not db_id or found[job_id].db_id == db_id]
     return {

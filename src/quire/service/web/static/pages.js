@@ -21,7 +21,7 @@ export const overview = {
     return [
       h("div", { class: "head" }, h("h1", {}, "Overview"), h("span", { class: "muted" }, `quire ${data.quire}, up ${span(data.now_ms - data.started_ms)}`)),
       tiles(
-        ["Databases", number(data.databases.length + data.databases_left_out), plural(store.snapshots, "snapshot")],
+        ["Databases", number(data.databases.length + data.databases_left_out), data.databases_damaged.length ? `${data.databases_damaged.map((each) => each.name || `#${each.db_id}`).join(", ")}: rows damaged; see quire manifest check` : plural(store.snapshots, "snapshot"), data.databases_damaged.length ? "bad" : undefined],
         ["On disk", bytes(data.space.total_bytes), `${bytes(data.disk_free_bytes)} free on disk`, data.disk_free_bytes < 2 ** 30 ? "warn" : undefined],
         ["In the WAL", bytes(wal), `${plural(data.databases.reduce((sum, each) => sum + each.segments_blocked, 0), "segment")} blocked by readers`],
         ["Readers", number(data.readers), "holding a version open"],

@@ -1,0 +1,208 @@
+"""A damaged row of one database leaves the others usable: commands name it, and nothing of it is deleted (decision 028)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from quire.cli import main
+from quire.core.errors import ManifestDamaged
+from quire.jobs.leftovers import has_dropped_streams
+from quire.manifest import tables as t
+from quire.store.store import Store
+from quire.testing.clock import ManualClock
+from tests.manifest.test_check import Vandal
+from tests.service.web.world import Asker, web_served
+from tests.store.test_closed_databases import KINDS, YEAR, clean_up, files, fill, flip, open_store
+
+DAMAGED = ("sqlite1", "stream1", "kv1")
+OTHERS = ["child", "kv2", "kv3", "sqlite2", "sqlite3", "stream2", "stream3"]
+START_MS = 1_750_000_000_000
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(START_MS)
+
+
+@pytest.fixture
+def root(tmp_path: Path, clock: ManualClock) -> Path:
+    """A directory with a store: three databases of each kind and a fork, then one row of each kind is damaged."""
+    with open_store(tmp_path, clock) as store:
+        ids = {f"{kind}{number}": fill(store, kind, f"{kind}{number}") for kind in KINDS for number in (1, 2, 3)}
+        store.fork("sqlite1", "child")
+        store.feed.register(name="follower")
+    vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
+    for name in DAMAGED:
+        flip(vandal, t.DB, ids[name])
+    vandal.done()
+    return tmp_path
+
+
+@pytest.fixture
+def owner(root: Path, clock: ManualClock) -> Iterator[Store]:
+    with open_store(root, clock) as store:
+        yield store
+
+
+def run(root: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and errors of one command on the store."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main.run([*arguments, "--store", str(root / "store")])
+    return code, out.getvalue(), err.getvalue()
+
+
+READS = {
+    "ls": ("ls",),
+    "info": ("info",),
+    "tree": ("tree", "--sizes"),
+    "stats": ("stats",),
+    "why": ("why", "sqlite2"),
+    "metrics": ("metrics",),
+    "audit": ("audit",),
+    "jobs": ("jobs", "ls"),
+    "namespaces": ("namespace", "ls"),
+    "checkpoint, dry": ("checkpoint", "--all", "--dry-run"),
+    "snapshot show": ("snapshot", "show", "sqlite2", "first"),
+    "manifest verify": ("manifest", "verify"),
+}
+WRITES = {
+    "checkpoint": ("checkpoint", "--all"),
+    "snapshot": ("snapshot", "create", "sqlite2", "second"),
+    "put": ("kv", "put", "kv2", "key", "new"),
+    "append": ("stream", "append", "stream2", "record"),
+    "gc": ("gc",),
+}
+
+
+@pytest.mark.parametrize("command", [*READS, *WRITES])
+def test_a_command_works_for_the_others_and_names_the_damaged(root: Path, command: str) -> None:
+    code, out, err = run(root, *(READS | WRITES)[command])
+    assert code == 0, err
+    for name in DAMAGED:
+        assert name in err
+    assert "quire manifest check" in err
+    if command == "tree":
+        assert "sqlite1  damaged; see `quire manifest check`" in out
+    if command == "stats":
+        assert "damaged databases " in out
+        assert "dropped databases" not in out
+
+
+def test_ls_lists_exactly_the_others(root: Path) -> None:
+    _, out, _ = run(root, "ls")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == OTHERS
+    (child,) = [line for line in out.splitlines() if line.startswith("child")]
+    assert child.endswith("sqlite1"), "a parent whose row is damaged was not dropped"
+
+
+def test_the_feed_goes_on(root: Path) -> None:
+    code, out, _ = run(root, "feed", "tail", "--from", "1")
+    assert code == 0
+    assert "RegisterDb" in out
+    assert "follower" in run(root, "feed", "cursors")[1]
+
+
+def test_verify_reads_the_others_and_reports_the_rows_alone(root: Path) -> None:
+    code, out, err = run(root, "verify")
+    assert code == 1
+    assert err.count("verify.file_damaged kind='manifest'") == len(DAMAGED)
+    assert "db_names is wrong" not in err, "the index of names is right; the rows it names are not"
+    assert "altered                0" in out
+
+
+def test_every_other_database_is_read_and_written(owner: Store) -> None:
+    with owner.sqlite("sqlite2") as connection:
+        connection.execute("insert into t values (1)")
+        assert connection.execute("select count(*) from t").fetchone() == (2,)
+    stream = owner.stream("stream2")
+    stream.append(b"new").result()
+    owner.kv("kv2").put(b"key", b"new")
+    assert owner.kv("kv2").get(b"key") == b"new"
+    with owner.sqlite("child") as connection:
+        assert connection.execute("select count(*) from t").fetchone() == (1,)
+    for use in (lambda: owner.sqlite("sqlite1"), lambda: owner.stream("stream1"), lambda: owner.kv("kv1")):
+        with pytest.raises(ManifestDamaged, match=r"the database is closed.*check --repair"):
+            use()
+
+
+def test_the_dashboard_and_the_metrics_name_them(root: Path) -> None:
+    with web_served(root / "store") as (_, web):
+        asker = Asker(web.address)
+        overview = asker.get("/api/overview").json
+        assert [row["name"] for row in overview["databases_damaged"]] == list(DAMAGED)
+        assert [row["name"] for row in overview["databases"]] == OTHERS
+        for path in ("/api/lineage", "/api/jobs", "/api/feed", "/api/verification", "/api/why?subject=sqlite2"):
+            assert asker.get(path).status == 200, path
+        metrics = asker.get("/metrics").body.decode()
+        assert "quire_databases_damaged 3.0" in metrics
+        assert 'quire_databases{kind="pages"} 3.0' in metrics
+
+
+def test_nothing_is_deleted_while_rows_are_damaged(root: Path, owner: Store, clock: ManualClock) -> None:
+    before = files(root)
+    clean_up(owner, clock)
+    # Segments that a checkpoint of another database has absorbed go, as always.
+    absorbed = tuple(f"pages/{owner.database(name).db_id:08x}/wal/" for name in ("sqlite2", "sqlite3"))
+    assert [path for path in before if path not in files(root) and not path.startswith(absorbed)] == []
+
+
+def test_a_row_that_is_damaged_while_the_store_is_open_stops_every_sweep(tmp_path: Path, clock: ManualClock) -> None:
+    """Nobody has closed its database: what no intact row names may be the damaged one's."""
+    with open_store(tmp_path, clock) as store:
+        ids = {kind: fill(store, kind, kind) for kind in KINDS}
+        other = fill(store, "sqlite", "other")
+        before = files(tmp_path)
+        for kind in KINDS:
+            damage_open(store, ids[kind])
+        clock.advance(YEAR)
+        for sweep in (store.streams.sweep, store.kvs.sweep, lambda: has_dropped_streams(store.heavy._wiring.context)):
+            with pytest.raises(ManifestDamaged):
+                sweep()
+        store.maintain()
+        store.heavy.sweep(delete=True, grace_seconds=-20 * YEAR)
+        assert [path for path in before if path not in files(tmp_path) and f"{other:08x}" not in path] == []
+        assert [info.name for info in store.databases()] == ["other"]
+        with store.manifest.read() as txn:
+            assert txn.damaged_databases() == {ids[kind]: kind for kind in KINDS}
+
+
+def damage_open(store: Store, db_id: int) -> None:
+    """Flip a bit of a database's row behind the back of the process that owns it."""
+    env, key = store.manifest.env, t.DB.key.pack(db_id)
+    with env.begin_write() as txn:
+        raw = txn.get(key, db=env.handles[t.DB.name])
+        txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[t.DB.name])
+
+
+def test_repair_gives_them_back(root: Path, clock: ManualClock) -> None:
+    code, out, _ = run(root, "manifest", "check")
+    assert (code, out.count("mendable")) == (1, len(DAMAGED))
+    assert run(root, "manifest", "check", "--repair")[0] == 0
+    with open_store(root, clock) as store:
+        assert [info.name for info in store.databases()] == sorted([*OTHERS, *DAMAGED])
+        with store.sqlite("sqlite1") as connection:
+            assert connection.execute("select count(*) from t").fetchone() == (1,)
+        assert len(list(store.stream("stream1").read())) == 200
+        assert store.kv("kv1").get(b"key") == b"value" * 1000
+
+
+def test_without_the_change_log_a_backup_is_asked_for(tmp_path: Path, clock: ManualClock) -> None:
+    """The log no longer begins with the first change: the row cannot be recomputed, and the others still work."""
+    with open_store(tmp_path, clock) as store:
+        damaged = fill(store, "kv", "damaged")
+        fill(store, "kv", "other")
+        clock.advance(YEAR)
+        store.manifest.feed.maintain()
+    vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
+    flip(vandal, t.DB, damaged)
+    vandal.done()
+    with open_store(tmp_path, clock) as store:
+        assert store.kv("other").get(b"key") == b"value" * 1000
+        with pytest.raises(ManifestDamaged, match="only a backup has what is missing"):
+            store.kv("damaged")
