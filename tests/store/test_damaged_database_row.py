@@ -177,6 +177,7 @@ def damage_open(store: Store, db_id: int) -> None:
     env, key = store.manifest.env, t.DB.key.pack(db_id)
     with env.begin_write() as txn:
         raw = txn.get(key, db=env.handles[t.DB.name])
+        assert isinstance(raw, bytes)
         txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[t.DB.name])
 
 
