@@ -161,8 +161,15 @@ class Readers:
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, lsn: int, *, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS) -> Lease:
-        """A lease on version `lsn`; with `ttl_seconds=None` a hold. `SnapshotGone` below the floor."""
+        """A lease on version `lsn`; with `ttl_seconds=None` a hold. `SnapshotGone` below the floor, unless a snapshot keeps
+        the version for readers that were set aside: then the lease is one of them."""
+        # Before the lock, as in `floor`. A snapshot that goes meanwhile makes reads raise; the floor stays right.
+        kept = self._kept() if ttl_seconds is not None and lsn < self._given_floor else []
         with self._lock:
+            if lsn < self._given_floor and kept and is_kept(lsn, kept):
+                lease = self._add(lsn, tags, ttl_seconds)
+                lease.set_aside = True
+                return lease
             if lsn < self._given_floor:
                 raise SnapshotGone(
                     "this version may already be gone: a checkpoint was allowed to pass it",

@@ -10,8 +10,9 @@ Rules
      when a reader opens and first when it is let go; in between both are there, so no moment protects it less.
   2. A row's horizon is two leases ahead, so renewals commit something once per lease and not with every heartbeat.
   3. After a restart a row that is believed (`floors.py`, rule 4) holds the floor by itself; the first renewal adopts it.
-  4. A renewal is refused when the reader was retired, or when a checkpoint was allowed to pass its version: a lease that
-     protects nothing is worse than none. Its row goes, and the client hears `LeaseExpired`.
+  4. A renewal is refused when the reader was retired, or when a checkpoint was allowed to pass its version and no snapshot
+     keeps it (`readers.py`, rule 4): a lease that protects nothing is worse than none. Its row goes, and the client gets
+     `LeaseExpired`.
   5. Rows that are not believed any more, and rows of retired readers, are removed with a warning.
 
 Threads: any. Raises `UnknownReader`, `LeaseExpired`, `InvalidInput`, and what opening a database raises.
