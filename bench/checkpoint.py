@@ -10,6 +10,7 @@ Each size is a part of its own: `--only checkpoint_1_gib` measures 1 GiB alone; 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import multiprocessing
 import os
 import random
@@ -20,11 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import zstandard
+from pyroaring import BitMap
 
 import quire
 from bench.pages import PAGE, World
@@ -42,7 +45,6 @@ from quire.manifest.jobqueue import Job
 from quire.manifest.namespaces import collector_of
 from quire.manifest.records import WalState
 from quire.objects import open_store
-from quire.pages.chunk_chain import merge
 from quire.pages.chunk_format import LEVEL, PAGES_PER_FRAME
 from quire.pages.chunk_reader import ChunkReader
 from quire.pages.pagestore import PageStore
@@ -91,6 +93,16 @@ def slot_by_hand(frames: Frames, target: str) -> int:
     return len(pages) * PAGE
 
 
+def _merged(chain: Sequence[ChunkReader]) -> Iterator[tuple[int, bytes]]:
+    """(offset, image) of every page of a chain, the newest image of each, in rising order."""
+    taken, walks = BitMap(), []
+    for chunk in reversed(chain):
+        if owned := BitMap(chunk.pages) - taken:
+            walks.append(chunk.iter_pages(owned))
+            taken |= owned
+    return heapq.merge(*walks, key=itemgetter(0))
+
+
 def chain_by_hand(objects: Sequence[str], target: str) -> int:
     """Read a chain of chunks with their checksums, compress, checksum and write the newest pages; bytes of pages."""
     compressor, parts, sha, size = zstandard.ZstdCompressor(level=LEVEL), list[bytes](), hashlib.sha256(), 0
@@ -105,7 +117,7 @@ def chain_by_hand(objects: Sequence[str], target: str) -> int:
         parts.append(packed)
         group.clear()
 
-    for _, image in merge(readers, pages_below=PAGES_PER_SLOT):
+    for _, image in _merged(readers):
         crc64(image)
         group.append(bytes(image))
         size += PAGE

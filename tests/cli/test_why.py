@@ -15,7 +15,7 @@ import pytest
 import quire
 from quire.cli.output import width_of
 from quire.manifest import tables as t
-from quire.pages.shared_views import lend
+from quire.pages.anchors import lend
 from tests.cli.conftest import Run, on_a_terminal, write_pages
 
 

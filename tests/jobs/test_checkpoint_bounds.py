@@ -22,7 +22,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.records import Compression, DbKind, JobKind, JobState, WalState
 from quire.objects.open import open_store
-from quire.pages.chunk_footer import load_footer
+from quire.pages.chunk_format import load_footer
 from tests.jobs.checkpoint_child import Owner, images
 from tests.jobs.world import epoch_name
 from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, small_segments, write
@@ -118,7 +118,7 @@ def test_slots_beyond_the_size_are_dropped_and_come_back_empty(owner: Owner) -> 
 
 def test_frames_are_read_a_few_megabytes_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.jobs.checkpoint import run
-    from quire.pages.handles import ReadSegment
+    from quire.pages.sources import ReadSegment
 
     monkeypatch.setattr(run, "WINDOW_BYTES", 4 * PAGE)
     monkeypatch.setattr(run, "RUN_BYTES", 2 * (PAGE + 64))
@@ -279,7 +279,7 @@ def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
         owner.checkpoint(store)
         owner.clock.advance(3)
     owner.checkpoint(store)
-    assert owner.engine.figures().named()["checkpoint.wait_for_floor_ms"] == {"shop": 3000}
+    assert owner.engine.figures().databases[0].wait_for_floor_ms == 3000
     assert spans[-1][1]["blocking_readers"] == []
 
 

@@ -73,9 +73,9 @@ def test_page_index_rows_are_counted_between_checkpoint_and_truncation(owner: Ow
     owner.ask()
     owner.worker(JobKind.CHECKPOINT).drain()
     assert [row.state for row in segments(owner).values()] == [WalState.CHECKPOINTED]
-    assert owner.engine.figures().named()["page_index.rows"] == {"shop": len(index(owner))} == {"shop": 5}
+    assert owner.engine.figures().databases[0].page_index_rows == len(index(owner)) == 5
     owner.worker().drain()
-    assert owner.engine.figures().named()["page_index.rows"] == {"shop": len(index(owner))} == {"shop": 0}
+    assert owner.engine.figures().databases[0].page_index_rows == len(index(owner)) == 0
 
 
 def test_rows_that_leave_the_page_index_are_changes_of_its_own_component(owner: Owner) -> None:

@@ -13,8 +13,7 @@ import pytest
 from quire.core.errors import AlreadyExists, Corruption
 from quire.objects.api import ExistingObject, ObjectStore
 from quire.objects.open import open_store
-from quire.pages.chunk_adopt import adopts, identity_of
-from quire.pages.chunk_reader import ChunkReader
+from quire.pages.chunk_reader import ChunkReader, adopts, identity_of
 from quire.pages.chunk_verify import describe
 from tests.pages.chunks import identity, some_pages, write_chunk
 

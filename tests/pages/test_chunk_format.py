@@ -327,4 +327,4 @@ def test_offsets_beyond_the_chunk_are_the_callers_mistake() -> None:
         with pytest.raises(OutOfRange):
             reader.read_page(offset)
         with pytest.raises(OutOfRange):
-            reader.read_pages([1, offset])
+            dict(reader.iter_pages([1, offset]))

@@ -14,8 +14,16 @@ from quire.core.errors import QuireError
 from quire.core.limits import MIB
 from quire.durable.checksums import crc64
 from quire.manifest.records import Compression
-from quire.pages.chunk_footer import frames_of
-from quire.pages.chunk_format import FOOTER, FRAME, HEADER, HEADER_SIGNED_BYTES, MAGIC, PAGE_CRC, encode_trailer
+from quire.pages.chunk_format import (
+    FOOTER,
+    FRAME,
+    HEADER,
+    HEADER_SIGNED_BYTES,
+    MAGIC,
+    PAGE_CRC,
+    encode_trailer,
+    frames_of,
+)
 from tests.hostile import memory_of_at_most, numbers
 from tests.pages.chunks import Blob
 

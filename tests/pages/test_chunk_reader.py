@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.errors import ChecksumMismatch, Corruption
+from quire.core.errors import ChecksumMismatch, Corruption, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.pages.chunk_format import HEADER_BYTES, TAIL_BYTES
-from quire.pages.chunk_reader import GAP_BYTES, PIECE_BYTES, ChunkReader
+from quire.pages.chunk_reader import GAP_BYTES, PIECE_BYTES, ChunkReader, check_chain
 from tests.pages.chunks import (
     Blob,
     Pages,
@@ -60,7 +60,7 @@ def test_a_page_that_is_not_there_is_no_read(large: bytes) -> None:
     reader = ChunkReader(blob.read, len(blob), footer=Blob(large).reader().footer)
     assert reader.read_page(1) is None
     assert reader.read_frame(1) == {}
-    assert reader.read_pages([1, 3, 16_383]) == {}
+    assert dict(reader.iter_pages([1, 3, 16_383])) == {}
     assert blob.reads == []
 
 
@@ -86,7 +86,7 @@ def test_neighbouring_frames_share_a_read_and_far_ones_do_not(large: bytes) -> N
     reader = ChunkReader(blob.read, len(blob), footer=footer)
     # Frames 0 and 1 touch, 3 is one frame (64 KiB) away from 1, 40 is far from all.
     wanted = [0, 32, 96, 40 * 32, 1, 3]
-    assert reader.read_pages(wanted) == {offset: NOISE[offset] for offset in wanted if offset in NOISE}
+    assert dict(reader.iter_pages(wanted)) == {offset: NOISE[offset] for offset in wanted if offset in NOISE}
     first, second = blob.reads
     assert first == (HEADER_BYTES, 4 * 16 * 4096)
     assert second == (footer.frame(40).offset, 16 * 4096)
@@ -108,7 +108,7 @@ def test_many_pages_are_what_single_reads_give(case: tuple[int, int, Pages], ask
     data, _ = write_chunk(pages, identity(page_size, limit))
     wanted = [offset for offset in asked if offset < limit]
     reader = Blob(data).reader()
-    assert reader.read_pages(wanted) == {offset: pages[offset] for offset in wanted if offset in pages}
+    assert dict(reader.iter_pages(wanted)) == {offset: pages[offset] for offset in wanted if offset in pages}
     assert [offset for offset, _ in reader.iter_pages(wanted)] == sorted({*wanted} & {*pages})
     for offset in wanted:
         assert reader.read_page(offset) == pages.get(offset)
@@ -195,7 +195,7 @@ def test_a_page_that_is_not_the_one_packed_is_told(small: bytes) -> None:
     footer = bytearray(footer_of(small))
     footer[-8 * (len(SMALL) - 4)] ^= 1
     with pytest.raises(ChecksumMismatch) as raised:
-        Blob(with_footer(small, bytes(footer))).reader().read_pages(SMALL)
+        dict(Blob(with_footer(small, bytes(footer))).reader().iter_pages(SMALL))
     assert raised.value.where["page"] == sorted(SMALL)[4]
 
 
@@ -238,3 +238,16 @@ def test_errors_can_be_pickled(small: bytes) -> None:
     with pytest.raises(Corruption) as raised:
         Blob(small[:-1]).reader().read_page(0)
     assert pickle.loads(pickle.dumps(raised.value)).where == raised.value.where
+
+
+def test_chunks_that_are_no_chain_are_refused() -> None:
+    def chunk(number: int, page_size: int = 512) -> ChunkReader:
+        what = identity(page_size, 80, delta_id=number or None, covered_lsn=100 + number, generation=1 + number)
+        return Blob(write_chunk({number: bytes(page_size)}, what)[0]).reader()
+
+    base, one, two = chunk(0), chunk(1), chunk(2)
+    check_chain([base, one, two])
+    check_chain([one, two])
+    for wrong in ([], [one, base], [base, base], [base, two, one], [base, one, one], [chunk(0, 1024), one]):
+        with pytest.raises(InvalidInput):
+            check_chain(wrong)

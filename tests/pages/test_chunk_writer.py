@@ -165,7 +165,7 @@ def test_the_worst_bitmap_fits() -> None:
     info = writer.finish()
     blob = Blob(b"".join(parts))
     assert BITMAP_BYTES_MAX - 64 < len(info.bitmap) <= BITMAP_BYTES_MAX
-    assert blob.reader().read_pages([0, 1, 131_070]) == {0: bytes(512), 131_070: bytes(512)}
+    assert dict(blob.reader().iter_pages([0, 1, 131_070])) == {0: bytes(512), 131_070: bytes(512)}
 
 
 # ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────

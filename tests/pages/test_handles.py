@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.durable.files import OsDisk, write_new
-from quire.pages.handles import Handles, ReadFile
-from quire.pages.sources import SEGMENTS_MAX
+from quire.pages.sources import SEGMENTS_MAX, Handles, ReadFile
 from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
 
 

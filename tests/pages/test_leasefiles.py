@@ -152,7 +152,7 @@ def test_a_lease_is_seen_while_it_is_held_and_leaves_nothing(
     lease.close()
     lease.close()
     assert not lease.is_held
-    assert not lease.renew()
+    assert not lease.beat()
     assert files.look() == []
     assert names(tmp_path) == []
     assert capsys.readouterr().err == "", "a clean end is no reason to warn"
@@ -190,23 +190,23 @@ def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
     assert len(files.look()) == 2, "nobody knows how long it had been there"
     clock.jump(-500_000)
     clock.advance(LEASE_SECONDS - 1)
-    assert alive.renew()
+    assert alive.beat()
     assert len(files.look()) == 2
     clock.advance(1)
     assert files.look() == [alive.record]
     assert "it was silent" in capsys.readouterr().err
     assert not silent.is_held
-    assert not silent.renew()
+    assert not silent.beat()
     assert alive.is_held
 
 
 def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualClock) -> None:
     """Issue 18: the owner looks at names; a file that was moved away holds nothing, and its reader must know."""
     lease = FileLease.take(OsDisk(), clock, str(tmp_path), db_id=7, lsn=40, tags={})
-    assert lease.renew()
+    assert lease.beat()
     os.rename(lease.path, lease.path + ".moved")
     assert not lease.is_held
-    assert not lease.renew()
+    assert not lease.beat()
     lease.close()
 
 
@@ -215,7 +215,7 @@ def test_a_stamp_changes_even_if_the_clock_stands_still_or_goes_back(tmp_path: P
     seen = {Path(lease.path).read_bytes()[48:64]}
     for step in (0, -10, -10, 0):
         clock.jump(step)
-        lease.renew()
+        lease.beat()
         seen.add(Path(lease.path).read_bytes()[48:64])
     assert len(seen) == 5
 

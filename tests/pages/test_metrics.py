@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quire.core.tracing import TRACE_API, span
+from quire.pages.metrics import PagesCollector
 from tests.pages.test_wal import index
 from tests.pages.world import Model, Pages, image, write
 
@@ -22,22 +23,22 @@ def test_figures_have_the_seeds_names_and_are_right(pages: Pages) -> None:
     with store.open_snapshot():
         write(store, model, {page: image() for page in range(3)})
         store.wal.publish()
-        named = pages.engine.figures().named()
-        assert named["page_index.rows"] == {"shop": 8}
+        figures = pages.engine.figures().databases[0]
+        assert figures.page_index_rows == 8
         assert len(index(pages)) == 8
-        assert named["snapshot_readers.active"] == {"shop": 1}
-        assert named["wal_segments.blocked_by_readers"] == {"shop": 0}
+        assert figures.readers_active == 1
+        assert figures.segments_blocked == 0
         store.wal.seal()
         store.wal.publish()
-        assert pages.engine.figures().named()["wal_segments.blocked_by_readers"] == {"shop": 1}
+        assert pages.engine.figures().databases[0].segments_blocked == 1
         assert pages.engine.floor(store.db_id) < model.newest.lsn
         pages.clock.advance(1.5)
-        assert pages.engine.figures().named()["checkpoint.wait_for_floor_ms"] == {"shop": 1500}
+        assert pages.engine.figures().databases[0].wait_for_floor_ms == 1500
     pages.checkpoint(store)
     pages.clock.advance(100)
-    named = pages.engine.figures().named()
-    assert named["checkpoint.wait_for_floor_ms"] == {"shop": 1500}, "nobody waits any more"
-    assert named["page_index.rows"] == {"shop": len(index(pages))} == {"shop": 0}
+    figures = pages.engine.figures().databases[0]
+    assert figures.wait_for_floor_ms == 1500, "nobody waits any more"
+    assert figures.page_index_rows == len(index(pages)) == 0
 
 
 def test_the_collector_speaks_prometheus(pages: Pages) -> None:
@@ -47,7 +48,7 @@ def test_the_collector_speaks_prometheus(pages: Pages) -> None:
         reader.read_page(0)
         reader.read_page(0)
     registry = CollectorRegistry()
-    registry.register(pages.engine.collector())
+    registry.register(PagesCollector(pages.engine.figures))
     text = generate_latest(registry).decode()
     assert 'quire_page_index_rows{db="1",name="shop"} 0.0' in text
     assert 'quire_snapshot_readers_active{db="1",name="shop"} 0.0' in text
@@ -132,9 +133,9 @@ def test_readers_of_all_kinds_are_counted_and_named(pages: Pages, monkeypatch: p
     pages.engine.flush(store.db_id)
     write(store, model, {0: image()})
     pages.engine.flush(store.db_id)
-    named = pages.engine.figures().named()
-    assert named["snapshot_readers.active"] == {"shop": 3}
-    assert named["wal_segments.blocked_by_readers"] == {"shop": 2}, "the first segment is below them all"
+    figures = pages.engine.figures().databases[0]
+    assert figures.readers_active == 3
+    assert figures.segments_blocked == 2, "the first segment is below them all"
     recorder = _Recorder()
     monkeypatch.setitem(sys.modules, TRACE_API, recorder)
     pages.checkpoint(store)
@@ -148,8 +149,8 @@ def test_readers_of_all_kinds_are_counted_and_named(pages: Pages, monkeypatch: p
     pages.engine.close_reader("shop", told.reader_id)
     inside.close()
     published.close()
-    named = pages.engine.figures().named()
-    assert named["snapshot_readers.active"] == named["wal_segments.blocked_by_readers"] == {"shop": 0}
+    figures = pages.engine.figures().databases[0]
+    assert figures.readers_active == figures.segments_blocked == 0
 
 
 def test_a_read_of_what_is_published_is_the_same_span(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:

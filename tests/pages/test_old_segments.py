@@ -10,8 +10,7 @@ import pytest
 from quire.durable.files import OsDisk
 from quire.pages import segment_file
 from quire.pages.segment import PageWrite, SegmentHeader, decode_header, encode
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import entries_of, parse_heads, sealed_entries
 from tests.pages.test_segment import EXAMPLE_PAGES
 from tests.pages.world import Model, Pages, assert_reads, image, write

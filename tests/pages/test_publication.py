@@ -11,8 +11,7 @@ from quire.core.errors import Corruption, StorageFault, StoreUnusable
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.pages.segment import ENTRY_BYTES, HEADER_BYTES
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import entries_of, parse_heads, sealed_entries
 from quire.testing.crashdisk import CrashDisk, drop_all
 from quire.testing.faults import Fault, FaultyDisk

@@ -22,8 +22,8 @@ from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSetting
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind
+from quire.pages.leasefiles import FileLease
 from quire.pages.pagestore import PageStore
-from quire.pages.published import PublishedLease
 from quire.pages.readers import LEASE_SECONDS
 from quire.pages.snapshot import Snapshot
 from quire.pages.view import ViewReader
@@ -136,7 +136,7 @@ def test_earlier_versions_are_opened_by_lsn(small: Pages) -> None:
     versions = list(model.versions[1:])
     for version in versions:
         with pages.engine.open_published_at("shop", version.lsn) as reader:
-            assert isinstance(reader._lease, PublishedLease)
+            assert isinstance(reader._lease, FileLease)
             assert_reads(reader, version)
     pages.engine.snapshot("shop", "kept")
     write(store, model, {0: image()})
@@ -201,14 +201,14 @@ def test_it_holds_the_floor_until_it_is_closed(small: Pages) -> None:
         absorb(pages, store)
     assert pages.engine.floor(store.db_id) == kept.lsn
     assert [lease.tags["who"] for lease in store.readers.peek()] == ["report"]
-    assert pages.engine.figures().named()["snapshot_readers.active"] == {"shop": 1}
-    assert pages.engine.figures().named()["wal_segments.blocked_by_readers"]["shop"] > 0
+    assert pages.engine.figures().databases[0].readers_active == 1
+    assert pages.engine.figures().databases[0].segments_blocked > 0
     cold(pages)
     assert_reads(reader, kept)
     reader.close()
     absorb(pages, store)
     assert pages.engine.floor(store.db_id) == model.newest.lsn
-    assert pages.engine.figures().named()["wal_segments.blocked_by_readers"] == {"shop": 0}
+    assert pages.engine.figures().databases[0].segments_blocked == 0
 
 
 def test_segments_that_are_recycled_under_a_reader_cost_a_second_look(small: Pages) -> None:
@@ -280,8 +280,8 @@ def test_the_heart_renews_what_is_held_and_tells_what_is_lost(pages: Pages, caps
     write(store, model, {0: image()})
     store.wal.publish()
     reader, lost = pages.engine.open_published("shop"), pages.engine.open_published("shop")
-    assert isinstance(lost._lease, PublishedLease)
-    os.remove(lost._lease._file.path)
+    assert isinstance(lost._lease, FileLease)
+    os.remove(lost._lease.path)
     for _ in range(20):
         pages.clock.advance(5)
         pages.engine._published.beat()

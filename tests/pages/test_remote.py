@@ -41,7 +41,7 @@ def test_a_client_reads_its_version_until_it_is_done(small: Pages) -> None:
     pages.checkpoint(store)
     assert pages.engine.floor(store.db_id) == kept.lsn
     assert_reads(pages.engine.read_leased("shop", told.reader_id), kept)
-    assert pages.engine.figures().named()["snapshot_readers.active"] == {"shop": 1}, "memory and row are one reader"
+    assert pages.engine.figures().databases[0].readers_active == 1, "memory and row are one reader"
     pages.engine.close_reader("shop", told.reader_id)
     assert pages.engine.floor(store.db_id) == model.newest.lsn
     assert rows(pages) == {}

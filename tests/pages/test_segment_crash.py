@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import Corruption
 from quire.durable.files import Disk
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import SegmentScan, entries_of, parse_heads, recover_segment
 from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, every_chooser, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
@@ -103,7 +102,7 @@ class Written:
         written = [page for transaction in self.appended[:count] for page in transaction.pages]
         assert scan.entries["page"].tolist() == [page for page, _ in written]
         assert scan.commits["db_size"].tolist() == [transaction.db_size for transaction in self.appended[:count]]
-        found = [bytes(each) for each in file.read_frames(range(scan.cut))]
+        found = [file.read_frame(number) for number in range(scan.cut)]
         assert found == [image(page, fill, PAGE_SIZE, SALTED) or bytes(PAGE_SIZE) for page, fill in written]
         assert scan.proven_lsn <= self.durable_lsn
         return count

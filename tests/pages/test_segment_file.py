@@ -24,8 +24,7 @@ from quire.core.errors import (
 )
 from quire.durable.files import Disk, OsDisk, OsFile
 from quire.pages.segment import HEADER_BYTES, PageWrite
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import entries_of, parse_heads, recover_segment
 from quire.testing.crashdisk import CrashDisk, drop_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut, each_fault
@@ -122,9 +121,6 @@ def test_what_was_appended_is_read(tmp_path: Path, page_size: int) -> None:
         for reader in (segment, SegmentFile.open(OsDisk(), name(tmp_path))):
             fills = [reader.read_frame(number, page=page) for number, page in enumerate([0, 1, 2, 1])]
             assert fills == [bytes([fill]) * page_size for fill in (1, 0, 3, 9)]
-            images = reader.read_frames([3, 0, 1, 3])
-            assert [bytes(image[:1]) for image in images] == [b"\x09", b"\x01", b"\x00", b"\x09"]
-            assert {len(image) for image in images} == {page_size}
             assert (head := reader.read_head(3)).durable_upto_lsn == 102
             assert (head.prev_lsn, head.prev_segment, head.commit_ms) == (101, 3, 9)
         reader.close()
@@ -138,18 +134,8 @@ def test_a_large_transaction_is_written_in_slices_and_reads_as_one(tmp_path: Pat
         segment.append(pages(7, page_size=65536), db_size=60)
         scan = recover_segment(segment)
         assert scan.commits["frame_no"].tolist() == [59, 60]
-        assert [bytes(each[:1]) for each in segment.read_frames(range(60))] == [bytes([fill or 0]) for fill in fills]
+        assert [segment.read_frame(number)[0] for number in range(60)] == [fill or 0 for fill in fills]
         assert scan.entries.tobytes()[: 60 * 48] == entries_of(segment.header, parse_heads(heads)).tobytes()
-
-
-def test_one_read_for_each_run_of_neighbours(tmp_path: Path) -> None:
-    create(OsDisk(), name(tmp_path)).close()
-    disk = FaultyDisk(OsDisk(), operation="read")
-    with create(disk, str(tmp_path / "other")) as segment:
-        segment.append(pages(*range(12)), db_size=12)
-        disk.calls.clear()
-        segment.read_frames([7, 1, 2, 8, 3, 11])
-        assert len(disk.calls) == 3
 
 
 def test_a_full_segment_takes_no_more_and_the_rest_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -184,7 +170,7 @@ def test_places_that_are_not_in_the_segment_are_refused(tmp_path: Path) -> None:
             with pytest.raises(OutOfRange):
                 segment.read_frame(number)
             with pytest.raises(OutOfRange):
-                segment.read_frames([number])
+                segment.read_raw(number, 1)
         for count in (-1, capacity + 1):
             with pytest.raises(OutOfRange):
                 segment.read_index(count)
@@ -196,12 +182,11 @@ def test_a_damaged_frame_is_named(tmp_path: Path) -> None:
         offset = segment.header.geometry.frame_offset(1)
         damage(segment.path, offset + 100)
         assert segment.read_frame(0)
-        for read in (lambda: segment.read_frame(1, page=1), lambda: segment.read_frames([0, 1, 2])):
-            with pytest.raises(ChecksumMismatch) as caught:
-                read()
-            where = caught.value.where
-            assert (where["path"], where["segment_id"], where["frame"], where["offset"]) == (segment.path, 3, 1, offset)
-            assert "quire verify" in caught.value.hint
+        with pytest.raises(ChecksumMismatch) as caught:
+            segment.read_frame(1, page=1)
+        where = caught.value.where
+        assert (where["path"], where["segment_id"], where["frame"], where["offset"]) == (segment.path, 3, 1, offset)
+        assert "quire verify" in caught.value.hint
 
 
 def test_a_frame_that_was_never_written_or_is_another_page_is_refused(tmp_path: Path) -> None:
@@ -284,8 +269,7 @@ def test_a_recycled_file_keeps_its_size_and_nothing_else(tmp_path: Path, page_si
         segment.append([(5, None, 0, 0)], db_size=6)
         scan = recover_segment(segment)
         assert (scan.cut, scan.cut_frames) == (1, 0)
-        for zeros in (segment.read_frame(0), segment.read_frames([0])[0]):
-            assert bytes(zeros) == bytes(page_size), "the former page shines through a zero frame"
+        assert segment.read_frame(0) == bytes(page_size), "the former page shines through a zero frame"
 
 
 def test_a_reader_of_the_former_life_sees_no_page_of_the_new_one(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.pages.segment import ENTRY_BYTES
-from quire.pages.segment_verify import open_damage, sealed_damage
+from quire.pages.segment_scan import open_damage, sealed_damage
 from tests.pages.segments import DB_ID, FIRST_LSN, SEGMENT_ID, Segment, Transaction
 
 PAGES = Transaction(pages=((0, 1), (3, 2), (1, 2)))

@@ -17,8 +17,8 @@ from quire.manifest.leases import leases_of
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import DropReader
 from quire.manifest.records import JobKind
+from quire.pages.anchors import lend
 from quire.pages.cache import PageCache
-from quire.pages.shared_views import lend
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader
 from tests.pages.world import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments, write

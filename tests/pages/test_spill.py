@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.core.errors import ChecksumMismatch, DiskFull
 from quire.core.settings import PagesSettings
 from quire.durable.files import OsDisk
-from quire.pages.spill import Spill
+from quire.pages.transaction import Spill
 from quire.testing.faults import Fault, FaultyDisk
 from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
 

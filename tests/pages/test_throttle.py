@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.pages.throttle import Throttle
+from quire.pages.sources import Throttle
 from quire.testing.clock import ManualClock
 
 

@@ -70,7 +70,7 @@ def test_a_sync_does_not_go_on_for_what_is_written_meanwhile(pages: Pages) -> No
     wal, syncs = store.wal, list[int]()
 
     def another_writes(_: str) -> None:
-        syncs.append(wal.written_lsn)
+        syncs.append(wal.written.lsn)
         if len(syncs) < 5:
             wal.append({0: image()}, 1, 1)
 
@@ -78,16 +78,16 @@ def test_a_sync_does_not_go_on_for_what_is_written_meanwhile(pages: Pages) -> No
     with armed("pages.segment.sync", another_writes):
         wal.sync(first.lsn)
     assert syncs == [first.lsn]
-    assert (wal.durable_lsn, wal.written_lsn) == (first.lsn, first.lsn + 1)
+    assert (wal.durable.lsn, wal.written.lsn) == (first.lsn, first.lsn + 1)
     wal.sync()
-    assert wal.durable_lsn == first.lsn + 1
+    assert wal.durable.lsn == first.lsn + 1
 
 
 def test_publication_is_asked_for_once_until_it_begins(pages: Pages) -> None:
     store, model, asked = pages.database(), Model(), list[int]()
     write(store, model, {0: image()})
     wal = store.wal
-    wal._notify, wal._notify_bytes, wal._has_asked = (lambda: asked.append(wal.written_lsn)), 1, False
+    wal._notify, wal._notify_bytes, wal._has_asked = (lambda: asked.append(wal.written.lsn)), 1, False
     for _ in range(3):
         write(store, model, {0: image()})
     assert len(asked) == 1

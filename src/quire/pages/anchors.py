@@ -10,19 +10,31 @@ Threads: any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from quire.core.errors import ArtifactGone, StalePlan, UnknownArtifact, UnknownSnapshot
 from quire.manifest import tables as t
+from quire.manifest.leases import Lent, leases_of
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import Pin, SnapshotRecord, WalState
+from quire.manifest.records import Pin, SnapshotKind, SnapshotRecord, WalState
 from quire.manifest.snapshots import Anchor
 from quire.manifest.store import ManifestStore
+from quire.pages.catalog import segment_place
 from quire.pages.framemap import FrameMap, PinnedSegment, Regions
-from quire.pages.locations import segment_place
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
+from quire.pages.readers import HOLD_TAG, Lease
+from quire.pages.view import LINK_DTYPE, SnapshotView, without_object
+from quire.pages.view_build import pinned, view_of
+
+if TYPE_CHECKING:
+    from quire.pages.engine import PageEngine
 
 ANCHOR_TRIES = 8
 """How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""
@@ -59,9 +71,7 @@ def anchored(
     publish: Callable[[int, Anchor], R],
 ) -> R:
     """What `publish` makes of the database as it is now, written but not yet durable transactions included."""
-    wal, tags = store.wal, {"hold": "snapshot"}
-    # Held from before the seal until the publishing transaction has committed: no checkpoint passes the anchor.
-    hold, _ = store.readers.open_newest(lambda: (wal.durable.lsn, None), tags=tags, ttl_seconds=None)
+    hold = _hold(store, "snapshot")
     try:
         return publish_at(manifest, store.db_id, flush(store), publish)
     finally:
@@ -106,3 +116,77 @@ def inherited_map(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) 
         for _, pin in sorted(rows, key=lambda item: item[0])
     ]
     return FrameMap.of(regions, pins, max((pin.upto_lsn for pin in pins), default=0))
+
+
+AT_ONCE = 8
+"""Databases that are opened and sealed side by side: each waits for the disk."""
+
+
+def lend(
+    engine: PageEngine,
+    databases: Sequence[int | str],
+    seconds: float,
+    *,
+    lease_id: int = 0,
+    upload: bool = False,
+    tags: dict[str, str] | None = None,
+) -> tuple[int, list[SnapshotView]]:
+    """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
+    manifest, objects_url = engine._manifest, engine._objects_url
+    leases = leases_of(manifest)
+    with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as holds:
+        stores = list(pool.map(engine.open, databases))
+        for store in stores:
+            holds.callback(_hold(store, "lend").close)
+        marks = dict(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
+        parts = [Lent(db_id, mark.lsn) for db_id, mark in marks.items()]
+        lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
+        views = []
+        for store in stores:
+            with manifest.read() as txn:
+                views.append(_view(txn, store.db_id, marks[store.db_id], objects_url))
+    for view in views:
+        leases.narrow(lease_id, view.db_id, _origins(view))
+    return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in views] if upload else views
+
+
+def _hold(store: PageStore, why: str) -> Lease:
+    """Hold the newest version from before its seal until what names it has committed: no checkpoint passes it (P13)."""
+    return store.readers.open_newest(lambda: (store.wal.durable.lsn, None), tags={HOLD_TAG: why}, ttl_seconds=None)[0]
+
+
+def _view(txn: ReadTxn, db_id: int, mark: Mark, objects_url: str) -> SnapshotView:
+    """The live set of a database, up to a version that is sealed and published."""
+    database = txn.database(db_id)
+    anchor = anchor_at(txn, db_id, mark)
+    record = SnapshotRecord(
+        name="",
+        kind=SnapshotKind.ANONYMOUS,
+        created_at_ms=mark.commit_ms,
+        generation=0,
+        anchor_lsn=anchor.lsn,
+        anchor_segment_id=anchor.segment_id,
+        size_pages=anchor.size_pages,
+        page_size=database.page_size if database is not None else 0,
+        leaves=[(key[1], leaf.origin_db_id, leaf.generation) for key, leaf in txn.scan(t.LIVE_LEAF, db_id)],
+        pins=list(anchor.pins),
+        anchor_time_ms=anchor.time_ms,
+    )
+    return view_of(txn, db_id, 0, record, objects_url)
+
+
+def _origins(view: SnapshotView) -> set[int]:
+    """The databases that made what a view needs."""
+    links = np.frombuffer(view.links, LINK_DTYPE)
+    return {view.db_id, *(pin.origin_db_id for pin in view.pins), *map(int, np.unique(links["origin_db_id"]))}
+
+
+def _uploaded(engine: PageEngine, manifest: ManifestStore, view: SnapshotView, objects_url: str) -> SnapshotView:
+    """Upload the segments a view needs. Chunks keep their places, so only the pins are looked up again: the leaves may
+    be gone by now."""
+    if not (missing := without_object(view)):
+        return view
+    engine.upload(missing)
+    with manifest.read() as txn:
+        pins = [Pin(pin.origin_db_id, pin.segment_id, pin.upto_lsn) for pin in view.pins]
+        return replace(view, pins=tuple(pinned(txn, pins, objects_url, upto_lsn=view.lsn)))

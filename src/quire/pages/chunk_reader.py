@@ -18,19 +18,32 @@ no chunk of the database has, and what reading raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from pyroaring import BitMap, FrozenBitMap
 
-from quire.core.errors import Corruption, OutOfRange
-from quire.core.ids import ArtifactKey
+from quire.core.errors import Corruption, InvalidInput, OutOfRange
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import KIB, MIB
 from quire.durable.checksums import Bytes, crc64
 from quire.durable.names import object_key
-from quire.pages.chunk_footer import ChunkFooter, ReadRange, Tail, check_expected, load_footer, read_exactly
-from quire.pages.chunk_format import PAGES_PER_FRAME, ChunkIdentity, FramePlace, damaged, mismatch, unpack_frame
+from quire.objects.api import ExistingObject, Identity
+from quire.pages.chunk_format import (
+    PAGES_PER_FRAME,
+    ChunkFooter,
+    ChunkIdentity,
+    FramePlace,
+    ReadRange,
+    Tail,
+    check_expected,
+    damaged,
+    load_footer,
+    mismatch,
+    read_exactly,
+    unpack_frame,
+)
 
 GAP_BYTES = 64 * KIB
 """Frames this far apart are fetched together: a request to an object store costs more than so many bytes."""
@@ -111,10 +124,6 @@ class ChunkReader:
         return {
             page: self._page(footer, plain, first + index, page) for index, page in enumerate(footer.offsets_in(number))
         }
-
-    def read_pages(self, offsets: Iterable[int]) -> dict[int, bytes]:
-        """Those of these pages that the chunk has."""
-        return dict(self.iter_pages(offsets))
 
     def iter_pages(self, offsets: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """(offset, image) of those of these pages that the chunk has, default all, in rising order (rule 3)."""
@@ -209,3 +218,37 @@ def _bitmap(offsets: Iterable[int], footer: ChunkFooter) -> BitMap:
     if pages and pages.max() >= limit:
         raise OutOfRange("a chunk has no such page offset", value=pages.max(), pages_per_chunk=limit)
     return pages
+
+
+def identity_of(existing: ExistingObject) -> ChunkIdentity:
+    """What the chunk that is there is, from its footer: one ranged read, two for a large one."""
+    footer, _ = load_footer(existing.read, existing.info.size_bytes, name=existing.info.key)
+    return footer.identity
+
+
+def adopts(wanted: ChunkIdentity) -> Identity:
+    """For `ObjectStore.put(…, identity=…)`: true for the same artifact made by the same plan."""
+
+    def is_wanted(existing: ExistingObject) -> bool:
+        found = identity_of(existing)
+        if (found.key, found.plan_digest) != (wanted.key, wanted.plan_digest):
+            return False
+        if found != wanted:
+            # One plan has one outcome; with the digest equal, something else is broken, and neither object is to be trusted.
+            raise damaged("one plan made two different chunks", existing.info.key, found=found, expected=wanted)
+        return True
+
+    return is_wanted
+
+
+def check_chain(chain: Sequence[ChunkReader]) -> None:
+    """Refuse chunks that are not one slot's base and deltas with rising `covered_lsn` (rule 1)."""
+    if not chain:
+        raise InvalidInput("a chain has at least one chunk")
+    for older, newer in pairwise(chain):
+        one, two = older.identity, newer.identity
+        if (one.key.id, one.page_size, one.pages_per_chunk) != (two.key.id, two.page_size, two.pages_per_chunk):
+            raise InvalidInput("chunks of a chain are of one slot and page size", older=one.key, newer=two.key)
+        if two.key.kind is not ArtifactKind.DELTA or one.covered_lsn >= two.covered_lsn:
+            what = "a chain is one base, then deltas that cover rising lsns"
+            raise InvalidInput(what, older=one.key, covered=one.covered_lsn, newer=two.key, next=two.covered_lsn)

@@ -24,14 +24,18 @@ from typing import Any
 from quire.core.errors import Corruption, Incompatible, QuireError
 from quire.core.ids import ArtifactKey
 from quire.durable.checksums import Bytes, crc64
-from quire.pages.chunk_footer import ChunkFooter, ReadRange, believed, load_footer, read_exactly
 from quire.pages.chunk_format import (
     HEADER_BYTES,
     HINT,
     PAGES_PER_FRAME,
+    ChunkFooter,
     FramePlace,
+    ReadRange,
+    believed,
     damaged,
     decode_header,
+    load_footer,
+    read_exactly,
     unpack_frame,
 )
 from quire.pages.chunk_reader import PIECE_BYTES

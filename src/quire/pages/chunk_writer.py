@@ -42,15 +42,16 @@ from pyroaring import BitMap
 from quire.core.errors import InvalidInput, OutOfRange
 from quire.durable.checksums import Bytes, crc64
 from quire.manifest.records import Compression
-from quire.pages.chunk_footer import encode_footer, frames_of
 from quire.pages.chunk_format import (
     FRAME,
     LEVEL,
     PAGES_PER_FRAME,
     ChunkIdentity,
     compressor,
+    encode_footer,
     encode_header,
     encode_trailer,
+    frames_of,
     pack_frame,
 )
 

@@ -37,12 +37,11 @@ from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 from quire.pages.anchors import anchored, find_snapshot, inherited_map
 from quire.pages.cache import PageCache
-from quire.pages.databases import Shape, find_database, fix_shape
+from quire.pages.catalog import Shape, find_database, fix_shape, segment_place
 from quire.pages.floors import Floors, passed_floor
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import LeaseFiles
-from quire.pages.locations import segment_place
-from quire.pages.metrics import PagesCollector, PagesFigures, figures_of
+from quire.pages.metrics import PagesFigures, database_figures
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
 from quire.pages.published import PublishedReaders
@@ -51,8 +50,7 @@ from quire.pages.readers import LEASE_SECONDS, Lease, Readers
 from quire.pages.recovery import published_mark, recover
 from quire.pages.remote import RemoteReader, RemoteReaders
 from quire.pages.snapshot import Snapshot
-from quire.pages.sources import SegmentPlace, Sources
-from quire.pages.throttle import Throttle
+from quire.pages.sources import SegmentPlace, Sources, Throttle
 from quire.pages.timetravel import At
 from quire.pages.view import SnapshotView, ViewReader, without_object
 from quire.pages.view_build import open_kept, view_of
@@ -94,13 +92,14 @@ class PageEngine:
         self._ticking = ticking
         self._upload = upload
         self.cache = PageCache(settings.cache_bytes)
+        self._throttle = Throttle(settings.cold_bytes_per_second, clock)
         self.sources = Sources(
             root=root,
             disk=disk,
             open_store=open_store,
             cache=self.cache,
             locate=self._locate,
-            throttle=Throttle(settings.cold_bytes_per_second, clock),
+            throttle=self._throttle,
         )
         self._regions = Regions(self.sources)
         self._files = LeaseFiles(root, disk, clock)
@@ -309,10 +308,14 @@ class PageEngine:
             view = view_of(txn, db_id, snapshot_id, record, self._objects_url)
         if not (upload and (missing := without_object(view))):
             return view
-        if self._upload is None:
-            raise ReadOnly("only the owner of a store uploads", hint='open the store with mode="rw"', db_id=db_id)
-        self._upload(missing)
+        self.upload(missing)
         return self.view(db_id, snapshot_id)
+
+    def upload(self, artifacts: Sequence[ArtifactKey]) -> None:
+        """Have artifacts put into the object store."""
+        if self._upload is None:
+            raise ReadOnly("only the owner of a store uploads", hint='open the store with mode="rw"')
+        self._upload(artifacts)
 
     def open_view(self, db: int | str, snapshot: int | str) -> ViewReader:
         """A reader of a snapshot, by name or id, in any process. It needs no lease: the snapshot's row keeps what it reads, and
@@ -351,11 +354,22 @@ class PageEngine:
         """Everything the engine counts, now."""
         self.quota.total()
         with self._manifest.read() as txn:
-            return figures_of(txn, self.stores(), self.quota.seen, self._floors.waited_ms, self.cache, self.sources)
-
-    def collector(self) -> PagesCollector:
-        """The same for Prometheus."""
-        return PagesCollector(self.figures)
+            databases = tuple(
+                database_figures(
+                    txn,
+                    store,
+                    wal_bytes=self.quota.seen(store.db_id),
+                    wait_for_floor_ms=self._floors.waited_ms(store.db_id),
+                )
+                for store in self.stores()
+            )
+        return PagesFigures(
+            databases=databases,
+            cache_bytes=self.cache.used_bytes,
+            cache_bytes_max=self.cache.bytes_max,
+            cache_hit_ratio=self.cache.hit_ratio,
+            cold_wait_seconds=self._throttle.waited_seconds,
+        )
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start_ticker(self) -> None:

@@ -22,10 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.pages.handles import Handles
 from quire.pages.segment import SegmentHeader
 from quire.pages.segment_scan import ROW_DTYPE, as_rows, page_map, sealed_entries
-from quire.pages.sources import SegmentPlace, Sources
+from quire.pages.sources import Handles, SegmentPlace, Sources
 
 REGIONS_KEPT = 32
 """Parsed index regions in memory: 200 KB each for segments of 4 KiB pages."""

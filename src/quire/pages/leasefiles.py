@@ -34,6 +34,7 @@ Raises `NotWritable` where a reader may not write into the store's `readers/`, `
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import struct
 import threading
@@ -46,7 +47,15 @@ from functools import cached_property
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, FormatTooNew, InvalidInput, StorageFault, TimedOut
+from quire.core.errors import (
+    Corruption,
+    FormatTooNew,
+    InvalidInput,
+    LeaseExpired,
+    StorageFault,
+    TimedOut,
+    UnknownReader,
+)
 from quire.core.events import emit
 from quire.core.ids import some_u32, u64
 from quire.core.reader_info import ReaderInfo
@@ -169,17 +178,36 @@ def renewed_ms(record: LeaseRecord, stamp: bytes) -> int:
 
 # ── the reader's side ─────────────────────────────────────────────────────────────────────────────────────────────────
 class FileLease:
-    """A lease that this process holds. Made by `take`."""
+    """A lease that this process holds: the hold of a published snapshot. Made by `take`."""
 
-    __slots__ = ("__weakref__", "_clock", "_disk", "_file", "_renewed_ms", "path", "record")
+    __slots__ = (
+        "__weakref__",
+        "_clock",
+        "_disk",
+        "_file",
+        "_renewed_ms",
+        "_was_lost",
+        "open",
+        "path",
+        "reader_id",
+        "record",
+        "tags",
+    )
 
     def __init__(self, disk: Disk, clock: Clock, file: File, path: str, record: LeaseRecord) -> None:
+        # constant after construction
         self._disk = disk
         self._clock = clock
-        self._file: File | None = file
-        self._renewed_ms = record.opened_ms
         self.path = path
         self.record = record
+        self.reader_id = next(_ids)
+        self.tags = record.shown_tags
+        # the holder's
+        self._file: File | None = file
+        self._renewed_ms = record.opened_ms
+        # only ever lowered
+        self.open = True
+        self._was_lost = False
         _held.add(self)
 
     @classmethod
@@ -220,16 +248,43 @@ class FileLease:
         except FileNotFoundError:
             return False
 
-    def renew(self) -> bool:
+    def require(self) -> None:
+        """`LeaseExpired` if the owner has retired the lease."""
+        if self.open and not self.is_held:
+            self._lose()
+        if self.open:
+            return
+        where = {"reader_id": self.reader_id, "db_id": self.record.db_id}
+        if self._was_lost:
+            raise LeaseExpired("the reader's lease has run out", hint="open a new snapshot", **where)
+        raise UnknownReader("this reader is closed", hint="open a new snapshot", **where)
+
+    def beat(self) -> bool:
         """A heartbeat; whether the lease is still held. The stamp changes whatever the clock does."""
+        if not self.open:
+            return False
         if self._file is None or not self.is_held:
+            self._lose()
             return False
         self._renewed_ms = max(self._renewed_ms + 1, self._clock.now_ms())
         self._file.write_at(self.record.stamp(self._renewed_ms), HEAD_BYTES)
         return True
 
+    def renew(self) -> None:
+        """Renew the lease now; `PublishedReaders` does it every few seconds."""
+        if not self.beat():
+            self.require()
+
+    def keep_alive(self, _: object) -> None:
+        """`PublishedReaders` keeps it alive for as long as somebody has it."""
+        self.require()
+
+    def _lose(self) -> None:
+        self.open, self._was_lost = False, True
+
     def close(self) -> None:
         """Give the version back (rule 5). A second time, and in a forked child: nothing."""
+        self.open = False
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -238,6 +293,8 @@ class FileLease:
         file.close()
 
     def _forget(self) -> None:
+        if self.open:
+            self._lose()
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
@@ -248,6 +305,7 @@ class FileLease:
 
 
 _held: weakref.WeakSet[FileLease] = weakref.WeakSet()
+_ids = itertools.count(1)
 
 
 def _forget_after_fork() -> None:

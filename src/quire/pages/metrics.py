@@ -21,9 +21,7 @@ from quire.core.reader_info import ReaderInfo
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
-from quire.pages.cache import PageCache
 from quire.pages.pagestore import PageStore
-from quire.pages.sources import Sources
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -58,16 +56,6 @@ class PagesFigures:
     cache_bytes_max: int
     cache_hit_ratio: float
     cold_wait_seconds: float
-
-    def named(self) -> dict[str, dict[str, float]]:
-        """The design document's names: metric → database → value."""
-        of = {database.name: database for database in self.databases}
-        return {
-            "page_index.rows": {name: database.page_index_rows for name, database in of.items()},
-            "snapshot_readers.active": {name: database.readers_active for name, database in of.items()},
-            "wal_segments.blocked_by_readers": {name: database.segments_blocked for name, database in of.items()},
-            "checkpoint.wait_for_floor_ms": {name: database.wait_for_floor_ms for name, database in of.items()},
-        }
 
 
 def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for_floor_ms: int) -> DatabaseFigures:
@@ -105,31 +93,8 @@ def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for
     )
 
 
-def figures_of(
-    txn: ReadTxn,
-    stores: Iterable[PageStore],
-    wal_bytes: Callable[[int], int],
-    waited_ms: Callable[[int], int],
-    cache: PageCache,
-    sources: Sources,
-) -> PagesFigures:
-    """The figures of an engine with these databases open."""
-    databases = tuple(
-        database_figures(txn, store, wal_bytes=wal_bytes(store.db_id), wait_for_floor_ms=waited_ms(store.db_id))
-        for store in stores
-    )
-    throttle = sources.throttle
-    return PagesFigures(
-        databases=databases,
-        cache_bytes=cache.used_bytes,
-        cache_bytes_max=cache.bytes_max,
-        cache_hit_ratio=cache.hit_ratio,
-        cold_wait_seconds=throttle.waited_seconds if throttle is not None else 0.0,
-    )
-
-
 class PagesCollector:
-    """A Prometheus collector over an engine: `REGISTRY.register(PagesCollector(engine.figures))`."""
+    """A Prometheus collector over an engine: `registry.register(PagesCollector(engine.figures))`."""
 
     def __init__(self, figures: Callable[[], PagesFigures]) -> None:
         self._figures = figures

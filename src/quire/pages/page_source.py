@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from quire.core.errors import Corruption
 from quire.core.tracing import TRACE_API, span
-from quire.pages.cache import RESOLVED_MAX
 from quire.pages.framemap import Location
 from quire.pages.sources import ChunkPlace, SegmentPlace, Sources
 
@@ -98,10 +97,7 @@ class PageSource:
             version_lsn, chain = where
             in_chain = sources.chain_page(chain, page % self.pages_per_chunk)
             image = in_chain if in_chain is not None else sources.cache.zeros(self.page_size)
-        resolved = self.resolved
-        if len(resolved) >= RESOLVED_MAX:
-            resolved.clear()
-        resolved[page] = (version_lsn, lsn, image)
+        sources.cache.remember(self.resolved, page, (version_lsn, lsn, image))
         return version_lsn, image
 
     def _read_again(self, page: int, lsn: int) -> tuple[int, bytes]:

@@ -36,9 +36,8 @@ from quire.pages.page_source import Mark
 from quire.pages.readers import LEASE_SECONDS, Readers
 from quire.pages.snapshot import Snapshot
 from quire.pages.sources import Sources
-from quire.pages.spill import SPILL_BYTES
 from quire.pages.timetravel import At, find_version
-from quire.pages.transaction import WriteTxn
+from quire.pages.transaction import SPILL_BYTES, WriteTxn
 from quire.pages.versions import Versions
 from quire.pages.view import SnapshotView, ViewReader
 from quire.pages.view_build import open_kept, view_of

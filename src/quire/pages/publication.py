@@ -48,8 +48,7 @@ from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
 from quire.pages.page_source import Mark
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import as_rows, entries_of, parse_heads
 from quire.pages.wal_files import segment_crc, trim
 

@@ -22,13 +22,12 @@ this process may not write into the store's `readers/`.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, LeaseExpired, QuireError, SnapshotGone, StoreClosed, UnknownReader
+from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
@@ -36,7 +35,7 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import inherited_map
-from quire.pages.databases import Shape, find_database, shape_of
+from quire.pages.catalog import Shape, find_database, shape_of
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import FileLease
 from quire.pages.page_source import Mark
@@ -50,65 +49,6 @@ from quire.pages.view_build import open_kept, view_of
 
 OPEN_TRIES = 64
 """How often a version is taken anew; each time a floor must have been given out in the instant before."""
-
-
-_ids = itertools.count(1)
-
-
-class PublishedLease:
-    """A lease file as the hold of a snapshot; renewed by `PublishedReaders` while somebody has it."""
-
-    __slots__ = ("__weakref__", "_file", "_was_lost", "db_id", "lsn", "open", "reader_id", "tags")
-
-    def __init__(self, file: FileLease) -> None:
-        # constant after construction
-        self._file = file
-        self.db_id = file.record.db_id
-        self.lsn = file.record.lsn
-        self.reader_id = next(_ids)
-        self.tags = file.record.shown_tags
-        # only ever lowered
-        self.open = True
-        self._was_lost = False
-
-    def require(self) -> None:
-        """`LeaseExpired` if the owner has retired the lease."""
-        if self.open and not self._file.is_held:
-            self._lose()
-        if self.open:
-            return
-        where = {"reader_id": self.reader_id, "db_id": self.db_id}
-        if self._was_lost:
-            raise LeaseExpired("the reader's lease has run out", hint="open a new snapshot", **where)
-        raise UnknownReader("this reader is closed", hint="open a new snapshot", **where)
-
-    def renew(self) -> None:
-        """Renew the lease now; this also happens by itself every few seconds."""
-        if not self.beat():
-            self.require()
-
-    def beat(self) -> bool:
-        """Renew the lease; whether it is held."""
-        if self.open and not self._file.renew():
-            self._lose()
-        return self.open
-
-    def _lose(self) -> None:
-        self.open, self._was_lost = False, True
-
-    def keep_alive(self, _: object) -> None:
-        """It is kept alive anyway."""
-        self.require()
-
-    def forked(self) -> None:
-        """Close it in the child of a fork(): the file is the parent's."""
-        if self.open:
-            self._lose()
-
-    def close(self) -> None:
-        """Remove the file; closing twice, or after it was retired, is fine."""
-        self.open = False
-        self._file.close()
 
 
 class PublishedReaders:
@@ -140,7 +80,7 @@ class PublishedReaders:
         # guarded by _lock
         self._lock = threading.Lock()
         self._versions: dict[int, Versions] = {}
-        self._open: weakref.WeakSet[PublishedLease] = weakref.WeakSet()
+        self._open: weakref.WeakSet[FileLease] = weakref.WeakSet()
         self._heart: threading.Thread | None = None
         self._stopping = threading.Event()
 
@@ -225,12 +165,11 @@ class PublishedReaders:
         with self._lock:
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")
-            lease = PublishedLease(file)
-            self._open.add(lease)
+            self._open.add(file)
             if self._heart is None and self._ticking:
                 self._heart = threading.Thread(target=self._beat_on, name="quire-leases", daemon=True)
                 self._heart.start()
-        return Snapshot(versions, mark, lease)
+        return Snapshot(versions, mark, file)
 
     def _versions_of(self, db_id: int, shape: Shape) -> Versions:
         versions = self._versions.get(db_id)
@@ -266,17 +205,18 @@ class PublishedReaders:
     def beat(self) -> None:
         """Renew all that are open; who has lost its lease is told."""
         for lease in self._leases():
+            where = {"db_id": lease.record.db_id, "lsn": lease.record.lsn}
             try:
                 if lease.open and not lease.beat():
-                    emit("warning", "reader.lease_lost", db_id=lease.db_id, lsn=lease.lsn, tags=lease.tags)
+                    emit("warning", "reader.lease_lost", **where, tags=lease.tags)
             except QuireError as error:
-                emit("warning", "reader.heartbeat_failed", db_id=lease.db_id, lsn=lease.lsn, error=str(error))
+                emit("warning", "reader.heartbeat_failed", **where, error=str(error))
 
     def _beat_on(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self.beat()
 
-    def _leases(self) -> list[PublishedLease]:
+    def _leases(self) -> list[FileLease]:
         with self._lock:
             return list(self._open)
 
@@ -299,5 +239,3 @@ class PublishedReaders:
         self._stopping = threading.Event()
         self._stopping.set()
         self._heart = None
-        for lease in list(self._open):
-            lease.forked()

@@ -287,12 +287,6 @@ class Readers:
         with self._lock:
             self._retire(list(self._leases.values()))
 
-    def retire(self, lease: Lease) -> None:
-        """Something else than its time has ended this lease: it protects nothing any more."""
-        with self._lock:
-            if lease.open:
-                self._retire([lease])
-
     def _retire(self, leases: list[Lease]) -> None:
         for lease in leases:
             lease.open, lease.retired = False, True

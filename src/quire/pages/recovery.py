@@ -58,8 +58,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.page_source import Mark
 from quire.pages.publication import PUBLISH_ROWS
 from quire.pages.segment import SegmentHeader
-from quire.pages.segment_file import SegmentFile
-from quire.pages.segment_index import IndexWriter
+from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
 from quire.pages.wal import Start
 from quire.pages.wal_files import SPARE, segment_crc, trim

@@ -41,7 +41,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Self
@@ -308,28 +308,12 @@ class SegmentFile:
         if not 0 <= frame_no < geometry.capacity:
             raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
         data = self._file.read_at(geometry.stride, geometry.frame_offset(frame_no))
-        head = self._checked(frame_no, data, page)
+        head = self.checked(frame_no, data, page)
         return bytes(geometry.page_size) if head.flags & ZERO else data[FRAME_HEAD_BYTES:]
-
-    def read_frames(self, frame_nos: Sequence[int]) -> list[memoryview]:
-        """The pages in several frames, verified, in the order asked for; one read for each run of neighbours.
-
-        They are views: each keeps the bytes of its whole run alive, so copy what is to be kept.
-        """
-        geometry = self.header.geometry
-        stride, zeros = geometry.stride, memoryview(bytes(geometry.page_size))
-        images: dict[int, memoryview] = {}
-        for first, count in _runs(sorted(set(frame_nos))):
-            data = memoryview(self.read_raw(first, count))
-            for number in range(count):
-                frame = data[number * stride : (number + 1) * stride]
-                head = self._checked(first + number, frame, None)
-                images[first + number] = zeros if head.flags & ZERO else frame[FRAME_HEAD_BYTES:]
-        return [images[frame_no] for frame_no in frame_nos]
 
     def read_head(self, frame_no: int) -> FrameHead:
         """A frame's head; the whole frame is verified."""
-        return self._checked(frame_no, self.read_raw(frame_no, 1), None)
+        return self.checked(frame_no, self.read_raw(frame_no, 1), None)
 
     def read_raw(self, first: int, count: int) -> bytes:
         """The bytes of neighbouring frames, unverified; fewer where the file ends."""
@@ -375,7 +359,8 @@ class SegmentFile:
         self.close()
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
+    def checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
+        """The head of a frame whose bytes were read, if it is this segment's frame of this number and page (rule 6)."""
         head = check_frame(self.header, frame_no, data)
         if head is None or (page is not None and head.page != page):
             found = {} if head is None else {"found_page": head.page}
@@ -432,19 +417,35 @@ def _write_header(file: File, header: SegmentHeader) -> None:
     file.sync()
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Rising numbers as (first, count) of neighbours.
+class IndexWriter:
+    """A segment's region of entries, to be written."""
 
-    >>> list(_runs([2, 3, 4, 7, 9, 10]))
-    [(2, 3), (7, 1), (9, 2)]
-    """
-    first = count = 0
-    for number in numbers:
-        if count and number == first + count:
-            count += 1
-        else:
-            if count:
-                yield first, count
-            first, count = number, 1
-    if count:
-        yield first, count
+    __slots__ = ("_file", "_header")
+
+    def __init__(self, disk: Disk, path: str, header: SegmentHeader) -> None:
+        try:
+            self._file = disk.open(path)
+        except FileNotFoundError as error:
+            raise Corruption(
+                "a WAL segment's file is missing",
+                hint=HINT,
+                path=path,
+                db_id=header.db_id,
+                segment_id=header.segment_id,
+            ) from error
+        self._header = header
+
+    def write(self, first_frame: int, entries: bytes) -> None:
+        """Write the entries of frames from `first_frame` on; returns when they are durable. REQUIRES that the frames are."""
+        geometry = self._header.geometry
+        if first_frame < 0 or first_frame + len(entries) // ENTRY_BYTES > geometry.capacity:
+            raise OutOfRange("the segment has no such entries", first=first_frame, capacity=geometry.capacity)
+        self._file.write_at(entries, geometry.entry_offset(first_frame))
+        hit("pages.segment.entries")
+        self._file.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

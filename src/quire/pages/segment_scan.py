@@ -39,7 +39,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.errors import Corruption, OutOfRange
+from quire.core.errors import Corruption, FormatTooNew, OutOfRange
 from quire.core.limits import MIB
 from quire.durable.checksums import Bytes, crc64, crc64_rows
 from quire.pages.segment import (
@@ -47,9 +47,11 @@ from quire.pages.segment import (
     ENTRY_CHECKED_BYTES,
     FRAME_CHECKED_BYTES,
     FRAME_HEAD_BYTES,
+    HEADER_BYTES,
     HINT,
     ZERO,
     SegmentHeader,
+    decode_header,
 )
 from quire.pages.segment_file import SegmentFile
 
@@ -370,3 +372,49 @@ def _corruption(header: SegmentHeader, path: str, frame: int, what: str, page: i
         lsn=header.lsn(frame),
         offset=header.geometry.frame_offset(frame),
     )
+
+
+ReadAt = Callable[[int, int], Bytes]
+"""(offset, bytes) → so many bytes, or fewer at the end."""
+
+
+def sealed_damage(read: ReadAt, used_bytes: int, *, path: str, db_id: int, segment_id: int) -> str:
+    """What is wrong with a sealed segment of so many bytes; empty if nothing is."""
+    try:
+        header = decode_header(read(0, HEADER_BYTES), path, db_id=db_id, segment_id=segment_id)
+        geometry = header.geometry
+        frames, rest = divmod(used_bytes - geometry.frames_offset, geometry.stride)
+        if frames < 0 or rest:
+            return f"{used_bytes} bytes are no whole number of its frames"
+        return _damage(read, header, frames, path)
+    except (Corruption, FormatTooNew) as error:
+        return error.what
+
+
+def open_damage(read: ReadAt, *, path: str, db_id: int, segment_id: int, synced_lsn: int) -> str:
+    """What is wrong with a segment that is being written, up to an lsn that was synced and published; empty if nothing is."""
+    try:
+        header = decode_header(read(0, HEADER_BYTES), path, db_id=db_id, segment_id=segment_id)
+        frames = min(max(synced_lsn - header.first_lsn + 1, 0), header.geometry.capacity)
+        return _damage(read, header, frames, path)
+    except (Corruption, FormatTooNew) as error:
+        return error.what
+
+
+def _damage(read: ReadAt, header: SegmentHeader, frames: int, path: str) -> str:
+    geometry = header.geometry
+
+    def read_frames(first: int, count: int) -> Bytes:
+        data = read(geometry.frame_offset(first), count * geometry.stride)
+        return data[: len(data) // geometry.stride * geometry.stride]
+
+    index = read(geometry.entry_offset(0), frames * ENTRY_BYTES)
+    if len(index) < frames * ENTRY_BYTES:
+        return "the file ends within its index"
+    region = parse_entries(index)
+    found = scan_segment(header, index, read_frames, path=path, proven_lsn=header.lsn(frames - 1), limit=frames)
+    made = b"".join((found.entries.tobytes(), found.unfinished.tobytes()))
+    if made != region.tobytes():
+        place = next(at for at in range(frames) if made[at * ENTRY_BYTES :][:ENTRY_BYTES] != region[at].tobytes())
+        return f"the index entry of frame {place} is not that of the frame"
+    return ""

@@ -7,7 +7,7 @@ Terms
   cold     read past the cache, under the bandwidth limit: for scans that must not disturb others
 
 Rules
-  1. Handles and footers are kept, a bounded number of each (`handles.py`); the oldest unused are given up.
+  1. Handles and footers are kept, a bounded number of each (`sources.py`); the oldest unused are given up.
   2. Bytes are verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location.
   3. A handle may outlive its file's life: a recycled segment fails its salted check, and `forget` drops the handle so that the
      next look is at what is there now (P8).
@@ -23,22 +23,182 @@ Raises `Corruption` for what is missing or altered, and what disks and object st
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Generic, TypeVar
 
-from quire.core.errors import ChecksumMismatch, Corruption, ObjectNotFound
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, ObjectNotFound, ReadOnly
 from quire.core.ids import ArtifactKey
-from quire.durable.files import Disk
+from quire.durable.files import Disk, File
 from quire.durable.names import CachedChunkFile, WalSegmentFile, object_key
 from quire.objects.api import ObjectStore
 from quire.pages.cache import PageCache
 from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.chunk_reader import ChunkReader
-from quire.pages.handles import Handles, ObjectFile, ReadFile, ReadSegment
-from quire.pages.segment import FRAME_HEAD_BYTES, HINT, ZERO, check_frame
-from quire.pages.segment_file import read_header
-from quire.pages.throttle import Throttle
+from quire.pages.segment import FRAME_HEAD_BYTES, ZERO
+from quire.pages.segment_file import SegmentFile, read_header
+
+H = TypeVar("H")
+
+
+class Handles(Generic[H]):
+    """At most `limit` handles by key (rule 1)."""
+
+    __slots__ = ("_kept", "_limit", "_lock", "_used")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, H] = OrderedDict()
+        self._used: set[Hashable] = set()
+        """Keys that were asked for since the last look."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable) -> H | None:
+        """The handle, if it is kept."""
+        with self._lock:
+            handle = self._kept.get(key)
+            if handle is not None:
+                self._kept.move_to_end(key)
+                self._used.add(key)
+        return handle
+
+    def peek(self, key: Hashable) -> H | None:
+        """The same, without a lock and without counting as use: for keys of plain numbers, on hot paths."""
+        return self._kept.get(key)
+
+    def keep(self, key: Hashable, opener: Callable[[], H]) -> H:
+        """The handle, opened if need be."""
+        handle = self.get(key)
+        if handle is not None:
+            return handle
+        opened = opener()
+        given_up: list[H] = []  # dropped outside the lock: closing takes a system call
+        with self._lock:
+            handle = self._kept.setdefault(key, opened)
+            self._used.add(key)
+            while len(self._kept) > self._limit:
+                given_up.append(self._kept.popitem(last=False)[1])
+        return handle
+
+    def drop(self, key: Hashable) -> None:
+        """Give a handle up."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def drop_unused(self) -> None:
+        """Give up what was not asked for since the last time; what is only peeked at is opened anew, now and then."""
+        with self._lock:
+            unused = [self._kept.pop(key) for key in list(self._kept) if key not in self._used]
+            self._used = set()
+        unused.clear()  # outside the lock: closing takes a system call
+
+    def clear(self) -> None:
+        """Give all up."""
+        with self._lock:
+            kept, self._kept = self._kept, OrderedDict()
+        kept.clear()
+
+
+class ReadSegment(SegmentFile):
+    """A segment to read that closes itself (rule 2)."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class ReadFile:
+    """A file to read that closes itself (rule 2)."""
+
+    __slots__ = ("_file",)
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Up to `size` bytes; fewer at the end of the file."""
+        return self._file.read_at(size, offset)
+
+    def __del__(self) -> None:
+        self._file.close()
+
+
+class ObjectFile:
+    """An object as a `File` to read: what a segment that has left the disk is read through."""
+
+    __slots__ = ("_key", "_size", "_store")
+
+    def __init__(self, store: ObjectStore, key: str, size_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._size = size_bytes
+
+    @property
+    def path(self) -> str:
+        return self._key
+
+    def read_at(self, size: int, offset: int) -> bytes:
+        """Up to `size` bytes; fewer at the end of the object."""
+        size = min(size, self._size - offset)
+        return self._store.get_range(self._key, offset, size) if size > 0 else b""
+
+    def size(self) -> int:
+        return self._size
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        raise ReadOnly("an object is not written in place", object=self._key, offset=offset, bytes=len(data))
+
+    def truncate(self, size: int) -> None:
+        raise ReadOnly("an object is not truncated", object=self._key, size=size)
+
+    def allocate(self, size: int) -> None:
+        raise ReadOnly("an object is not enlarged", object=self._key, size=size)
+
+    def sync(self) -> None:
+        """Nothing is written here, so nothing is to be synced."""
+
+    def fileno(self) -> int:
+        raise ReadOnly("an object has no descriptor", object=self._key)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Throttle:
+    """See the rules above. `sleep` is a seam for tests."""
+
+    def __init__(self, bytes_per_second: int, clock: Clock, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.waited_seconds = 0.0
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._left = float(bytes_per_second)
+        self._at = clock.monotonic()
+
+    def take(self, size: int) -> None:
+        """Wait until `size` more bytes may be read."""
+        rate = self.bytes_per_second
+        if not rate:
+            return
+        with self._lock:
+            now = self._clock.monotonic()
+            self._left = min(self._left + (now - self._at) * rate, float(rate)) - size
+            self._at = now
+            wait = -self._left / rate
+            if wait > 0:
+                self.waited_seconds += wait
+        if wait > 0:
+            self._sleep(wait)
+
 
 SEGMENTS_MAX = 64
 FILES_MAX = 64
@@ -127,10 +287,6 @@ class Sources:
             cache.put(location, image)
         return image
 
-    def frames(self, origin: int, segment_id: int, frame_nos: Sequence[int]) -> list[memoryview]:
-        """The pages in several frames of a segment, past the cache; one read for each run of neighbours."""
-        return self.segment(origin, segment_id).read_frames(frame_nos)
-
     def versions(
         self,
         origin: int,
@@ -160,9 +316,7 @@ class Sources:
             data = memoryview(segment.read_raw(first, len(run)))
             for number, (lsn, page) in enumerate(run):
                 frame = data[number * stride : (number + 1) * stride]
-                head = check_frame(header, first + number, frame)
-                if head is None or head.page != page:
-                    raise _altered(segment, first + number, page)
+                head = segment.checked(first + number, frame, page)
                 image = images[page] = zeros if head.flags & ZERO else bytes(frame[FRAME_HEAD_BYTES:])
                 if not cold:
                     cache.put((origin, lsn), image)
@@ -299,7 +453,7 @@ class Sources:
                     opened = ReadFile(self._disk.open(path, write=False))
                 except FileNotFoundError:
                     continue  # evicted since: there is an object, or we will hear of it
-                return self._files.keep(place.key, partial(_same, opened))
+                return self._files.keep(place.key, lambda opened=opened: opened)  # type: ignore[misc]
         return None
 
     def _slow_down(self, size: int) -> None:
@@ -321,24 +475,6 @@ def _runs(versions: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[
         run.append(version)
     if run:
         yield run
-
-
-def _same(file: ReadFile) -> ReadFile:
-    return file
-
-
-def _altered(segment: ReadSegment, frame_no: int, page: int) -> ChecksumMismatch:
-    header = segment.header
-    return ChecksumMismatch(
-        "a frame of the WAL is not what was written there",
-        hint=HINT,
-        path=segment.path,
-        db_id=header.db_id,
-        segment_id=header.segment_id,
-        frame=frame_no,
-        offset=header.geometry.frame_offset(frame_no),
-        page=page,
-    )
 
 
 def _missing(what: str, **where: object) -> Corruption:

@@ -34,8 +34,8 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import SnapshotRecord, WalState
 from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
+from quire.pages.catalog import segment_place
 from quire.pages.framemap import PinnedSegment, Regions
-from quire.pages.locations import segment_place
 from quire.pages.page_source import Mark
 from quire.pages.view_build import pinned
 

@@ -26,8 +26,8 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbStatus
 from quire.manifest.slots import EMPTY, Chain, Leaf, place, unpack_leaf
+from quire.pages.catalog import chunk_place
 from quire.pages.framemap import EMPTY_MAP, FrameMap, Location
-from quire.pages.locations import chunk_place
 from quire.pages.page_source import InChain, Mark, PageSource
 from quire.pages.sources import ChunkPlace, Sources
 from quire.pages.view_build import kept_source

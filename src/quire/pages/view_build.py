@@ -24,8 +24,8 @@ from quire.manifest.records import DbRecord, Pin, SnapshotKind, SnapshotRecord
 from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import unpack_leaf
 from quire.manifest.store import ManifestStore
+from quire.pages.catalog import chunk_row, segment_place, space_of
 from quire.pages.framemap import PinnedSegment, Regions
-from quire.pages.locations import chunk_row, segment_place, space_of
 from quire.pages.page_source import Mark
 from quire.pages.readers import is_kept
 from quire.pages.sources import Sources
@@ -66,10 +66,7 @@ def view_of(
 def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, regions: Regions) -> ViewReader:
     """A reader of a view that a snapshot's row stands behind; when that is dropped it says so (`SnapshotGone`)."""
 
-    def is_gone() -> bool:
-        with manifest.read() as txn:
-            return txn.snapshot(view.db_id, view.snapshot_id) is None
-
+    is_gone = _dropped(manifest.read, view)
     try:
         return ViewReader(view, sources, regions=regions, is_gone=is_gone)
     except Corruption as error:
@@ -107,11 +104,17 @@ def kept_source(
         else:
             return None
 
+    return ViewSource(view, sources, is_gone=_dropped(begin_read, view))
+
+
+def _dropped(begin_read: Callable[[], ReadTxn], view: SnapshotView) -> Callable[[], bool]:
+    """Says whether the row behind a view is gone."""
+
     def is_gone() -> bool:
         with begin_read() as txn:
-            return txn.snapshot(db_id, view.snapshot_id) is None
+            return txn.snapshot(view.db_id, view.snapshot_id) is None
 
-    return ViewSource(view, sources, is_gone=is_gone)
+    return is_gone
 
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:

@@ -35,7 +35,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.clock import Clock
 from quire.core.errors import OutOfRange, QuireError, StoreClosed, poisoned_by
@@ -50,9 +50,11 @@ from quire.pages.page_source import Mark
 from quire.pages.publication import Piece, Publication, Segment
 from quire.pages.segment import FRAME_HEAD_BYTES, PageWrite
 from quire.pages.segment_file import SegmentFile
-from quire.pages.spill import Spill
 from quire.pages.sync_lanes import Flight, SyncLanes
 from quire.pages.wal_files import SegmentMaker
+
+if TYPE_CHECKING:
+    from quire.pages.transaction import Spill
 
 LSN_BLOCK = 1 << 20
 """lsns reserved at a time: a commit of the manifest for every million page versions."""
@@ -339,16 +341,6 @@ class Wal:
                         recent[page] = left
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def written_lsn(self) -> int:
-        """The lsn of the newest version that is written."""
-        return self.written.lsn
-
-    @property
-    def durable_lsn(self) -> int:
-        """The lsn of the newest version that is durable."""
-        return self.durable.lsn
-
     @property
     def recycled(self) -> int:
         """Files that were used again."""

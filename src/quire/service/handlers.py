@@ -33,7 +33,7 @@ from quire.manifest.ops.registry import AnyOp
 from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import DbKind
 from quire.manifest.snapshots import SnapshotInfo
-from quire.pages.shared_views import lend
+from quire.pages.anchors import lend
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.api import Asked, StoreApi

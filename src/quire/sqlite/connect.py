@@ -30,7 +30,7 @@ from quire.core.errors import InvalidInput, QuireError, ReadOnly, StoreClosed, U
 from quire.core.ids import Epoch
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
-from quire.pages.databases import find_database
+from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
 from quire.sqlite.databases import Database, reader_tags
 from quire.sqlite.files import PageReader, ReadOnlyFile

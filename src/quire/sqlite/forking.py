@@ -25,7 +25,7 @@ from quire.core.ids import Epoch
 from quire.durable.names import check_name
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import publish_at
-from quire.pages.databases import find_database
+from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.framemap import FrameMap, Regions
 from quire.pages.snapshot import Snapshot

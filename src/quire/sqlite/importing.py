@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from quire.core.errors import ConfigMismatch, UnknownDatabase
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
-from quire.pages.databases import find_database
+from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.sqlite.dbfile import open_source

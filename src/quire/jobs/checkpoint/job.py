@@ -73,7 +73,7 @@ from quire.manifest.ops.wal import AdvanceCheckpoint
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import ChunkRecord, DbKind, DeltaRecord, JobKind, PlanRecord, Residency, WalRecord
 from quire.manifest.slots import Chain, Leaf, Link, pack_leaf, place
-from quire.pages.locations import chunk_place, segment_place
+from quire.pages.catalog import chunk_place, segment_place
 
 TAKEN_MS = 1_000
 """How long a job waits that finds another one's plan running on its database."""

@@ -71,10 +71,9 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Compression, LeafRef, PlanRecord, WalRecord, WalState
 from quire.manifest.retention import WINDOW_TAG
 from quire.manifest.slots import Chain, place, unpack_leaf
-from quire.pages import databases
 from quire.pages.anchors import anchor_at
+from quire.pages.catalog import chunk_place, config_hash, segment_place, space_of
 from quire.pages.framemap import Regions
-from quire.pages.locations import chunk_place, segment_place, space_of
 from quire.pages.readers import Lease, is_kept
 from quire.pages.sources import ChunkPlace, SegmentPlace
 from quire.pages.timetravel import newest_sealed
@@ -185,7 +184,7 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
     page_size = record.page_size
     per_chunk = record.pages_per_chunk or (CHUNK_BYTES // page_size if page_size else 0)
-    expected = databases.config_hash(databases.Shape(page_size, per_chunk), record)
+    expected = config_hash(page_size, per_chunk, record)
     if page_size and record.config_hash not in (b"", expected):
         hint = "open it with the quire that made it"
         raise ConfigMismatch("chunks of another shape would be written over this database", hint=hint, db_id=db_id)

@@ -60,10 +60,8 @@ from quire.durable.failpoints import hit
 from quire.jobs.locations import OpenStore
 from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Compression
-from quire.pages.chunk_adopt import adopts
-from quire.pages.chunk_chain import check_chain
 from quire.pages.chunk_format import ChunkIdentity
-from quire.pages.chunk_reader import ChunkReader
+from quire.pages.chunk_reader import ChunkReader, adopts, check_chain
 from quire.pages.chunk_writer import ChunkInfo, ChunkWriter
 from quire.pages.segment import FRAME_CHECKED_BYTES, FRAME_HEAD_BYTES, ZERO
 from quire.pages.segment_file import SegmentFile

@@ -267,7 +267,7 @@ class Range:
 
 def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
     """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
-    from quire.pages.locations import space_of
+    from quire.pages.catalog import space_of
 
     found: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()

@@ -32,8 +32,8 @@ from quire.jobs.locations import OpenStore, Place, Trouble
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
 from quire.manifest.records import VerifyState
-from quire.pages.chunk_footer import load_footer
-from quire.pages.segment_verify import open_damage, sealed_damage
+from quire.pages.chunk_format import load_footer
+from quire.pages.segment_scan import open_damage, sealed_damage
 from quire.stream.segment_scan import scan
 
 

@@ -19,6 +19,7 @@ from quire.manifest import tables as t
 from quire.manifest.metrics import RollingCollector
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.stats import ManifestCollector
+from quire.pages.metrics import PagesCollector
 from quire.service.live_servers import serving
 from quire.service.web.dashboard_state import Sight
 from quire.stream.mlog_metrics import ManifestLogCollector
@@ -158,7 +159,7 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
     collectors: tuple[Any, ...] = (
         ManifestCollector(manifest.writer.stats, manifest.env.info, manifest.feed.lag),
         RollingCollector(manifest),
-        sight.store.pages.collector(),
+        PagesCollector(sight.store.pages.figures),
         ManifestLogCollector(sight.log_figures),
         StoreCollector(sight),
         FlightCollector(sight),

@@ -1,0 +1,127 @@
+"""Which database is meant, and the numbers that are fixed for its life: page size, pages per chunk, and their hash.
+
+Rules
+  1. The first opening decides the page size, for ever; who asks for another one later is refused.
+  2. The hash covers page size, pages per chunk and compression: a row that no longer fits it is refused, because
+     every chunk would be read at the wrong places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from quire.core.errors import ConfigMismatch, Corruption, InvalidInput
+from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
+from quire.core.limits import CHUNK_BYTES, PAGE_SIZE_MAX, PAGE_SIZE_MIN
+from quire.durable.names import object_key
+from quire.manifest import tables as t
+from quire.manifest.ops.databases import SetDbPageSize
+from quire.manifest.reads import ReadTxn
+from quire.manifest.records import DbKind, DbRecord, DbStatus, Residency
+from quire.manifest.store import ManifestStore
+from quire.objects.namespace import RemoteNamespace
+from quire.pages.sources import ChunkPlace, SegmentPlace
+
+
+class Shape(NamedTuple):
+    """What is fixed for the life of a database."""
+
+    page_size: int
+    pages_per_chunk: int
+
+
+def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
+    """A live page database by id or name."""
+    return txn.live(db, DbKind.PAGES)
+
+
+def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
+    """The database's shape, decided now if it never was (rule 1)."""
+    shape = shape_of(db_id, record, asked, default)
+    expected = config_hash(shape.page_size, shape.pages_per_chunk, record)
+    if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):
+        manifest.submit([SetDbPageSize(db_id, *shape, expected)]).result()
+    return shape
+
+
+def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
+    """The same for who only reads: of a database that was never opened, what it would be."""
+    size = record.page_size or asked or default
+    if asked and asked != size:
+        raise InvalidInput("the page size is fixed", db_id=db_id, page_size=size, asked=asked)
+    if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
+        raise InvalidInput("a page size is a power of two from 512 to 65536", page_size=size)
+    shape = Shape(size, record.pages_per_chunk or CHUNK_BYTES // size)
+    if record.page_size and record.config_hash not in (
+        b"",
+        config_hash(shape.page_size, shape.pages_per_chunk, record),
+    ):
+        raise ConfigMismatch(
+            "the database's page size, chunk size or compression is not what it was made with",
+            hint="open it with the quire that made it",
+            db_id=db_id,
+            page_size=shape.page_size,
+            pages_per_chunk=shape.pages_per_chunk,
+            compression=record.compression.name,
+        )
+    return shape
+
+
+def config_hash(page_size: int, pages_per_chunk: int, record: DbRecord) -> bytes:
+    """Hash of page size, pages per chunk and compression: what the place of every page in every chunk depends on."""
+    text = f"pages:{page_size}:{pages_per_chunk}:{int(record.compression)}"
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+_HINT = "run `quire manifest check`"
+
+
+def chunk_row(txn: ReadTxn, key: ArtifactKey) -> Any:
+    """The catalog row of a chunk or delta."""
+    row: Any
+    if key.kind is ArtifactKind.BASE:
+        row = txn.get(t.CHUNK_CATALOG, key.origin_db_id, key.id, key.generation)
+    else:
+        row = txn.get(t.CHUNK_DELTA_INDEX, key.origin_db_id, key.id, key.generation, key.delta_id)
+    if row is None:
+        raise Corruption("a chunk's catalog row is missing", hint=_HINT, chunk=object_key(key))
+    return row
+
+
+def space_of(txn: ReadTxn, namespace_id: int, objects_url: str) -> tuple[str, str]:
+    """(URL, prefix) of a namespace; of the store's own object store for 0."""
+    if not namespace_id:
+        return objects_url, ""
+    space = txn.namespace(namespace_id)
+    if space is None:
+        raise Corruption("an artifact's namespace is missing", hint=_HINT, namespace_id=namespace_id)
+    return space.url or objects_url, RemoteNamespace(
+        id=NamespaceId(namespace_id), url=space.url, prefix=space.prefix
+    ).prefix
+
+
+def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:
+    """Where a chunk or delta is, by its catalog row."""
+    row = chunk_row(txn, key)
+    url, prefix = space_of(txn, row.namespace_id, objects_url)
+    name = row.suffix or object_key(key)
+    return ChunkPlace(key=key, url=url, object_key=f"{prefix}/{name}" if prefix else name, size_bytes=row.size_bytes)
+
+
+def segment_place(txn: ReadTxn, origin_db_id: int, segment_id: int, objects_url: str) -> SegmentPlace | None:
+    """Where a sealed segment is, by its origin's row; `None` if there is none. Its file is where it always is."""
+    row = txn.get(t.WAL_CATALOG, origin_db_id, segment_id)
+    if row is None or row.origin_db_id != origin_db_id:
+        return None
+    if row.residency is Residency.LOCAL:
+        return SegmentPlace(origin_db_id=origin_db_id, segment_id=segment_id, used_bytes=row.used_bytes)
+    url, prefix = space_of(txn, row.namespace_id, objects_url)
+    name = row.suffix or object_key(ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0))
+    return SegmentPlace(
+        origin_db_id=origin_db_id,
+        segment_id=segment_id,
+        url=url,
+        object_key=f"{prefix}/{name}" if prefix else name,
+        used_bytes=row.used_bytes,
+    )
