@@ -29,7 +29,7 @@ from quire.manifest.change import CHANGE_LOG, ChangeRecord
 from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import FullChunk, checkpoint_ops
+from tests.manifest.checkpoints import FullChunk, checkpoint_ops
 
 SHA = bytes(range(32))
 BLOCK = 25

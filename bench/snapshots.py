@@ -27,7 +27,7 @@ from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.retention import SCHEDULE_TAG
 from quire.manifest.store import ManifestStore
 from quire.testing import ManualClock
-from quire.testing.checkpoints import FullChunk, checkpoint_ops
+from tests.manifest.checkpoints import FullChunk, checkpoint_ops
 
 CHUNKS = 1024 * GIB // CHUNK_BYTES
 FORKS = 1_000

@@ -12,8 +12,8 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRecord, Residency
-from quire.testing.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.cli.conftest import Plant, Run
+from tests.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 
 
 def test_tables_lists_every_table(run: Run) -> None:

@@ -17,9 +17,9 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import CHANGE_LOG_NAME
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.tables import GC_REFCOUNTS, TABLES
-from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.cli.commands import COMMANDS, GROUPS
 from tests.cli.conftest import Run, quire_program, write_pages
+from tests.manifest.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.rules import test_docs_run
 from tests.rules.tree import ROOT, SRC
 

@@ -25,9 +25,9 @@ from quire.manifest.records import JobKind, JobState, PlanRecord, WalState
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Line
 from quire.testing.manifest import assert_clean
 from tests.jobs.world import _rows
+from tests.nursery import Line
 from tests.pages.world import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, write
 
 KINDS = ("full", "delta", "merge", "window")

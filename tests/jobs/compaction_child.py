@@ -5,7 +5,7 @@ from __future__ import annotations
 import quire
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import arm_from
-from quire.testing.crash import Line
+from tests.nursery import Line
 
 SETTINGS = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False), lsm=LsmSettings(level0_tables=20, table_bytes=8 << 10)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import arm_from, hits, recording
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Line
 from tests.jobs.world import World
+from tests.nursery import Line
 
 ROUNDS = 5
 SECONDS_BETWEEN = 240.0

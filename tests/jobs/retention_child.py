@@ -10,8 +10,8 @@ from quire.durable.failpoints import arm_from, hits, recording
 from quire.jobs.retention import apply_many
 from quire.manifest.records import RetentionRecord
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Line
 from tests.jobs.world import World
+from tests.nursery import Line
 
 MADE, KEPT = 4, 2
 """Snapshots that a database has, and those of them that its rules keep."""

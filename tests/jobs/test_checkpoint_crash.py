@@ -15,9 +15,9 @@ import pytest
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed, hits, recording
 from quire.manifest.records import JobState
-from quire.testing.crash import Nursery
 from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, Life, Owner, Scene
 from tests.jobs.world import epoch_name
+from tests.nursery import Nursery
 
 STEPS = (
     "jobs.worker.claimed",

@@ -20,7 +20,7 @@ from quire.lsm.verify import problems
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState
 from quire.store.store import Store
-from quire.testing.crash import Nursery
+from tests.nursery import Nursery
 
 SMALL = LsmSettings(memtable_bytes=16 << 10, table_bytes=8 << 10, level0_tables=2, level_bytes=32 << 10)
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False), lsm=SMALL)

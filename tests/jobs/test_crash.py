@@ -23,9 +23,9 @@ from quire.jobs.enqueue import request_evict, request_hydrate, request_retention
 from quire.manifest.ops.jobs import CompleteJob
 from quire.manifest.records import AuditAction, JobState, Residency, RetentionRecord
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Nursery
 from tests.jobs.crash_child import Life
 from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World
+from tests.nursery import Nursery
 
 MOVES = (AuditAction.UPLOADED, AuditAction.EVICTED, AuditAction.HYDRATED)
 

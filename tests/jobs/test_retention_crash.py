@@ -19,10 +19,10 @@ from quire.jobs.retention import apply_many
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Nursery
 from tests.jobs.retention_child import BEGIN_MS, KEPT, MADE, Life, fill
 from tests.jobs.test_retention_all import assert_once, left
 from tests.jobs.world import World
+from tests.nursery import Nursery
 
 COUNT = 10
 RETRY_MS = 400_000

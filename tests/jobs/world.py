@@ -36,7 +36,9 @@ from quire.objects.api import list_objects
 from quire.objects.open import open_store
 from quire.pages.segment import HEADER_BYTES, Geometry, SegmentHeader, encode
 from quire.pages.segment_scan import entries_of, parse_heads
-from quire.testing.checkpoints import (
+from quire.testing.clock import ManualClock
+from quire.testing.manifest import assert_clean, assert_replays
+from tests.manifest.checkpoints import (
     ChunkMutation,
     DeltaChunk,
     FullChunk,
@@ -44,8 +46,6 @@ from quire.testing.checkpoints import (
     append_wal_chunk,
     checkpoint_apply,
 )
-from quire.testing.clock import ManualClock
-from quire.testing.manifest import assert_clean, assert_replays
 
 GRACE_SECONDS = 60.0
 SETTINGS = MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS)

@@ -12,8 +12,8 @@ from random import Random
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
 from quire.lsm.kv import Kv
-from quire.testing.crash import Line
 from tests.lsm.worlds import TINY
+from tests.nursery import Line
 
 
 def batch(number: int) -> dict[bytes, bytes | None]:

@@ -12,8 +12,8 @@ from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.kv import Kv
 from quire.lsm.loading import begin_load
 from quire.lsm.sst_writer import TableOptions
-from quire.testing.crash import Line
 from tests.lsm.worlds import TINY
+from tests.nursery import Line
 
 
 def load_rows(kv: Kv, number: int) -> None:

@@ -32,8 +32,8 @@ from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableOptions
 from quire.lsm.verify import problems
 from quire.lsm.view import Levels
-from quire.testing.crash import Nursery
 from tests.lsm.worlds import TINY
+from tests.nursery import Nursery
 
 SMALL = LsmSettings(table_bytes=8 * KIB, level0_tables=4)
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.testing.crash import Child, Nursery
 from tests.lsm.killed import batch
 from tests.lsm.test_kv_faults import POINTS
 from tests.lsm.worlds import assert_same, assert_sound, changed, open_kv
+from tests.nursery import Child, Nursery
 
 RECOVERY_POINTS = ("lsm.recovery.manifest", "lsm.recovery.tables", "lsm.recovery.settled")
 

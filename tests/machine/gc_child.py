@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from random import Random
 
 from quire.durable.failpoints import armed
-from quire.testing.crash import Line
 from tests.machine import keeping, promises, steps
 from tests.machine.world import EPOCH_MS, Place, World
+from tests.nursery import Line
 
 POINTS = (
     "manifest.commit.applied",

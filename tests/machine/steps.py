@@ -30,7 +30,8 @@ from quire.manifest.records import (
     WalState,
 )
 from quire.manifest.slots import place
-from quire.testing.checkpoints import (
+from tests.machine.world import BASE, DELTA, LOCAL, WAL, Database, World, body
+from tests.manifest.checkpoints import (
     ChunkMutation,
     DeltaChunk,
     FullChunk,
@@ -38,7 +39,6 @@ from quire.testing.checkpoints import (
     append_wal_chunk,
     checkpoint_apply,
 )
-from tests.machine.world import BASE, DELTA, LOCAL, WAL, Database, World, body
 
 NAMES = ("ash", "birch", "cedar", "élan", "fir")
 SLOTS = (0, 1, 255, 256)

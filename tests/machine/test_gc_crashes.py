@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from quire.objects.open import open_store
-from quire.testing.crash import Nursery
 from tests.machine import promises
 from tests.machine.gc_child import POINTS, Doing, Done, Life, Writing
 from tests.machine.test_snapshot_gc import directory
 from tests.machine.world import Place, World
+from tests.nursery import Nursery
 
 
 @pytest.fixture(scope="module")

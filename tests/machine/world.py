@@ -39,7 +39,7 @@ from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import hold_feed
+from tests.manifest.batches import hold_feed
 
 BASE, DELTA, WAL = ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.WAL
 EPOCH_MS = 1_750_000_000_000

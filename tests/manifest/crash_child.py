@@ -21,7 +21,7 @@ from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DbKind, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, hold_feed, outcome
+from tests.manifest.batches import BatchMaker, hold_feed, outcome
 
 HOME = "home"
 """The database of the marked rows; its name is none that `BatchMaker` uses."""

@@ -41,10 +41,11 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.replay import replay
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Child, Nursery
-from quire.testing.manifest import HOLDER, NOT_FROM_THE_FEED, BatchMaker, assert_clean, assert_replays, difference
+from quire.testing.manifest import NOT_FROM_THE_FEED, assert_clean, assert_replays, difference
+from tests.manifest.batches import HOLDER, BatchMaker
 from tests.manifest.crash_outlook import Outlook, rows_of
 from tests.manifest.crash_owner import EPOCH_MS, Answer, Arm, Close, Open, Request, Rush, marked, perform
+from tests.nursery import Child, Nursery
 
 OPENING, CLOSING, COPYING, IDLE, BUSY = "opening", "closing", "copying", "between commits", "at any moment"
 HOME = "home"

@@ -27,9 +27,9 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DbKind, Residency
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Line
-from quire.testing.manifest import outcome
+from tests.manifest.batches import outcome
 from tests.manifest.crash_plants import PLANTS
+from tests.nursery import Line
 
 POINTS = ("manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable")
 WITHIN = "within"

@@ -25,8 +25,9 @@ from quire.manifest.ops.slots import CollectLeaf
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import ChunkRecord, DbKind, DbRecord, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_apply
-from quire.testing.manifest import difference, dump, outcome
+from quire.testing.manifest import difference, dump
+from tests.manifest.batches import outcome
+from tests.manifest.checkpoints import ChunkMutation, DeltaChunk, FullChunk, checkpoint_apply
 
 
 def register(db_id: int, name: str = "", kind: DbKind = DbKind.PAGES) -> RegisterDb:

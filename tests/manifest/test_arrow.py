@@ -20,7 +20,7 @@ from quire.manifest.codec import VERSION
 from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, outcome
+from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, does, register
 from tests.manifest.test_codec import rows
 from tests.manifest.test_keys import tuples

@@ -22,7 +22,8 @@ from quire.manifest.ops.snapshots import DropSnapshot, ForkDb, PublishSnapshot
 from quire.manifest.records import AuditAction, DbKind, Residency, SnapshotKind, VerifyState
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import assert_clean, assert_replays, dump, hold_feed, outcome, replay
+from quire.testing.manifest import assert_clean, assert_replays, dump, replay
+from tests.manifest.batches import hold_feed, outcome
 from tests.manifest.helpers import checkpoint, collect, does, refuses, register, together
 
 A = AuditAction

@@ -27,13 +27,13 @@ from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import hits, recording
 from quire.manifest.ops.base import Op
 from quire.manifest.store import ManifestStore
-from quire.testing.crash import Line, Nursery
-from quire.testing.manifest import BatchMaker
 from tests.manifest import crash_model
+from tests.manifest.batches import BatchMaker
 from tests.manifest.crash_model import SEEN, CrashModel
 from tests.manifest.crash_owner import POINTS, WITHIN
 from tests.manifest.crash_plants import PLANTS
 from tests.manifest.helpers import does, register
+from tests.nursery import Line, Nursery
 
 SEEDS = st.integers(0, 2**20)
 SEVERAL = st.lists(SEEDS, min_size=1, max_size=8)
@@ -312,7 +312,7 @@ def test_a_silent_child_is_told_from_a_dead_one(endings: Nursery) -> None:
 
 
 def test_a_nursery_with_threads_does_not_fork() -> None:
-    made = Nursery("quire.testing.crash:echo", warm_up=f"{__name__}:starts_a_thread")
+    made = Nursery("tests.nursery:echo", warm_up=f"{__name__}:starts_a_thread")
     with made, pytest.raises(AssertionError, match="there are threads already"):
         made.spawn()
 

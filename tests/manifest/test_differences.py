@@ -16,9 +16,9 @@ from quire.core.limits import CHUNK_BYTES, MIB
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import DbKind, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import DeltaChunk, checkpoint_apply
 from quire.testing.manifest import assert_clean
 from tests.hostile import memory_of_at_most
+from tests.manifest.checkpoints import DeltaChunk, checkpoint_apply
 from tests.manifest.helpers import does
 from tests.manifest.test_snapshots import Write, seal, write
 

@@ -30,7 +30,8 @@ from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv, translate
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import assert_clean, assert_replays, difference, dump, outcome
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump
+from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, finish, python, register
 
 # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,8 @@ from quire.manifest.env import ManifestEnv
 from quire.manifest.store import ManifestStore
 from quire.manifest.writer import EARLY_GROWTH_PAUSE_SECONDS
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import assert_clean, assert_replays, difference, dump, outcome
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump
+from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, register
 
 LOW = ManifestSettings(map_bytes=2 * MIB, map_watermark=0.01, grow_wait_seconds=0.05)

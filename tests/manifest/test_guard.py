@@ -29,7 +29,8 @@ from quire.manifest.guard import GenerationWait, ManifestGuard, Receipt
 from quire.manifest.ops.base import Component
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import assert_clean, assert_replays, outcome
+from quire.testing.manifest import assert_clean, assert_replays
+from tests.manifest.batches import outcome
 from tests.manifest.helpers import Hold, chunk, eventually, held, register
 
 Waitable = ManifestGuard | GenerationWait

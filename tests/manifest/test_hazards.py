@@ -13,7 +13,7 @@ from quire.manifest.ops.cursors import RegisterCursor
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import outcome
+from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, does, register, together
 
 

@@ -102,7 +102,7 @@ from quire.manifest.records import (
 from quire.manifest.slots import Chain, Link, pack_leaf
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import BatchMaker
+from tests.manifest.batches import BatchMaker
 from tests.manifest.helpers import chunk, does, register
 
 BY_THE_WRITER = {CHANGE_LOG.name, t.GENERATION_WATERMARKS.name}

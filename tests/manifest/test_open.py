@@ -13,8 +13,8 @@ from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.databases import RegisterDb
 from quire.manifest.records import ChunkRecord, DbKind, DbRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import checkpoint_apply
-from quire.testing.manifest import outcome
+from tests.manifest.batches import outcome
+from tests.manifest.checkpoints import checkpoint_apply
 from tests.manifest.helpers import does, register
 
 

@@ -63,9 +63,9 @@ from quire.manifest.records import (
     WalState,
 )
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import WalChunkUpdate, append_wal_chunk
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
+from tests.manifest.checkpoints import WalChunkUpdate, append_wal_chunk
 from tests.manifest.helpers import checkpoint, counts, does, refuses, register
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,8 @@ from quire.manifest.migrations import migrate
 from quire.manifest.reads import ReadTxn
 from quire.manifest.replay import replay
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, Dump, dump, outcome
+from quire.testing.manifest import Dump, dump
+from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, does, register
 
 

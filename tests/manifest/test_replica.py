@@ -40,7 +40,8 @@ from quire.manifest.ops.local import PutReader, RecordMetric, SetFloor
 from quire.manifest.records import JobKind, JobRecord
 from quire.manifest.replica import CLEARED, STAGING, Replica
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, assert_clean, outcome
+from quire.testing.manifest import assert_clean
+from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, does, eventually, finish, python, register
 
 NAME = "replica"

@@ -33,7 +33,7 @@ from quire.manifest.retention import (
 from quire.manifest.snapshots import SnapshotInfo
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import outcome
+from tests.manifest.batches import outcome
 from tests.manifest.helpers import together
 from tests.manifest.test_snapshots import last_change, refused
 

@@ -39,7 +39,8 @@ from quire.manifest.records import (
 )
 from quire.manifest.snapshots import ANCHOR_TRIES, Anchor, LineageNode
 from quire.manifest.store import ManifestStore
-from quire.testing.checkpoints import (
+from quire.testing.manifest import difference, dump
+from tests.manifest.checkpoints import (
     ChunkMutation,
     DeltaChunk,
     FullChunk,
@@ -47,7 +48,6 @@ from quire.testing.checkpoints import (
     append_wal_chunk,
     checkpoint_apply,
 )
-from quire.testing.manifest import difference, dump
 from tests.manifest.helpers import collect, counts, does
 
 BASE, DELTA, LEAF, WAL = ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.LEAF, ArtifactKind.WAL

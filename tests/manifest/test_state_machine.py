@@ -23,7 +23,8 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.ops.snapshots import ForkDb
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import BatchMaker, assert_clean, assert_replays, difference, dump, hold_feed, outcome
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump
+from tests.manifest.batches import BatchMaker, hold_feed, outcome
 
 RANDOMS = st.randoms(use_true_random=False)
 STORIES = sorted(BatchMaker(Random(0)).stories)

@@ -34,7 +34,8 @@ from quire.manifest.overlay import Overlay
 from quire.manifest.stats import ManifestCollector
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from quire.testing.manifest import BatchMaker, assert_clean, difference, dump, outcome
+from quire.testing.manifest import assert_clean, difference, dump
+from tests.manifest.batches import BatchMaker, outcome
 from tests.manifest.helpers import chunk, eventually, held, register, together
 
 

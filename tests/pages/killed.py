@@ -30,7 +30,7 @@ from quire.pages import wal_files
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from quire.testing.crash import Line
+from tests.nursery import Line
 from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, Version, assert_reads, image, segment_bytes
 
 SETTINGS = PagesSettings(page_size=PAGE, publish_seconds=0.01, publish_bytes=4096, seal_seconds=0.03)

@@ -25,7 +25,7 @@ from quire.pages.anchors import find_snapshot
 from quire.pages.leasefiles import LeaseFiles
 from quire.pages.snapshot import Snapshot
 from quire.store.store import Store
-from quire.testing.crash import Line
+from tests.nursery import Line
 from tests.pages.world import PAGES_PER_CHUNK, image, segment_bytes
 
 PAGE = 512

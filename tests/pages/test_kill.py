@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.testing.crash import Child, Nursery
 from quire.testing.manifest import assert_clean
+from tests.nursery import Child, Nursery
 from tests.pages.killed import digest, start
 from tests.pages.world import Model, Version, assert_reads, image
 

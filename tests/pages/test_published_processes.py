@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.testing.crash import Child, Nursery
 from quire.testing.manifest import assert_clean
+from tests.nursery import Child, Nursery
 from tests.pages.reading import SETTINGS
 
 

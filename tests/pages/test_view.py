@@ -46,12 +46,10 @@ EXECUTOR_SAFE = [
     for name in (
         "cache",
         "framemap",
-        "handles",
         "segment",
         "segment_file",
         "segment_scan",
         "sources",
-        "throttle",
         "view",
     )
 ]

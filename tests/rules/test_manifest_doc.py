@@ -27,8 +27,8 @@ from quire.manifest.records import LsmLogEnd
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.store import ManifestStore
 from quire.manifest.tables import META, OBJECT_PLACE, TABLES, Table
-from quire.testing.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from quire.testing.clock import ManualClock
+from tests.manifest.checkpoints import FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "manifest.md").read_text("utf-8")

@@ -20,7 +20,7 @@ import quire
 from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
 from quire.durable.failpoints import arm_from
 from quire.store.store import Store
-from quire.testing.crash import Line
+from tests.nursery import Line
 
 SETTINGS = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False), pages=PagesSettings(publish_seconds=0.01, seal_seconds=0.05)

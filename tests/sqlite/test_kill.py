@@ -13,8 +13,8 @@ import apsw
 import pytest
 
 import quire
-from quire.testing.crash import Nursery
 from quire.testing.manifest import assert_clean
+from tests.nursery import Nursery
 from tests.sqlite.killed import SETTINGS
 
 WRITERS = 3

@@ -22,8 +22,8 @@ from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import AuditAction, ChunkRecord, JobKind, JobState, Residency, RetentionRecord
 from quire.objects.api import list_objects
 from quire.store.store import Store
-from quire.testing.checkpoints import FullChunk, checkpoint_apply
 from quire.testing.clock import ManualClock
+from tests.manifest.checkpoints import FullChunk, checkpoint_apply
 from tests.manifest.helpers import eventually
 
 HOUR, DAY = 3_600_000, 86_400_000

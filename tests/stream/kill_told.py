@@ -15,7 +15,7 @@ from quire.core.errors import IllegalTransition
 from quire.durable.failpoints import arm_from
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
-from quire.testing.crash import Line
+from tests.nursery import Line
 from tests.stream.stream_killed import open_at
 from tests.stream.streams import record
 

@@ -18,7 +18,7 @@ from quire.stream import mlog_records as r
 from quire.stream.files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
-from quire.testing.crash import Line
+from tests.nursery import Line
 
 SETTINGS = ManifestLogSettings(
     chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=3, rotation_seconds=0.001, sealed_kept=1

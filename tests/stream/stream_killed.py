@@ -16,7 +16,7 @@ from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreS
 from quire.durable.failpoints import arm_from
 from quire.store.store import Store
 from quire.stream.state import Retention
-from quire.testing.crash import Line
+from tests.nursery import Line
 from tests.stream.streams import record
 
 SETTINGS = StoreSettings(

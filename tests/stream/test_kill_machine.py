@@ -28,7 +28,7 @@ from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.stream import Stream
 from quire.stream.verify import problems
-from quire.testing.crash import Child, Nursery
+from tests.nursery import Child, Nursery
 from tests.stream.kill_told import size_of
 from tests.stream.logs import same_state
 from tests.stream.stream_killed import open_at

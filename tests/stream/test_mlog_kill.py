@@ -17,7 +17,7 @@ from quire.objects.open import open_store
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_verify import verify
-from quire.testing.crash import Nursery
+from tests.nursery import Nursery
 from tests.stream.logs import same_state
 from tests.stream.mlog_killed import SETTINGS, files_of
 

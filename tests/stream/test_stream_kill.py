@@ -19,7 +19,7 @@ from quire.core.clock import SystemClock
 from quire.stream.mlog_recovery import recover
 from quire.stream.mlog_verify import verify
 from quire.stream.verify import problems
-from quire.testing.crash import Nursery
+from tests.nursery import Nursery
 from tests.stream.logs import same_state
 from tests.stream.stream_killed import SETTINGS, open_at
 

@@ -11,16 +11,8 @@ import pytest
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, RefcountRecord
 from quire.manifest.store import ManifestStore
-from quire.testing.manifest import (
-    BatchMaker,
-    assert_clean,
-    assert_replays,
-    difference,
-    dump,
-    hold_feed,
-    outcome,
-    replay,
-)
+from quire.testing.manifest import assert_clean, assert_replays, difference, dump, replay
+from tests.manifest.batches import BatchMaker, hold_feed, outcome
 from tests.manifest.helpers import chunk, does, register
 
 

@@ -16,7 +16,7 @@ import quire
 from quire.manifest.records import ChunkRecord, DeltaRecord, JobKind, Residency, VerifyState
 from quire.service.web.server import WebServer
 from quire.store.store import Store
-from quire.testing.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
+from tests.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 from tests.service.world import settings
 
 JSON = "application/json"

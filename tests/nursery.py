@@ -15,7 +15,7 @@ Rules
 Threads: a nursery and a child's handle belong to one thread; any thread may send on a line, one receives.
 Raises `TimedOut`, and `AssertionError` with what the processes wrote to stderr if the nursery ends.
 
-    >>> with Nursery("quire.testing.crash:echo") as nursery, nursery.spawn() as child:
+    >>> with Nursery("tests.nursery:echo") as nursery, nursery.spawn() as child:
     ...     _ = child.line.send(b"hello")
     ...     print(child.line.receive(), child.kill(), child.line.receive())
     b'hello' -9 None
@@ -44,7 +44,7 @@ TIMEOUT_SECONDS = 60.0
 
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<i")
-_PROGRAM = "import sys; from quire.testing.crash import _serve; _serve(int(sys.argv[1]), *sys.argv[2:])"
+_PROGRAM = "import sys; from tests.nursery import _serve; _serve(int(sys.argv[1]), *sys.argv[2:])"
 
 
 class Line:
