@@ -7,7 +7,7 @@ from obstore import exceptions as foreign
 
 from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, StorageFault
 from quire.objects.common import NameIsTaken
-from quire.objects.obstore_errors import ANSWERS, Answer, translate
+from quire.objects.obstore_errors import ANSWERS, ErrorMeaning, translate
 from quire.objects.retry import Transient
 
 FOREIGN_CLASSES = [
@@ -82,7 +82,7 @@ def test_signatures_in_urls_do_not_reach_messages() -> None:
 
 
 def test_every_answer_is_used() -> None:
-    assert set(ANSWERS.values()) == set(Answer)
+    assert set(ANSWERS.values()) == set(ErrorMeaning)
 
 
 @pytest.mark.parametrize(

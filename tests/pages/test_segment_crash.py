@@ -15,7 +15,7 @@ from quire.core.errors import Corruption
 from quire.durable.files import Disk
 from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import SegmentScan, entries_of, parse_heads, recover_segment
-from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, every_chooser, keep_all
+from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, every_chooser, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.pages.segments import DB_ID, TRANSACTIONS, Transaction, image
 
@@ -23,7 +23,7 @@ PAGE_SIZE, FILE_BYTES, FIRST_LSN = 512, 24 << 10, 100
 SALTED = 1  # other images than those of the former life
 
 
-def mostly(kind: Outcome, seed: int) -> Chooser:
+def mostly(kind: CrashOutcome, seed: int) -> Chooser:
     """One outcome nine times out of ten: one lost sector among many is the hardest case to see."""
     draw = random.Random(seed)
     return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind
@@ -33,7 +33,7 @@ CHOOSERS = st.one_of(
     st.just(keep_all),
     st.just(drop_all),
     st.integers(0, 2**32).map(lambda seed: random.Random(seed).choice),
-    st.builds(mostly, st.sampled_from(list(Outcome)), st.integers(0, 2**32)),
+    st.builds(mostly, st.sampled_from(list(CrashOutcome)), st.integers(0, 2**32)),
 )
 
 

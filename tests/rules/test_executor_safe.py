@@ -54,8 +54,6 @@ EXECUTOR_SAFE = [
     "quire.sqlite.where_clause",
     "quire.sqlite.files",
     "quire.sqlite.pragmas",
-    "quire.sqlite.reader",
-    "quire.sqlite.error_codes",
     "quire.sqlite.vfs",
     "quire.stream.mlog*",
     "quire.stream.segment",

@@ -13,7 +13,7 @@ from quire.objects.api import ObjectStore, list_objects
 from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
-from quire.sqlite.reader import open_reader
+from quire.sqlite.files import open_reader
 from quire.store.store import Store
 from tests.objects.conftest import _proxy, fresh_url, proxy, s3_options, s3_server
 from tests.objects.proxy import FaultyProxy

@@ -15,7 +15,7 @@ from quire.core.errors import DiskFull, QuotaExceeded, StoreUnusable
 from quire.durable.files import OsDisk
 from quire.pages.wal import Wal
 from quire.sqlite import live
-from quire.sqlite.error_codes import apsw_error
+from quire.sqlite.vfs import apsw_error
 from quire.store.store import Store
 from quire.testing.faults import Fault, FaultyDisk
 from tests.sqlite.conftest import SETTINGS, Connect, count

@@ -26,7 +26,7 @@ from quire.core.errors import (
 )
 from quire.core.ids import Epoch
 from quire.sqlite.connect import SqliteDatabases
-from quire.sqlite.read_version import Pin
+from quire.sqlite.databases import ReadPin
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count, extended
 
@@ -250,7 +250,7 @@ def test_damage_is_told_with_its_place(
 
     reader = connect()
     with monkeypatch.context() as patch:
-        patch.setattr(Pin, "read_page", damaged)
+        patch.setattr(ReadPin, "read_page", damaged)
         with pytest.raises(apsw.CorruptError, match="page=1") as caught:  # the schema was read by `connect`
             reader.execute("select * from t").fetchall()
     assert isinstance(caught.value.__cause__, ChecksumMismatch)

@@ -12,7 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 
 from quire.core.errors import DiskFull
 from quire.sqlite import dbapi
-from quire.sqlite.error_codes import CODES, code_of
+from quire.sqlite.vfs import CODES, code_of
 from quire.store.store import Store
 from tests.sqlite.conftest import Connect, count
 

@@ -148,7 +148,7 @@ def test_a_log_begun_anew_twice_is_a_gap(store: Store, app: Obedient) -> None:
 
 
 def test_a_program_that_ends_and_comes_back(store: Store, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.sqlite.follow_position.RACY_NS", -1)  # else we would have to wait a little
+    monkeypatch.setattr("quire.sqlite.follow.RACY_NS", -1)  # else we would have to wait a little
     ours = follower(store, path)
     for _ in range(3):
         with Obedient(path) as app:
@@ -171,7 +171,7 @@ def test_a_program_that_was_there_twice_between_two_looks(
     store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log is new, but not all that is new is in it: the first log went into the file."""
-    monkeypatch.setattr("quire.sqlite.follow_position.RACY_NS", -1)
+    monkeypatch.setattr("quire.sqlite.follow.RACY_NS", -1)
     with Obedient(path) as app:
         app.do(WAL, TABLE, ROW, ROW)
     ours = follower(store, path)

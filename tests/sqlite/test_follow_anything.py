@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.sqlite.follow_position import load
+from quire.sqlite.follow import load
 from quire.store.store import Store
 from tests.sqlite.followed import Obedient, content, follower, truth
 

@@ -16,7 +16,7 @@ from quire.core.errors import InvalidInput, NameTaken, ReadOnly, SnapshotGone, U
 from quire.core.ids import Epoch
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.pages.pagestore import PageStore
-from quire.sqlite import forking
+from quire.sqlite import connect
 from quire.sqlite.connect import At, SqliteDatabases
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, assert_sound, count
@@ -173,7 +173,7 @@ def test_a_fork_that_fails_while_it_is_set_back_leaves_nothing(
 
 def test_what_a_crash_left_of_a_fork_is_dropped_by_the_next_attempt(travelling: Store) -> None:
     epoch = set_back_versions(travelling)
-    travelling.fork("shop", forking.unfinished_name("fork"))
+    travelling.fork("shop", connect.unfinished_name("fork"))
     fork = forked(travelling, "fork", epoch)
     assert rows(fork) == [(1, "first")]
     fork.close()

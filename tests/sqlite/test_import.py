@@ -15,7 +15,7 @@ import pytest
 import quire
 from quire.core.errors import ConfigMismatch, Corruption, InvalidInput, NotFound, Unavailable, WrongKind
 from quire.durable.failpoints import armed
-from quire.sqlite import dbfile, page_copy
+from quire.sqlite import dbfile, importing
 from quire.sqlite.dbfile import open_source
 from quire.sqlite.importing import Imported, import_file
 from quire.store.store import Store
@@ -141,7 +141,7 @@ def test_a_program_may_write_while_its_file_is_imported(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two steps transactions, checkpoints and a new beginning of the log: one moment is what we get."""
-    monkeypatch.setattr(page_copy, "STEP_BYTES", 4 * 512)
+    monkeypatch.setattr(importing, "STEP_BYTES", 4 * 512)
     with writing(tmp_path / "shop.db") as connection:
         connection.execute("CREATE TABLE pair (a, b, fill)")
         connection.execute("INSERT INTO pair VALUES (0, 0, 0)")
@@ -296,7 +296,7 @@ def test_an_import_that_fails_leaves_no_database(store: Store, tmp_path: Path, m
     with armed("pages.segment.frames", "raise:ENOSPC"), pytest.raises(quire.QuireError):
         brought_in(store, file)
     assert_nothing_is_left(store)
-    monkeypatch.setattr(page_copy, "hash_of", lambda *_: "another")
+    monkeypatch.setattr(importing, "hash_of", lambda *_: "another")
     with pytest.raises(Corruption, match="reads back differently"):
         brought_in(store, file)
     assert_nothing_is_left(store)

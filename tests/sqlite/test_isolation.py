@@ -9,7 +9,7 @@ from collections.abc import Callable
 import apsw
 import pytest
 
-from quire.sqlite.locks import Turn
+from quire.sqlite.databases import Turn
 from quire.store.store import Store
 from tests.sqlite.conftest import Connect, count, extended
 

@@ -15,8 +15,7 @@ import pytest
 
 import quire
 from quire.core.errors import OutOfRange, ReadOnly, UnknownSnapshot
-from quire.sqlite.files import ReadOnlyFile
-from quire.sqlite.reader import open_reader
+from quire.sqlite.files import ReadOnlyFile, open_reader
 from quire.sqlite.vfs import QuireVfs
 from quire.store.store import Store
 from tests.rules.tree import SRC

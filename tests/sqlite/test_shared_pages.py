@@ -17,10 +17,9 @@ from quire.pages.page_source import Mark, PageSource
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import Readers
 from quire.sqlite import connect as connect_module
-from quire.sqlite import shared_pages
+from quire.sqlite import databases
+from quire.sqlite.databases import NewestPages, ReadPin
 from quire.sqlite.live import LiveFile
-from quire.sqlite.read_version import Pin
-from quire.sqlite.shared_pages import NewestPages
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.sqlite.conftest import Connect, count
@@ -53,7 +52,7 @@ def test_what_was_read_is_entered_only_if_it_belongs_to_the_run_and_nobody_has_w
 
 
 def test_there_is_a_limit_and_what_is_read_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_pages, "KEPT_BYTES", 8 * PAGE)
+    monkeypatch.setattr(databases, "KEPT_BYTES", 8 * PAGE)
     pages = NewestPages()
     pages.note(0, 1, {0: b"x"}, PAGE)
     for page in range(1, 8):
@@ -112,8 +111,8 @@ class Model:
         self.wal.written = Mark(lsn, size)
         return lsn
 
-    def pin(self) -> Pin:
-        return Pin(cast(PageStore, self), self.newest)
+    def pin(self) -> ReadPin:
+        return ReadPin(cast(PageStore, self), self.newest)
 
 
 ACTS = st.lists(
@@ -143,7 +142,7 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
         if not later:
             flush(noted)
 
-    def read(pin: Pin, page: int) -> None:
+    def read(pin: ReadPin, page: int) -> None:
         expected = model.pages[pin.lsn]
         if page >= len(expected):
             with pytest.raises(OutOfRange):

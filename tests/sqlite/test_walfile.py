@@ -16,7 +16,7 @@ from quire.sqlite.walfile import (
     FRAME_HEAD_BYTES,
     HEADER,
     HEADER_BYTES,
-    Place,
+    VerifiedFrame,
     WalHeader,
     WalMap,
     blocks,
@@ -136,7 +136,7 @@ def test_reading_goes_on_at_a_place(logged: Path) -> None:
         (rest,) = blocks(read_at, header, place)
         assert (rest.first, len(rest)) == (frame + 1, len(whole) - frame)
         assert rest.image(0) == whole.image(frame)
-        wrong = Place(frame, (place.checksum[0] ^ 1, place.checksum[1]))
+        wrong = VerifiedFrame(frame, (place.checksum[0] ^ 1, place.checksum[1]))
         assert not list(blocks(read_at, header, wrong)), "the checksum of the frame before is part of it"
     assert [len(each) for each in blocks(read_at, header, header.start, 3)] == [3]
 
@@ -157,13 +157,13 @@ def test_the_quick_checksum_is_the_plain_one(words: bytes, start: tuple[int, int
     page = b"\x00\x00\x00\x01" + words[4:8]
     right = checksum_of(page + words[8:], big_endian=big, start=start)
     frame = page + salts + struct.pack(">II", *right) + words[8:]
-    assert len(verified(frame, header, Place(0, start))) == 1
-    assert verified(frame, header, Place(0, start)).image(0) == words[8:]
-    assert len(verified(frame, header, Place(0, (start[0] ^ 1, start[1])))) == 0
+    assert len(verified(frame, header, VerifiedFrame(0, start))) == 1
+    assert verified(frame, header, VerifiedFrame(0, start)).image(0) == words[8:]
+    assert len(verified(frame, header, VerifiedFrame(0, (start[0] ^ 1, start[1])))) == 0
     nowhere = bytes(4) + words[4:8]
     right = checksum_of(nowhere + words[8:], big_endian=big, start=start)
     frame = nowhere + salts + struct.pack(">II", *right) + words[8:]
-    assert len(verified(frame, header, Place(0, start))) == 0, "there is no page 0"
+    assert len(verified(frame, header, VerifiedFrame(0, start))) == 0, "there is no page 0"
 
 
 def test_headers_that_are_none_say_why(logged: Path) -> None:

@@ -25,7 +25,7 @@ from quire.stream.mlog_modes import SegmentFacts, facts_of
 from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_writer import ManifestLogWriter
 from quire.testing.clock import ManualClock
-from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, keep_all
+from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.stream.logs import STREAM, all_values, files_at, open_writer, opened, same_state
 from tests.stream.stories import Story
@@ -34,7 +34,7 @@ EAGER = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapsho
 STEPS = ["append", "append", "append", "commit", "large", "rotate", "reopen"]
 
 
-def mostly(kind: Outcome, seed: int) -> Chooser:
+def mostly(kind: CrashOutcome, seed: int) -> Chooser:
     """One outcome nine times out of ten: one lost sector among many is the hardest case to see."""
     draw = random.Random(seed)
     return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind
@@ -44,7 +44,7 @@ CHOOSERS = st.one_of(
     st.just(keep_all),
     st.just(drop_all),
     st.integers(0, 2**32).map(lambda seed: random.Random(seed).choice),
-    st.builds(mostly, st.sampled_from(list(Outcome)), st.integers(0, 2**32)),
+    st.builds(mostly, st.sampled_from(list(CrashOutcome)), st.integers(0, 2**32)),
 )
 
 
@@ -130,7 +130,7 @@ SCRIPT = ["append", "commit", "append", "append", "commit", "rotate", "append", 
 
 
 def test_power_off_at_every_step_of_a_life() -> None:
-    choosers = [keep_all, drop_all, *(mostly(kind, seed) for kind in Outcome for seed in range(1))]
+    choosers = [keep_all, drop_all, *(mostly(kind, seed) for kind in CrashOutcome for seed in range(1))]
     assert at_every_step(SCRIPT, choosers) > 40
 
 
@@ -149,7 +149,7 @@ def test_without_the_sync_between_copy_and_header_the_harness_finds_a_loss(monke
         file.sync()
 
     monkeypatch.setattr(mlog_writer, "write_header", careless)
-    choosers = [mostly(kind, seed) for kind in Outcome for seed in range(2)]
+    choosers = [mostly(kind, seed) for kind in CrashOutcome for seed in range(2)]
     with pytest.raises((AssertionError, ManifestIntegrityError)):
         at_every_step(SCRIPT, choosers)
 

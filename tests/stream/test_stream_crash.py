@@ -17,7 +17,7 @@ import pytest
 from quire.core.clock import SystemClock
 from quire.stream.mlog_recovery import recover
 from quire.stream.stream import Stream
-from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, drop_all, keep_all
+from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.stream.logs import same_state
 from tests.stream.streams import LOG, SMALL, StreamWorld, record
@@ -29,7 +29,7 @@ SETTINGS = msgspec.structs.replace(SMALL, pending_bytes_max=4 << 10)
 Step = Callable[["Life", Stream], object]
 
 
-def mostly(kind: Outcome, seed: int) -> Chooser:
+def mostly(kind: CrashOutcome, seed: int) -> Chooser:
     """One outcome nine times out of ten: one lost sector among many is the hardest case to see."""
     draw = random.Random(seed)
     return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind
@@ -141,14 +141,14 @@ WHOLE: list[Step] = [
 
 @pytest.mark.slow
 def test_power_off_at_every_step_of_appending_and_rolling(tmp_path: Path) -> None:
-    choosers = [drop_all, mostly(Outcome.KEEP, 3)]
+    choosers = [drop_all, mostly(CrashOutcome.KEEP, 3)]
     power_off_at_every_step(tmp_path, ROLLING, choosers, least=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # five minutes by itself on a machine with two busy cores
 def test_long_power_off_at_every_step_of_a_whole_life(tmp_path: Path) -> None:
-    choosers = [keep_all, drop_all, mostly(Outcome.KEEP, 1), mostly(Outcome.GARBLE, 2)]
+    choosers = [keep_all, drop_all, mostly(CrashOutcome.KEEP, 1), mostly(CrashOutcome.GARBLE, 2)]
     power_off_at_every_step(tmp_path, WHOLE, choosers, least=100)
 
 

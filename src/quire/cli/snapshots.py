@@ -134,7 +134,7 @@ def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: E
     if not hasattr(store, "manifest"):
         with cli.owner() as owned:  # it is locked, so that the whole command is done there
             return _forked_back(cli, owned, database, new, at)
-    from quire.sqlite.forking import fork_at
+    from quire.sqlite.connect import fork_at
 
     here: Any = store
     fork_at(here.manifest, here.pages, database, new, at)

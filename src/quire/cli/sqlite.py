@@ -225,7 +225,7 @@ def _at_hand(cli: Cli) -> Store:
 
 # ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────
 class Bars:
-    """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.page_copy.Progress`."""
+    """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.importing.Progress`."""
 
     def __init__(self) -> None:
         self._wanted = on_terminal()

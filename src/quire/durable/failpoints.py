@@ -48,7 +48,7 @@ _TERM = re.compile(r"(?:([0-9]{1,9})\*)?([a-z]+)(?::([A-Za-z0-9]+))?")
 _HINT = "a script is like `kill`, `raise:ENOSPC`, `sleep:20` or `3*off->kill`"
 
 
-class _Script:
+class _FailpointScript:
     """The remaining terms at one point; touched only under `_lock`."""
 
     __slots__ = ("_terms",)
@@ -69,7 +69,7 @@ class _Script:
 
 
 _lock = threading.Lock()
-_armed: dict[str, _Script] = {}
+_armed: dict[str, _FailpointScript] = {}
 _hits: Counter[str] = Counter()
 
 
@@ -91,7 +91,7 @@ def _act(name: str) -> None:
 @contextmanager
 def armed(name: str, script: str | Action) -> Iterator[None]:
     """Arm a point for the length of a block; an outer arming of the same point comes back afterwards."""
-    new = _Script([(None, script)] if callable(script) else _parse(name, script))
+    new = _FailpointScript([(None, script)] if callable(script) else _parse(name, script))
     with _lock:
         former = _armed.get(name)
         _armed[name] = new
@@ -128,7 +128,7 @@ def arm_from(text: str) -> None:
             raise InvalidConfig("a failpoint entry is name=script", hint=_HINT, entry=entry)
         terms = _parse(name.strip(), script.strip())
         with _lock:
-            _armed[name.strip()] = _Script(terms)
+            _armed[name.strip()] = _FailpointScript(terms)
 
 
 def _parse(name: str, script: str) -> list[tuple[int | None, Action]]:

@@ -40,7 +40,7 @@ PAUSE_SECONDS = 0.002
 CONTENTS_BYTES_MAX = 4096
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Who took a lock, in its own words."""
 
     pid: int
@@ -65,7 +65,7 @@ class FileLock:
         """Take the lock at once or raise `StoreLocked`; makes the file if need be."""
         fd = _open_and_lock(path)
         try:
-            me = Holder(pid=os.getpid(), host=os.uname().nodename, since_ms=(clock or SystemClock()).now_ms())
+            me = LockHolder(pid=os.getpid(), host=os.uname().nodename, since_ms=(clock or SystemClock()).now_ms())
             # A full disk must not keep the owner out: opening the store may be how space is made.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
@@ -98,7 +98,7 @@ class FileLock:
         if (now.st_dev, now.st_ino) != self._inode:
             raise self._lost("was renamed or replaced", holder(self._path))
 
-    def _lost(self, how: str, successor: Holder | None) -> StoreFenced:
+    def _lost(self, how: str, successor: LockHolder | None) -> StoreFenced:
         hint = "nothing more is written here; find out who moved the file, then open the store again"
         where = {} if successor is None else {"successor_pid": successor.pid, "successor_host": successor.host}
         what = f"the lock file {how} while this process held it, so another process may own the store"
@@ -169,7 +169,7 @@ def is_held(path: str) -> bool:
     return False
 
 
-def holder(path: str) -> Holder | None:
+def holder(path: str) -> LockHolder | None:
     """Who wrote itself into the lock file last, `None` if nobody readable did; whether it still holds: `is_held`."""
     try:
         with translated(path, "opening the lock file"):
@@ -218,14 +218,14 @@ def _try_lock(fd: int) -> bool:
     return False
 
 
-def _read_holder(fd: int) -> Holder | None:
+def _read_holder(fd: int) -> LockHolder | None:
     try:
-        return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=Holder)
+        return msgspec.json.decode(os.pread(fd, CONTENTS_BYTES_MAX, 0), type=LockHolder)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _locked(path: str, holder: Holder | None) -> StoreLocked:
+def _locked(path: str, holder: LockHolder | None) -> StoreLocked:
     if holder is None:
         return StoreLocked("another process owns this", hint="wait for it to end", path=path, pid=None)
     if holder.pid == os.getpid():

@@ -42,7 +42,7 @@ LOOK_SECONDS = 1.0
 """Between two looks for what is not used."""
 
 
-class _Entry:
+class _OpenFile:
     """See the terms. All but `busy`, `is_dirty` and `was_used` is guarded by the pool's lock."""
 
     __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "path", "was_used")
@@ -70,8 +70,8 @@ class OpenFiles:
         self._stopping = threading.Event()
         # guarded by _lock
         self._lock = threading.RLock()
-        self._entries: dict[str, _Entry] = {}
-        self._open: OrderedDict[_Entry, None] = OrderedDict()
+        self._entries: dict[str, _OpenFile] = {}
+        self._open: OrderedDict[_OpenFile, None] = OrderedDict()
         """Those with descriptors, the one opened longest ago first."""
         self._ticker: threading.Thread | None = None
 
@@ -102,7 +102,7 @@ class OpenFiles:
                     entry.is_pinned = True
                     entry = None
                 if entry is None:
-                    entry = self._entries[path] = _Entry(path)
+                    entry = self._entries[path] = _OpenFile(path)
                     entry.identity = identity
                 elif entry not in self._open:
                     self._open_again(entry)
@@ -116,7 +116,7 @@ class OpenFiles:
             self._start_ticker()
             return handle
 
-    def _open_again(self, entry: _Entry) -> None:
+    def _open_again(self, entry: _OpenFile) -> None:
         """Open all handles of an entry together, if the path still leads to the same file. REQUIRES the lock."""
         files: list[File] = []
         try:
@@ -161,7 +161,7 @@ class OpenFiles:
                 entry.was_used = False
             return sum(self._close(entry) for entry in idle)
 
-    def _make_room(self, but: _Entry | None) -> None:
+    def _make_room(self, but: _OpenFile | None) -> None:
         """Close the entries opened longest ago until the bound holds, syncing dirty ones first. REQUIRES the lock."""
         if len(self._open) < self._limit:
             return
@@ -174,7 +174,7 @@ class OpenFiles:
                 self._sync(entry)
             self._close(entry)
 
-    def _sync(self, entry: _Entry) -> None:
+    def _sync(self, entry: _OpenFile) -> None:
         file = entry.handles[0].file
         entry.is_dirty = False
         try:
@@ -185,7 +185,7 @@ class OpenFiles:
             entry.failure = fault
             entry.is_dirty = True
 
-    def _close(self, entry: _Entry) -> bool:
+    def _close(self, entry: _OpenFile) -> bool:
         """Close an entry's descriptors unless somebody is using them, or must not miss their news. REQUIRES the lock."""
         if entry.is_pinned or entry.is_dirty or entry.failure is not None:
             return False
@@ -275,7 +275,7 @@ class PooledFile(DirectFile):
 
     __slots__ = ("_pool", "entry", "file", "writes")
 
-    def __init__(self, pool: OpenFiles, entry: _Entry, file: File, *, writes: bool) -> None:
+    def __init__(self, pool: OpenFiles, entry: _OpenFile, file: File, *, writes: bool) -> None:
         self._pool = pool
         self.entry = entry
         self.writes = writes

@@ -33,7 +33,7 @@ from quire.objects.common import NameIsTaken
 from quire.objects.retry import Transient
 
 
-class Answer(Enum):
+class ErrorMeaning(Enum):
     """What a class of foreign errors means."""
 
     NOT_FOUND = auto()
@@ -48,21 +48,21 @@ class Answer(Enum):
     """The class says nothing: the HTTP status in the text decides."""
 
 
-ANSWERS: dict[type[Exception], Answer] = {
-    foreign.BaseError: Answer.LOOK_CLOSER,
-    foreign.GenericError: Answer.LOOK_CLOSER,
-    foreign.NotFoundError: Answer.NOT_FOUND,
-    foreign.AlreadyExistsError: Answer.TAKEN,
-    foreign.PreconditionError: Answer.TAKEN,  # the only precondition we ever send is "if the name is free"
-    foreign.NotModifiedError: Answer.UNEXPECTED,  # we never ask conditionally
-    foreign.PermissionDeniedError: Answer.DENIED,
-    foreign.UnauthenticatedError: Answer.DENIED,
-    foreign.InvalidPathError: Answer.BAD_NAME,
-    foreign.UnknownConfigurationKeyError: Answer.BAD_CONFIG,
-    foreign.NotSupportedError: Answer.UNSUPPORTED,
-    foreign.JoinError: Answer.TRANSIENT,  # a task of obstore's own runtime died
-    FileNotFoundError: Answer.NOT_FOUND,
-    ValueError: Answer.BAD_NAME,
+ANSWERS: dict[type[Exception], ErrorMeaning] = {
+    foreign.BaseError: ErrorMeaning.LOOK_CLOSER,
+    foreign.GenericError: ErrorMeaning.LOOK_CLOSER,
+    foreign.NotFoundError: ErrorMeaning.NOT_FOUND,
+    foreign.AlreadyExistsError: ErrorMeaning.TAKEN,
+    foreign.PreconditionError: ErrorMeaning.TAKEN,  # the only precondition we ever send is "if the name is free"
+    foreign.NotModifiedError: ErrorMeaning.UNEXPECTED,  # we never ask conditionally
+    foreign.PermissionDeniedError: ErrorMeaning.DENIED,
+    foreign.UnauthenticatedError: ErrorMeaning.DENIED,
+    foreign.InvalidPathError: ErrorMeaning.BAD_NAME,
+    foreign.UnknownConfigurationKeyError: ErrorMeaning.BAD_CONFIG,
+    foreign.NotSupportedError: ErrorMeaning.UNSUPPORTED,
+    foreign.JoinError: ErrorMeaning.TRANSIENT,  # a task of obstore's own runtime died
+    FileNotFoundError: ErrorMeaning.NOT_FOUND,
+    ValueError: ErrorMeaning.BAD_NAME,
 }
 FOREIGN = tuple(ANSWERS)
 
@@ -97,32 +97,32 @@ _NO_DESCRIPTOR = os.strerror(errno.EMFILE)
 
 def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
     """What a foreign error means for us. Total: everything has an answer."""
-    answer = next((ANSWERS[each] for each in type(error).__mro__ if each in ANSWERS), Answer.UNEXPECTED)
+    answer = next((ANSWERS[each] for each in type(error).__mro__ if each in ANSWERS), ErrorMeaning.UNEXPECTED)
     full = str(error)
     text = readable(full)
     where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
     if _NO_DESCRIPTOR in full:
         return too_many_open_files(doing, **where)
-    if answer in (Answer.LOOK_CLOSER, Answer.NOT_FOUND):
+    if answer in (ErrorMeaning.LOOK_CLOSER, ErrorMeaning.NOT_FOUND):
         answer = _look_closer(full, answer)
     match answer:
-        case Answer.NOT_FOUND:
+        case ErrorMeaning.NOT_FOUND:
             return ObjectNotFound("the object store has no object of this name", **where)
-        case Answer.TAKEN:
+        case ErrorMeaning.TAKEN:
             return NameIsTaken(text)
-        case Answer.DENIED:
+        case ErrorMeaning.DENIED:
             return AccessDenied(
                 f"the object store refused the credentials while {doing}: {text}",
                 hint="check the credentials in the environment or the settings, and what they allow",
                 **where,
             )
-        case Answer.BAD_NAME:
+        case ErrorMeaning.BAD_NAME:
             return InvalidName(f"the object store refuses the name: {text}", **where)
-        case Answer.BAD_CONFIG:
+        case ErrorMeaning.BAD_CONFIG:
             return _misconfigured(text, where)
-        case Answer.UNSUPPORTED:
+        case ErrorMeaning.UNSUPPORTED:
             return StorageFault(f"the object store cannot do this ({doing}): {text}", **where)
-        case Answer.TRANSIENT:
+        case ErrorMeaning.TRANSIENT:
             return Transient(text)
     return StorageFault(f"the object store gave an unexpected answer while {doing}: {text}", **where)
 
@@ -168,27 +168,27 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
     return InvalidConfig(f"a setting of the object store is not known: {text}", hint=hint, **where)
 
 
-def _look_closer(text: str, otherwise: Answer) -> Answer:
+def _look_closer(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
     """Judge by the HTTP status and the code in the body; no status at all means that no answer came: transient."""
     if any(sign in text for sign in _NO_BUCKET):
-        return Answer.BAD_CONFIG
+        return ErrorMeaning.BAD_CONFIG
     if _LOST_UPLOAD in text:
-        return Answer.TRANSIENT
-    if otherwise is Answer.NOT_FOUND:
+        return ErrorMeaning.TRANSIENT
+    if otherwise is ErrorMeaning.NOT_FOUND:
         return otherwise
     found = _STATUS.search(text)
     if any(sign in text for sign in _NO_CREDENTIALS):
-        return Answer.DENIED
+        return ErrorMeaning.DENIED
     if found is None:
-        return Answer.BAD_CONFIG if _NOT_FORMED in text else Answer.TRANSIENT
+        return ErrorMeaning.BAD_CONFIG if _NOT_FORMED in text else ErrorMeaning.TRANSIENT
     status = int(found[1])
     if status >= 500 or status in _RETRYABLE_STATUSES or any(code in text for code in _RETRYABLE_CODES):
-        return Answer.TRANSIENT
+        return ErrorMeaning.TRANSIENT
     if status in (401, 403):
-        return Answer.DENIED
+        return ErrorMeaning.DENIED
     if 300 <= status < 400:
-        return Answer.BAD_CONFIG  # the bucket lives in another region
-    return Answer.UNEXPECTED
+        return ErrorMeaning.BAD_CONFIG  # the bucket lives in another region
+    return ErrorMeaning.UNEXPECTED
 
 
 def is_past_the_end(error: Exception) -> bool:

@@ -24,7 +24,7 @@ from quire.objects.namespace import RemoteNamespace
 from quire.pages.sources import ChunkPlace, SegmentPlace
 
 
-class Shape(NamedTuple):
+class PageShape(NamedTuple):
     """What is fixed for the life of a database."""
 
     page_size: int
@@ -36,7 +36,7 @@ def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
     return txn.live(db, DbKind.PAGES)
 
 
-def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
+def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> PageShape:
     """The database's shape, decided now if it never was (rule 1)."""
     shape = shape_of(db_id, record, asked, default)
     expected = config_hash(shape.page_size, shape.pages_per_chunk, record)
@@ -45,14 +45,14 @@ def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int,
     return shape
 
 
-def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> Shape:
+def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> PageShape:
     """The same for who only reads: of a database that was never opened, what it would be."""
     size = record.page_size or asked or default
     if asked and asked != size:
         raise InvalidInput("the page size is fixed", db_id=db_id, page_size=size, asked=asked)
     if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
         raise InvalidInput("a page size is a power of two from 512 to 65536", page_size=size)
-    shape = Shape(size, record.pages_per_chunk or CHUNK_BYTES // size)
+    shape = PageShape(size, record.pages_per_chunk or CHUNK_BYTES // size)
     if record.page_size and record.config_hash not in (
         b"",
         config_hash(shape.page_size, shape.pages_per_chunk, record),

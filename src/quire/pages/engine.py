@@ -37,7 +37,7 @@ from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 from quire.pages.anchors import anchored, find_snapshot, inherited_map
 from quire.pages.cache import PageCache
-from quire.pages.catalog import Shape, find_database, fix_shape, segment_place
+from quire.pages.catalog import PageShape, find_database, fix_shape, segment_place
 from quire.pages.floors import Floors, passed_floor
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import LeaseFiles
@@ -54,7 +54,7 @@ from quire.pages.sources import SegmentPlace, Sources, Throttle
 from quire.pages.timetravel import At
 from quire.pages.view import SnapshotView, ViewReader, without_object
 from quire.pages.view_build import open_kept, view_of
-from quire.pages.wal import Start, Wal
+from quire.pages.wal import Wal, WalStart
 
 TICK_SECONDS = 0.25
 """Between two looks: a quarter of the shortest interval anything here has."""
@@ -172,7 +172,7 @@ class PageEngine:
                 raise StoreClosed("the store is closed", hint="open it again")
             yield
 
-    def _make(self, db_id: int, shape: Shape, start: Start, readers: Readers | None) -> PageStore:
+    def _make(self, db_id: int, shape: PageShape, start: WalStart, readers: Readers | None) -> PageStore:
         wal = Wal(
             db_id=db_id,
             page_size=shape.page_size,
@@ -219,7 +219,7 @@ class PageEngine:
             db_id, record = find_database(txn, db)
         shape = fix_shape(self._manifest, db_id, record, 0, self._settings.page_size)
         mark = published_mark(self._manifest, self._disk, self._root, db_id)
-        store = self._make(db_id, shape, Start(mark.lsn + 1, 1, mark), None)
+        store = self._make(db_id, shape, WalStart(mark.lsn + 1, 1, mark), None)
         hint = "open it with salvage=True to write to it again"
         store.wal.abandon(ReadOnly("the database was opened to be read", hint=hint, db_id=db_id))
         return store

@@ -80,7 +80,7 @@ class Segment:
         self.segment_id, self.stride = self.file.header.segment_id, self.file.header.geometry.stride
 
 
-class Piece(NamedTuple):
+class UnpublishedFrames(NamedTuple):
     """Frames of one append that are not published yet."""
 
     segment: Segment
@@ -115,14 +115,14 @@ class Publication:
         self._forget = forget
         self._poison = poison
         # at its right end the writer's, at its left end the publisher's
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[UnpublishedFrames] = deque()
         self.ended: deque[Segment] = deque()
         """Segments that have ended and whose rows do not say so yet."""
         # the writer's
         self.added_bytes = 0
         # guarded by _publishing
         self._publishing = threading.Lock()
-        self._taken: list[Piece] = []
+        self._taken: list[UnpublishedFrames] = []
         """The batch that is under way, or has failed and will be tried again."""
         self.published_bytes = 0
         self._stopped = False
@@ -153,7 +153,7 @@ class Publication:
             taken.append(pieces.popleft())
         return bool(taken)
 
-    def _publish(self, pieces: list[Piece]) -> int:
+    def _publish(self, pieces: list[UnpublishedFrames]) -> int:
         # A segment at a time, not a piece at a time: 20 µs of numpy for piece small commit would be most of the work.
         parts = [self._index(segment, list(run)) for segment, run in groupby(pieces, _segment_of)]
         packed = b"".join([part.tobytes() for part in parts])
@@ -174,7 +174,7 @@ class Publication:
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
         return len(packed) // ROW.size
 
-    def _index(self, segment: Segment, pieces: list[Piece]) -> NDArray[np.void]:
+    def _index(self, segment: Segment, pieces: list[UnpublishedFrames]) -> NDArray[np.void]:
         """Write the entries of neighbouring pieces of one segment (rule 2); their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([piece.heads for piece in pieces])))

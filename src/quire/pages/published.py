@@ -35,7 +35,7 @@ from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from quire.pages.anchors import inherited_map
-from quire.pages.catalog import Shape, find_database, shape_of
+from quire.pages.catalog import PageShape, find_database, shape_of
 from quire.pages.framemap import Regions
 from quire.pages.leasefiles import FileLease
 from quire.pages.page_source import Mark
@@ -160,7 +160,7 @@ class PublishedReaders:
             self._sources.forget_segment(db_id, segment_id)  # truncated since: only the time is not known
         return Mark(lsn, wal.size_pages, segment_id, commit_ms)
 
-    def _make(self, db_id: int, shape: Shape, file: FileLease, mark: Mark) -> Snapshot:
+    def _make(self, db_id: int, shape: PageShape, file: FileLease, mark: Mark) -> Snapshot:
         versions = self._versions_of(db_id, shape)
         with self._lock:
             if self._stopping.is_set():
@@ -171,7 +171,7 @@ class PublishedReaders:
                 self._heart.start()
         return Snapshot(versions, mark, file)
 
-    def _versions_of(self, db_id: int, shape: Shape) -> Versions:
+    def _versions_of(self, db_id: int, shape: PageShape) -> Versions:
         versions = self._versions.get(db_id)
         if versions is None:
             try:
@@ -182,7 +182,7 @@ class PublishedReaders:
                 versions = self._versions.setdefault(db_id, versions)
         return versions
 
-    def _new_versions(self, db_id: int, shape: Shape) -> Versions:
+    def _new_versions(self, db_id: int, shape: PageShape) -> Versions:
         with self._manifest.read() as txn:
             inherited = inherited_map(txn, self._regions, db_id, self._objects_url)
         return Versions(

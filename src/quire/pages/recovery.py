@@ -60,7 +60,7 @@ from quire.pages.publication import PUBLISH_ROWS
 from quire.pages.segment import SegmentHeader
 from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import CutReason, SegmentScan, as_rows, recover_segment
-from quire.pages.wal import Start
+from quire.pages.wal import WalStart
 from quire.pages.wal_files import SPARE, segment_crc, trim
 
 ZEROS_BYTES = 1 * MIB
@@ -90,7 +90,7 @@ class ScannedSegment:
         return self.scan.header.lsn(self.kept - 1)
 
 
-def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salvage: bool = False) -> Start:
+def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salvage: bool = False) -> WalStart:
     """Bring a database's WAL into order; where writing goes on."""
     state, rows = _read(manifest, db_id)
     own = [(segment_id, row) for segment_id, row in rows if row.origin_db_id == db_id]
@@ -108,7 +108,7 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
-    return Start(state.lsn_reserved + 1, state.next_segment_id, mark)
+    return WalStart(state.lsn_reserved + 1, state.next_segment_id, mark)
 
 
 def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:

@@ -68,7 +68,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundVersion:
     """A version, and where it is read: `snapshot_id` is 0 for a live one."""
 
     mark: Mark
@@ -76,13 +76,13 @@ class Found:
     record: SnapshotRecord | None = None
 
 
-def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> Found:
+def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
     """The version that was current at `at`. REQUIRES that everything up to `durable` is published: index regions are asked."""
     moment = Moment.of(at)
     if moment.lsn is not None and moment.lsn > durable.lsn:
         raise OutOfRange("there is no such version yet", hint="open the newest", lsn=moment.lsn, newest=durable.lsn)
     if moment.includes(durable.lsn, durable.commit_ms):
-        return Found(durable)
+        return FoundVersion(durable)
     wal, record = txn.wal_state(db_id), txn.database(db_id)
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
     # Of what a fork has inherited it knows the newest versions only: its own history begins where it was forked.
@@ -95,7 +95,7 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
     if mark is not None and mark.lsn >= begins:
         windows = [(number, record) for number, record in snapshots if WINDOW_TAG in record.tags]
         kept = _among(txn, regions, windows, moment, objects_url)
-        return kept if kept is not None and kept.mark.lsn == mark.lsn else Found(mark)
+        return kept if kept is not None and kept.mark.lsn == mark.lsn else FoundVersion(mark)
     version = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
     if version is None:
         if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
@@ -165,7 +165,7 @@ def _among(
     moment: Moment,
     objects_url: str,
     checkpointed_lsn: int = -1,
-) -> Found | None:
+) -> FoundVersion | None:
     """Find a snapshot that covers no more than the moment and pins every segment up to it (rules 2 and 3)."""
     before: tuple[int, SnapshotRecord] | None = None
     for snapshot_id, record in snapshots:
@@ -175,7 +175,7 @@ def _among(
         pins = pinned(txn, record.pins, objects_url, upto_lsn=record.anchor_lsn)
         mark, covered = last_commit(regions, pins, moment), _covered(txn, record)
         if mark is not None and covered <= mark.lsn:
-            return Found(mark, snapshot_id, record)
+            return FoundVersion(mark, snapshot_id, record)
         # Chunks that a checkpoint put under it while it was published may hold more than this version; a later one may not.
         if mark is None and before is not None and before[1].anchor_lsn == covered:
             return _whole(*before)
@@ -184,9 +184,9 @@ def _among(
     return None
 
 
-def _whole(snapshot_id: int, record: SnapshotRecord) -> Found:
+def _whole(snapshot_id: int, record: SnapshotRecord) -> FoundVersion:
     mark = Mark(record.anchor_lsn, record.size_pages, record.anchor_segment_id, record.anchor_time_ms)
-    return Found(mark, snapshot_id, record)
+    return FoundVersion(mark, snapshot_id, record)
 
 
 def _covered(txn: ReadTxn, record: SnapshotRecord) -> int:

@@ -47,7 +47,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.store import ManifestStore
 from quire.pages.page_source import Mark
-from quire.pages.publication import Piece, Publication, Segment
+from quire.pages.publication import Publication, Segment, UnpublishedFrames
 from quire.pages.segment import FRAME_HEAD_BYTES, PageWrite
 from quire.pages.segment_file import SegmentFile
 from quire.pages.sync_lanes import Flight, SyncLanes
@@ -75,7 +75,7 @@ Version = tuple[int, int, "Version | None"]
 """(lsn, segment) of one version of a page, and the version before it. Immutable: readers walk it while it is added to."""
 
 
-class Start(NamedTuple):
+class WalStart(NamedTuple):
     """Where writing goes on after recovery."""
 
     next_lsn: int
@@ -95,7 +95,7 @@ class Wal:
         disk: Disk,
         manifest: ManifestStore,
         clock: Clock,
-        start: Start,
+        start: WalStart,
         notify: Callable[[], None] = lambda: None,
         notify_bytes: int = 4 * MIB,
     ) -> None:
@@ -244,7 +244,7 @@ class Wal:
             written_bytes = len(part) * segment.stride
             segment.added += 1
             publication.added_bytes += written_bytes
-            publication.pieces.append(Piece(segment, first, len(part), lsn - 1, frame_heads, mark))
+            publication.pieces.append(UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark))
             self.appended_bytes += written_bytes
         self.written = mark
         return mark

@@ -7,9 +7,9 @@ from quire.core.lazy import lazy_names
 if TYPE_CHECKING:
     from quire.sqlite import dbapi as dbapi
     from quire.sqlite.exporting import Exported, export_file
+    from quire.sqlite.files import open_reader
     from quire.sqlite.follow import Follower
     from quire.sqlite.importing import Imported, import_file
-    from quire.sqlite.reader import open_reader
 
 __all__ = [
     "Exported",
@@ -31,6 +31,6 @@ if not TYPE_CHECKING:
             "Follower": "quire.sqlite.follow",
             "Imported": "quire.sqlite.importing",
             "import_file": "quire.sqlite.importing",
-            "open_reader": "quire.sqlite.reader",
+            "open_reader": "quire.sqlite.files",
         },
     )

@@ -1,16 +1,10 @@
-"""Many rows from elsewhere into one table, in one transaction, once.
+"""Inserts many rows into one table in one transaction, once: a *load*, named by a number that its caller draws.
 
-Terms
-  load    what is inserted together; its number names it, drawn by who asks for it
+All rows of a load are inserted, or none. The load is remembered in `quire_loads`, a table of the same database, by the same
+transaction, for `KEPT_MS`: a repeat is answered from there, and nothing is inserted.
 
-Rules
-  1. All rows of a load are inserted, or none.
-  2. The load is remembered in `quire_loads`, a table of the same database, by the same transaction: asked for again it is
-     answered from there, and nothing is inserted. It is remembered for `KEPT_MS`.
-  3. Rows are inserted by the names of their columns; constraints, triggers and defaults of the table hold as ever.
-
-Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `Overloaded` (somebody else writes), `InvalidInput`, and
-what the page engine raises.
+Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `Overloaded` (somebody else writes), `InvalidInput`,
+and what the page engine raises.
 """
 
 from __future__ import annotations
@@ -22,6 +16,7 @@ from typing import Any
 import apsw
 
 from quire.core.errors import Conflict, InvalidInput, NotFound, Overloaded, QuireError
+from quire.sqlite.where_clause import quoted
 
 LOADS = "quire_loads"
 KEPT_MS = 7 * 24 * 3_600 * 1_000
@@ -40,7 +35,7 @@ def load_rows(
     overwrite: bool = False,
     create: bool = False,
 ) -> int:
-    """Insert rows of (name, declared type) columns; how many they were (rules 1 to 3)."""
+    """Insert rows of (name, declared type) columns; how many they were."""
     with _explained(table), _transaction(connection):
         connection.execute(_MAKE)
         done = connection.execute(f"SELECT rows FROM {LOADS} WHERE load = ?", (load,)).get
@@ -48,11 +43,11 @@ def load_rows(
             return int(done)
         _prepare(connection, table, columns, create)
         if overwrite:
-            connection.execute(f"DELETE FROM main.{_quoted(table)}")
-        names = ", ".join(_quoted(name) for name, _ in columns)
+            connection.execute(f"DELETE FROM main.{quoted(table)}")
+        names = ", ".join(quoted(name) for name, _ in columns)
         places = ", ".join("?" * len(columns))
         counted = _Counted(rows)
-        connection.executemany(f"INSERT INTO main.{_quoted(table)}({names}) VALUES ({places})", counted)
+        connection.executemany(f"INSERT INTO main.{quoted(table)}({names}) VALUES ({places})", counted)
         connection.execute(f"DELETE FROM {LOADS} WHERE at_ms < ?", (now_ms - KEPT_MS,))
         connection.execute(f"INSERT INTO {LOADS} VALUES (?, ?, ?)", (load, counted.count, now_ms))
         return counted.count
@@ -78,8 +73,8 @@ def _prepare(connection: apsw.Connection, table: str, columns: Sequence[tuple[st
         return
     if not create:
         raise NotFound("the database has no such table", hint="make it, or write with the option create", table=table)
-    declared = ", ".join(f"{_quoted(name)} {kind}" for name, kind in columns)
-    connection.execute(f"CREATE TABLE main.{_quoted(table)}({declared})")
+    declared = ", ".join(f"{quoted(name)} {kind}" for name, kind in columns)
+    connection.execute(f"CREATE TABLE main.{quoted(table)}({declared})")
 
 
 @contextmanager
@@ -107,7 +102,3 @@ def _explained(table: str) -> Iterator[None]:
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise Overloaded("somebody else writes to the database", hint="try again", table=table) from error
         raise InvalidInput(f"SQLite refuses: {error}", hint="nothing was inserted", table=table) from error
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

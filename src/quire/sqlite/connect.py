@@ -1,17 +1,13 @@
-"""SQLite connections to the databases of a store.
+"""SQLite connections to the databases of a store, and forks of a database at any version that can still be read.
 
-Terms
-  URI       how SQLite names a database of this store: `shop`, or `file:shop?at=monday`, `?epoch=4711`, `?time=2026-01-31T12:00`
-  keeper    a thread that renews the leases of long read transactions, and gives back versions that nobody reads
+A connection is plain apsw, opened with our VFS: `shop`, or `file:shop?at=monday`, `?epoch=4711`, `?time=2026-01-31T12:00`; an
+attached name is looked up there too. A version other than the newest is for reading, and is held as long as the connection: by
+its snapshot's row, or by a lease. Names are looked up when a connection is opened: renaming a database leaves its connections
+alone. When the store is closed, connections that are still open fail with `SQLITE_IOERR` and the reason. The *keeper* is a
+thread that renews the leases of long read transactions, and gives back versions that nobody reads.
 
-Rules
-  1. A connection is plain apsw. What makes it ours is the VFS it was opened with; an attached name is looked up there too.
-  2. A version other than the newest is for reading. It is held as long as the connection: by its snapshot's row, or by a lease.
-  3. Names are looked up when a connection is opened: renaming a database leaves its connections alone.
-  4. When the store is closed, connections that are still open fail with `SQLITE_IOERR` and the reason; a forked child's too.
-
-Threads: any; a connection belongs to one at a time.
-Raises `UnknownDatabase`, `WrongKind`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`, `ReadOnly`, and apsw's errors.
+Threads: any; a connection belongs to one at a time. Raises `UnknownDatabase`, `WrongKind`, `UnknownSnapshot`, `SnapshotGone`,
+`OutOfRange`, `InvalidInput`, `ReadOnly`, `NameTaken`, and apsw's errors.
 """
 
 from __future__ import annotations
@@ -19,22 +15,26 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from urllib.parse import quote, urlencode
 
 import apsw
 
-from quire.core.errors import InvalidInput, QuireError, ReadOnly, StoreClosed, UnknownDatabase
+from quire.core.errors import InvalidInput, NameTaken, QuireError, ReadOnly, StoreClosed, UnknownDatabase
 from quire.core.ids import Epoch
+from quire.durable.names import check_name
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
+from quire.pages.anchors import publish_at
 from quire.pages.catalog import find_database
 from quire.pages.engine import PageEngine
-from quire.sqlite.databases import Database, reader_tags
+from quire.pages.framemap import FrameMap, Regions
+from quire.pages.snapshot import Snapshot
+from quire.pages.view import ViewReader
+from quire.sqlite.databases import SharedDatabase, reader_tags
 from quire.sqlite.files import PageReader, ReadOnlyFile
-from quire.sqlite.forking import fork_at
 from quire.sqlite.live import LiveFile
 from quire.sqlite.vfs import QuireVfs, VfsFile
 
@@ -71,7 +71,7 @@ class SqliteDatabases:
         self._opened = threading.local()
         # guarded by _lock
         self._lock = threading.Lock()
-        self._databases: dict[int, Database] = {}
+        self._databases: dict[int, SharedDatabase] = {}
         self._files: weakref.WeakSet[LiveFile | ReadOnlyFile] = weakref.WeakSet()
         self._keeper: threading.Thread | None = None
         self._closed = False
@@ -155,9 +155,9 @@ class SqliteDatabases:
         except UnknownDatabase:
             return self._manifest.register_db(name, DbKind.PAGES)
 
-    def _database(self, db_id: int) -> Database:
+    def _database(self, db_id: int) -> SharedDatabase:
         with self._lock:
-            return self._databases.setdefault(db_id, Database(db_id, self._engine, self._manifest))
+            return self._databases.setdefault(db_id, SharedDatabase(db_id, self._engine, self._manifest))
 
     # ── what SQLite opens ─────────────────────────────────────────────────────────────────────────────────────────────
     def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
@@ -173,7 +173,7 @@ class SqliteDatabases:
         return self._kept(file), False
 
     def _version(self, db_id: int, parameters: Mapping[str, str]) -> PageReader:
-        """A version that stays what it is (rule 2)."""
+        """A version that stays what it is."""
         kind, at = next(iter(_ask(parameters).items()))
         if kind == "at":
             return self._engine.open_view(db_id, at)
@@ -222,7 +222,7 @@ class SqliteDatabases:
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Take no more connections; those that are open fail from now on (rule 4)."""
+        """Take no more connections; those that are open fail from now on."""
         self._closed = True
         self._stopping.set()
         if self._keeper is not None:
@@ -272,3 +272,93 @@ def _moment(kind: str, text: str) -> int | datetime:
     except ValueError:
         hint = "an lsn" if kind == "epoch" else "as in 2026-01-31T12:00:00+00:00"
         raise InvalidInput(f"the URI's {kind} cannot be read", hint=hint, given=text) from None
+
+
+SET_BACK_AT_ONCE = 1_024
+"""Pages that are read together when a fork is set back."""
+TAGS = {"hold": "fork"}
+
+
+def fork_at(
+    manifest: ManifestStore, engine: PageEngine, name: str, new_name: str, at: str | int | Epoch | datetime
+) -> int:
+    """A new database that begins as another one was `at` a snapshot's name, an lsn, an epoch or a time; its id."""
+    with manifest.read() as txn:
+        db_id, _ = find_database(txn, name)
+    if isinstance(at, str):
+        return engine.fork(db_id, new_name, at=at)
+    _require_free(manifest, new_name)
+    store = engine.open(db_id)
+    lsn = at.lsn if isinstance(at, Epoch) else at
+    if not isinstance(lsn, int) or lsn <= store.wal.written.lsn:
+        store.wal.sync()  # what was written may be asked for, and only what is durable can be found
+    with store.open_snapshot(at=at, tags=TAGS) as version:
+        if isinstance(version, ViewReader):
+            return _from_kept(manifest, engine, db_id, new_name, version)
+        return _anchored(manifest, engine, db_id, new_name, version)
+
+
+def unfinished_name(new_name: str) -> str:
+    """What a fork is called while it is set back."""
+    return f"{new_name}.unfinished"
+
+
+def _require_free(manifest: ManifestStore, name: str) -> None:
+    """Said before anything is done; the manifest asks again when it counts."""
+    check_name("database", name)
+    if (db_id := _named(manifest, name)) is not None:
+        raise NameTaken("a database has this name", hint="choose another", name=name, db_id=db_id)
+
+
+def _named(manifest: ManifestStore, name: str) -> int | None:
+    with suppress(UnknownDatabase), manifest.read() as txn:
+        return txn.database_id(name)
+    return None
+
+
+def _anchored(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: Snapshot) -> int:
+    """Fork a version that the log still holds where it is, without copying; `version` is the lease."""
+    engine.flush(db_id)  # a fork pins sealed segments
+    fork = manifest.snapshots.fork
+    return publish_at(manifest, db_id, version.mark, lambda db_id, anchor: fork(db_id, new_name, anchor=anchor))
+
+
+def _from_kept(manifest: ManifestStore, engine: PageEngine, db_id: int, new_name: str, version: ViewReader) -> int:
+    """Fork the snapshot behind a kept version and set later pages back, under an unfinished name until then: what
+    fails is dropped, and what a crash leaves is seen by `quire ls` and dropped by the next attempt."""
+    snapshot_id = version.view.snapshot_id
+    with engine.open_view(db_id, snapshot_id) as whole:
+        if whole.lsn == version.lsn:
+            return engine.fork(db_id, new_name, at=snapshot_id)
+        unfinished = unfinished_name(new_name)
+        if (left := _named(manifest, unfinished)) is not None:
+            manifest.drop_db(left).result()
+        made = engine.fork(db_id, unfinished, at=snapshot_id)
+        try:
+            _set_back(engine, made, version, whole)
+            manifest.rename_db(made, new_name).result()
+        except BaseException:
+            manifest.drop_db(made).result()
+            raise
+    return made
+
+
+def _set_back(engine: PageEngine, made: int, version: ViewReader, whole: ViewReader) -> None:
+    with engine.open(made).begin() as txn:
+        if version.size_pages < whole.size_pages:
+            txn.truncate(version.size_pages)
+        pages = list(_changed_since(engine, version, whole))
+        for start in range(0, len(pages), SET_BACK_AT_ONCE):
+            txn.write_pages(version.read_pages(pages[start : start + SET_BACK_AT_ONCE], cold=True))
+        guard = txn.commit()
+    guard.result()
+
+
+def _changed_since(engine: PageEngine, version: ViewReader, whole: ViewReader) -> Iterator[int]:
+    """The pages of a version that its snapshot has otherwise: written after it, or cut off."""
+    newest = FrameMap.of(Regions(engine.sources), whole.view.pins, whole.lsn)
+    for page in newest:
+        found = newest.find(page)
+        if found is not None and found[0] > version.lsn and page < min(version.size_pages, whole.size_pages):
+            yield page
+    yield from range(whole.size_pages, version.size_pages)

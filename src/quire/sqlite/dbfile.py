@@ -1,25 +1,17 @@
 """Reads an ordinary SQLite database file, with its -wal if there is one, as one consistent array of pages.
 
-Terms
-  source   the file as it is at one moment: the pages of the file, and over them the newest images of the log
-  locked   while SQLite's own read transaction is held: other programs go on, but nothing of what we read is overwritten
-  settled  the log adds nothing: all of it has been copied into the file, or there is none
+A *source* is the file at one moment: its pages, and over them the newest images of the log. It is *locked* while SQLite's own
+read transaction is held: what SQLite calls committed is read and verified by `walfile`, and a frame of those that is not good
+is damage, not a torn tail. While frames are committed but not copied into the file, nobody can begin the log anew or copy
+beyond what we see. It is *settled* if all are copied, or there is no log: then the file alone is what we read, and nobody can
+copy more into it.
 
-Rules
-  1. The lock is SQLite's: a read-only connection in a read transaction. What SQLite says is committed (`committed frames`) is
-     read and verified by `walfile`; a frame of those that is not good is damage, not a torn tail.
-  2. While frames are committed but not copied into the file, nobody can begin the log anew or copy beyond what we see, as long
-     as the lock is held. If all are copied, the log is left alone and the file is what we read: nobody can copy more into it.
-  3. The file is read through SQLite's own VFS: closing a descriptor of our own would drop the locks that SQLite holds on the
-     same file in this process (POSIX locks belong to the process).
-  4. What is read is as it is in the file: bytes 18 and 19 too (Q3).
-  5. Pages are numbered from 0 here, as everywhere in quire; SQLite's page n is n - 1.
+Pages are numbered from 0; SQLite's page n is n - 1. What is read is as it is in the file, bytes 18 and 19 too (Q3). Two copies
+of SQLite in one process do not see each other's locks: a file that is open in this process through the standard library's
+`sqlite3` cannot be protected against it.
 
-Two copies of SQLite in one process do not see each other's locks: a file that is open in this process through the standard
-library's `sqlite3` cannot be protected against it.
-
-Thread: one. Raises `NotFound`, `InvalidInput` for what is no SQLite database, `Corruption` for a damaged one, `Unavailable`
-if it cannot be locked now, or SQLite must recover it first.
+Thread: one. Raises `NotFound`, `InvalidInput` for what is no SQLite database, `Corruption` for a damaged one, `Unavailable` if
+it cannot be locked now, or SQLite must recover it first.
 """
 
 from __future__ import annotations
@@ -112,13 +104,14 @@ class Signature:
 
 
 def signature_of(path: str) -> Signature:
-    """The file's signature as it is now; opens it through SQLite's VFS (rule 3)."""
+    """The file's signature as it is now; opens it through SQLite's VFS."""
     with DbFile(path) as file:
         return file.signature()
 
 
 class DbFile:
-    """A database file, read through SQLite's VFS (rule 3) and locked by nobody. A context manager."""
+    """A database file, read through SQLite's VFS and locked by nobody: closing a descriptor of our own would drop the locks
+    that SQLite holds on the same file in this process (POSIX locks belong to the process). A context manager."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
@@ -162,7 +155,7 @@ class DbFile:
 
 
 class ReadLock:
-    """A read transaction of SQLite on a file (rule 1). Use it as a context manager, or close it."""
+    """A read transaction of SQLite on a file. Use it as a context manager, or close it."""
 
     def __init__(self, path: str, header: DbHeader) -> None:
         self.path = path
@@ -242,7 +235,7 @@ class Source:
         self.committed, copied = lock.frames() if lock is not None else (-1, -1)
         self.settled = lock is not None and self.committed == copied
         """Whether the file alone is the database; without a lock nobody knows."""
-        # Read after the frames were asked for: if there are some to read, it stays as it is from then on (rule 2).
+        # Read after the frames were asked for: if there are some to read, it stays as it is from then on.
         self.wal_raw = wal.read_at(HEADER_BYTES, 0) if wal is not None else b""
         self.wal_header = self._parse_wal_header()
 

@@ -1,11 +1,7 @@
 """Export: any version of a page database becomes an ordinary SQLite file.
 
-Rules
-  1. The file appears under its name whole, synced and verified, or not at all: pages go to a temporary file beside it, which is
-     read back, compared and renamed. What a killed export left is overwritten by the next.
-  2. The only bytes that differ from the version are 18 and 19 of the header: they are set to 1, so that SQLite opens the file
-     without a log, from a read-only disk too.
-  3. Nothing is overwritten unasked, and nothing beside which a -wal or -journal lies: SQLite would take it for the new file's.
+The file appears under its name whole, synced and verified, or not at all. Nothing is overwritten unasked, and nothing beside
+which a -wal or -journal lies: SQLite would take it for the new file's.
 
 Thread: one. Raises `AlreadyExists`, `InvalidInput` for what holds no SQLite database, `SnapshotGone`, `StorageFault`,
 `Corruption`.
@@ -27,7 +23,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.sqlite.dbfile import MAGIC
-from quire.sqlite.page_copy import STEP_BYTES, Progress, quiet
+from quire.sqlite.importing import STEP_BYTES, Progress, quiet
 
 VERSIONS = slice(18, 20)
 """Of the header: what a writer and a reader must know; 1 is a rollback journal, 2 a write-ahead log."""
@@ -90,7 +86,7 @@ def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | N
 
 
 def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
-    """Refuse to overwrite unasked, and a target beside which a -wal or -journal lies (rule 3)."""
+    """Refuse to overwrite unasked, and a target beside which a -wal or -journal lies."""
     if os.path.isdir(path):
         raise InvalidInput("this is a directory", hint="name the file to write", path=path)
     if disk.exists(path) and not force:
@@ -105,7 +101,7 @@ def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
 
 
 def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, progress: Progress) -> str:
-    temporary = path + TEMPORARY
+    temporary = path + TEMPORARY  # what a killed export left is overwritten
     try:
         file = disk.open(temporary, create=True)
     except FileNotFoundError:
@@ -147,7 +143,7 @@ def _stream(file: File, reader: Snapshot, name: str, progress: Progress) -> str:
 
 
 def without_log(page: bytes) -> bytes:
-    """The first page, as of a database that keeps no log (rule 2)."""
+    """The first page, as of a database that keeps no log: SQLite opens the file without one, from a read-only disk too."""
     return page[: VERSIONS.start] + b"\x01\x01" + page[VERSIONS.stop :]
 
 

@@ -1,15 +1,13 @@
 """A database as a file that SQLite reads: pages become bytes at offsets.
 
-Terms
-  version   the database as of one commit. A connection *pins* one for the length of a read transaction
-  stamp     sixteen bytes of the header (change counter, sizes) by which SQLite decides whether its cached pages are still valid
+`DatabaseFile` is the part that all files share, `ReadOnlyFile` the read-only mode: one version for good, or the newest
+published version at the start of each transaction. `live.py` has the mode that writes, `open_reader` a connection over any
+source of pages.
 
-`DatabaseFile` is the part that all files share. `ReadOnlyFile` is the read-only mode: either one version for good, or the
-newest published version at the start of each transaction. `live.py` has the mode that writes.
-
-SQLite counts pages from 1 and asks for bytes; page n of SQLite is page n - 1 here. A read beyond the end is short, and SQLite
-fills it with zeros. Bytes 18 and 19 of the header are always shown as 1, because a file imported in WAL mode would not open
-otherwise (Q3).
+A connection *pins* a version for the length of a read transaction. The *stamp* is sixteen bytes of the header (change counter,
+sizes) by which SQLite decides whether its cached pages are still valid. SQLite counts pages from 1; its page n is page n - 1
+here. A read beyond the end is short, and SQLite fills it with zeros. Bytes 18 and 19 of the header are always shown as 1,
+because a file imported in WAL mode would not open otherwise (Q3).
 
 Executor-safe. Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's thread.
 """
@@ -18,14 +16,16 @@ Executor-safe. Threads: one at a time, as SQLite's connections; `renew` and `rel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import threading
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import apsw
 
-from quire.core.errors import OutOfRange, QuireError
-from quire.sqlite.error_codes import apsw_error, sqlite_error
+from quire.core.errors import OutOfRange, QuireError, UnknownDatabase
 from quire.sqlite.pragmas import EPOCH, judge, log_once
+from quire.sqlite.vfs import QuireVfs, VfsFile, apsw_error, sqlite_error
 
 POWERSAFE = apsw.SQLITE_IOCAP_POWERSAFE_OVERWRITE
 FIXED = POWERSAFE | apsw.SQLITE_IOCAP_IMMUTABLE
@@ -55,7 +55,7 @@ class PageReader(Protocol):
     def close(self) -> None: ...
 
 
-class LeasedReader(PageReader, Protocol):
+class LeasedPages(PageReader, Protocol):
     """A version whose lease may run out."""
 
     @property
@@ -238,7 +238,7 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
 
     def __init__(
         self,
-        open_newest: Callable[[], LeasedReader] | None = None,
+        open_newest: Callable[[], LeasedPages] | None = None,
         newest_lsn: Callable[[], int] = lambda: 0,
         *,
         version: PageReader | None = None,
@@ -260,7 +260,7 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
         return cls(version=version, refusal="this is an earlier version of the database; it cannot be changed")
 
     @classmethod
-    def published(cls, open_newest: Callable[[], LeasedReader], newest_lsn: Callable[[], int]) -> ReadOnlyFile:
+    def published(cls, open_newest: Callable[[], LeasedPages], newest_lsn: Callable[[], int]) -> ReadOnlyFile:
         """What the owner of a store has published, at most a second old (P6): each read transaction sees the newest version."""
         return cls(open_newest, newest_lsn)
 
@@ -321,3 +321,40 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
 def no_pages(page: int) -> bytes:
     """Reads nothing: no version is pinned, or it has no pages."""
     raise OutOfRange("the database has no pages yet", page=page)
+
+
+_numbers = itertools.count(1)
+
+
+class _Shelf:
+    """Sources that are about to be opened, by the name SQLite will ask for; one VFS for all, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[str, PageReader] = {}
+        self._vfs: QuireVfs | None = None
+
+    def put(self, source: PageReader) -> tuple[str, str]:
+        """(name of the source, name of the VFS)."""
+        with self._lock:
+            self._vfs = self._vfs or QuireVfs("quire-reader", self._open)
+            name = f"view-{next(_numbers)}"
+            self._sources[name] = source
+            return name, self._vfs.name
+
+    def _open(self, name: str, _: Mapping[str, str], __: bool) -> tuple[VfsFile, bool]:
+        source = self._sources.pop(name, None)
+        if source is None:
+            hint = "only files of the machine can be attached here, by their path"
+            raise UnknownDatabase("a reader of one version knows no other database", hint=hint, name=name)
+        return ReadOnlyFile.fixed(source), True
+
+
+_shelf = _Shelf()
+
+
+def open_reader(source: PageReader) -> apsw.Connection:
+    """A read-only connection over a source."""
+    name, vfs = _shelf.put(source)
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    return apsw.Connection(f"file:{name}?immutable=1", flags=flags, vfs=vfs)

@@ -1,26 +1,22 @@
-"""Follows a SQLite database that another program writes: ships its transactions into a page database as they come.
+"""Follows a SQLite database that another program writes: ships its transactions into a page database as they come (Q4).
 
-Terms
-  look      one read transaction of SQLite on the file: what is new is shipped within it
-  exact     transactions are taken from the log one by one: each becomes one commit of ours
-  patch     pages that can have changed are compared and become one commit
-  compare   all pages are compared and what differs becomes one commit
+A look is one read transaction of SQLite on the file. The program is not disturbed: nothing is written to its files or locked
+for writing, no transaction is held between two looks, no checkpoint is made. So its log is begun anew when it likes; versions
+between two looks may then be skipped, the state at the end of a look never. What is new is shipped in the best of three ways:
 
-Rules
-  1. The program is not disturbed: nothing is written to its files or locked for writing, no transaction is held between two
-     looks, no checkpoint is made (SQLite itself makes an empty log for a closed database in WAL mode, for a look). So its log
-     is begun anew when it likes; versions between two looks may then be skipped, the state at the end of a look never.
-  2. A look is exact if the last frame of the position still stands in the log and the log has the same header; or if the
-     log is new and the file below it is as it was when the file alone was our version.
-  3. If the log was begun anew just once since, and its new part is shorter than what we knew, then the rest of its former life
-     still stands behind: its pages and those of the new part are all that can have changed, a patch.
-  4. Everything else is a gap: a compare (Q4). Also if our database is not at the lsn of the position: we crashed between the
-     commit and the position, or somebody else wrote to it.
-  5. A database in rollback mode has no log: each change of it, told by its change counter and times, is a compare.
-  6. What SQLite does not call committed is not shipped, even if it stands in the log.
+  exact     the log's transactions one by one: the last frame of the position still stands in the log and the log has the same
+            header, or the log is new and the file below it is as it was when the file alone was our version
+  patch     the pages that can have changed are compared and become one commit: the log was begun anew just once, and its new
+            part is shorter than what we knew, so the rest of its former life still stands behind
+  compare   all pages are compared and what differs becomes one commit: in every other case, and always right. So it is where
+            the database has no log, or is not at the lsn of the position (we crashed before it was saved, or somebody else
+            wrote)
 
-Thread: one at a time. Raises what `dbfile` does; `ConfigMismatch` if the file's page size changes (a VACUUM can do
-that), `DatabaseTombstoned` if our database is dropped.
+The *position* is the version of our database that equals the file at some moment, and how the file looked then: a small JSON
+file of the store, written after the commit it belongs to.
+
+Thread: one at a time. Raises what `dbfile` does; `ConfigMismatch` if the file's page size changes (a VACUUM can do that),
+`DatabaseTombstoned` if our database is dropped.
 """
 
 from __future__ import annotations
@@ -30,22 +26,149 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
+import msgspec
 import numpy as np
 
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import NotFound, Unavailable
+from quire.core.errors import NotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import Disk, OsDisk, read_all, write_atomic
+from quire.durable.names import FollowFile
 from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
-from quire.sqlite.dbfile import Source, open_if_there, open_source, signature_of, size_and_time
-from quire.sqlite.follow_position import Position, frame_at, load, position_of, save, stands_at
-from quire.sqlite.importing import name_for, require_page_size, target_for
-from quire.sqlite.page_copy import Progress, bring, bring_some, quiet
-from quire.sqlite.walfile import HEADER_BYTES, Block, Place, WalHeader, blocks
+from quire.sqlite.dbfile import Signature, Source, open_if_there, open_source, signature_of, size_and_time
+from quire.sqlite.importing import Progress, bring, bring_some, name_for, quiet, require_page_size, target_for
+from quire.sqlite.walfile import (
+    FRAME_HEAD,
+    FRAME_HEAD_BYTES,
+    HEADER_BYTES,
+    FrameBlock,
+    ReadAt,
+    VerifiedFrame,
+    WalHeader,
+    blocks,
+    parse_header,
+)
+
+FORMAT = 1
+RACY_NS = 100_000_000
+"""A time of change younger than this does not tell the next one: clocks of file systems tick every few milliseconds."""
+NOWHERE = -1
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a database has followed a SQLite file. A position whose lsn is not the database's is worth nothing."""
+
+    format: int = FORMAT
+    path: str
+    lsn: int
+    inode: int
+    size: int
+    mtime_ns: int
+    change_counter: int
+    settled: bool
+    """Whether the file alone, without its log, was that version, and its time of change was old enough to tell later
+    changes."""
+    wal_header: str = ""
+    """The 32 bytes at the beginning of the log, in hex."""
+    frame: int = NOWHERE
+    checksum: tuple[int, int] = (0, 0)
+    wal_bytes: int = 0
+    wal_mtime_ns: int = 0
+    """How the log looked before it was read, if it was quiet; else 0."""
+
+    @property
+    def file(self) -> Signature:
+        """How the file looked."""
+        return Signature(self.inode, self.size, self.mtime_ns, self.change_counter)
+
+    @property
+    def header(self) -> WalHeader | None:
+        """The log's header, if it was one."""
+        found = parse_header(bytes.fromhex(self.wal_header))
+        return found if isinstance(found, WalHeader) else None
+
+    @property
+    def place(self) -> VerifiedFrame | None:
+        """Behind the last frame that is part of it."""
+        return None if self.frame == NOWHERE else VerifiedFrame(self.frame, self.checksum)
+
+
+def position_of(source: Source, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int) -> Position:
+    """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was.
+
+    `began_ns` is from before the source was opened: its log, unlike the file, may be written to while it is read.
+    """
+    place = end if end is not None else _end_of(source)
+    seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
+    quiet = began_ns - wal_mtime_ns > RACY_NS
+    return Position(
+        path=source.path,
+        lsn=lsn,
+        inode=seen.inode,
+        size=seen.size,
+        mtime_ns=seen.mtime_ns,
+        change_counter=seen.change_counter,
+        settled=source.settled and now_ns - seen.mtime_ns > RACY_NS,
+        wal_header=source.wal_raw.hex(),
+        frame=place.frame if place is not None else NOWHERE,
+        checksum=place.checksum if place is not None else (0, 0),
+        wal_bytes=wal_bytes if quiet else 0,
+        wal_mtime_ns=wal_mtime_ns if quiet else 0,
+    )
+
+
+def _end_of(source: Source) -> VerifiedFrame | None:
+    """Behind the last committed frame, where the log was not read because the file holds all of it."""
+    if source.map is not None:
+        return source.map.end
+    if source.wal is None or source.wal_header is None or source.committed <= 0:
+        return None
+    found = frame_at(source.wal.read_at, source.wal_header, source.committed)
+    # The log may be begun anew at any time now; then its frames are others than its header, as we read it, says.
+    return found[1] if found is not None and found[0] == source.wal_header.salts else None
+
+
+def frame_at(read_at: ReadAt, header: WalHeader, frame: int) -> tuple[bytes, VerifiedFrame] | None:
+    """(salts, place) of what stands in the log where a frame is or would be; `None` beyond its end."""
+    data = read_at(FRAME_HEAD_BYTES, header.offset(frame))
+    if len(data) < FRAME_HEAD_BYTES:
+        return None
+    _, _, salts, first, second = FRAME_HEAD.unpack(data)
+    return salts, VerifiedFrame(frame, (first, second))
+
+
+def stands_at(read_at: ReadAt, position: Position) -> bool:
+    """Whether the last frame of a position is still where it was."""
+    header, place = position.header, position.place
+    if header is None or place is None:
+        return False
+    return place.frame == 0 or frame_at(read_at, header, place.frame) == (header.salts, place)
+
+
+def load(disk: Disk, root: str, db_id: int) -> Position | None:
+    """The position of a database; `None` if there is none, or none that can be understood."""
+    path = os.path.join(root, FollowFile(db_id=db_id).path)
+    try:
+        found = msgspec.json.decode(read_all(disk, path), type=Position)
+        found.header  # noqa: B018 - it must be hex
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        emit("warning", "sqlite.follow.position_unreadable", path=path, error=str(error))
+        return None
+    return found if found.format == FORMAT else None
+
+
+def save(disk: Disk, root: str, db_id: int, position: Position) -> None:
+    """Remember it."""
+    path = os.path.join(root, FollowFile(db_id=db_id).path)
+    disk.make_dirs(os.path.dirname(path))
+    write_atomic(disk, path, msgspec.json.encode(position) + b"\n")
+
 
 INTERVAL_SECONDS = 0.25
 """Between two looks. A look at a file that has not changed reads a few bytes."""
@@ -97,7 +220,8 @@ class Follower:
         self.done = Followed()
         self._target: PageStore | None = None
         self._position: Position | None = None
-        self._waiting = ""
+        self.trouble = ""
+        """Why it does not get on, if it does not."""
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def run(self, stop: threading.Event, interval: float = INTERVAL_SECONDS) -> Followed:
@@ -105,16 +229,17 @@ class Follower:
         while not stop.is_set():
             try:
                 self.look()
-                self._waiting = ""
+                self.trouble = ""
             except (Unavailable, NotFound) as error:
-                self._say_waiting(error.what)
+                self.report(error, "info", "sqlite.follow.waiting")
             _pause(stop, interval)
         return self.done
 
-    def _say_waiting(self, what: str) -> None:
-        if what != self._waiting:
-            self._waiting = what
-            emit("info", "sqlite.follow.waiting", path=self.path, reason=what)
+    def report(self, error: QuireError, level: str, event: str) -> None:
+        """Keep and emit a trouble, once for as long as it stays the same."""
+        if str(error) != self.trouble:
+            self.trouble = str(error)
+            emit(level, event, path=self.path, database=self.name, reason=error.what)
 
     def look(self) -> bool:
         """Ship what is new; whether there was anything."""
@@ -173,14 +298,14 @@ class Follower:
         return position.settled and position.file == signature_of(self.path)
 
     def _valid_position(self) -> Position | None:
-        """The stored position, or `None` if there is a gap and pages must be compared (rule 4)."""
+        """The stored position, or `None` if there is a gap and pages must be compared."""
         position, target = self._position, self._target
         if position is None or target is None or target.durable_version()[0] != position.lsn:
             return None
         return position
 
     # ── shipping ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _ship(self, target: PageStore, source: Source) -> Place | None:
+    def _ship(self, target: PageStore, source: Source) -> VerifiedFrame | None:
         """Make our database what the source is; the last frame that is part of it, where that is known from reading."""
         start = self._start_of(source)
         if start is not None:
@@ -198,8 +323,8 @@ class Follower:
         emit("info", "sqlite.follow.compared", path=self.path, **asdict(found))
         return None
 
-    def _start_of(self, source: Source) -> Place | None:
-        """Where an exact look begins (rule 2); `None` if it cannot be exact."""
+    def _start_of(self, source: Source) -> VerifiedFrame | None:
+        """Where an exact look begins; `None` if it cannot be exact."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None or source.committed <= 0:
             return None
@@ -213,7 +338,7 @@ class Follower:
             return header.start
         return None
 
-    def _exact(self, target: PageStore, source: Source, start: Place) -> Place:
+    def _exact(self, target: PageStore, source: Source, start: VerifiedFrame) -> VerifiedFrame:
         """Ship transactions from the log behind a place; the last commit that was found good."""
         assert source.wal is not None
         assert source.wal_header is not None
@@ -238,7 +363,7 @@ class Follower:
                 guard.result()  # of the last: it makes all before it durable too
         return end
 
-    def _commit(self, txn: WriteTxn, block: Block, first: int, commit: int) -> PageGuard:
+    def _commit(self, txn: WriteTxn, block: FrameBlock, first: int, commit: int) -> PageGuard:
         self._write(txn, block, first, commit + 1)
         size = int(block.sizes[commit])
         if txn.size_pages != size:
@@ -246,14 +371,14 @@ class Follower:
         self.done.transactions += 1
         return txn.commit()
 
-    def _write(self, txn: WriteTxn, block: Block, first: int, stop: int) -> None:
+    def _write(self, txn: WriteTxn, block: FrameBlock, first: int, stop: int) -> None:
         """Of several images of a page the last one counts."""
         images = {page - 1: index for index, page in zip(range(first, stop), block.pages[first:stop].tolist())}
         txn.write_pages({page: block.image(index) for page, index in images.items()})
         self.done.pages += len(images)
 
     def _suspects(self, source: Source) -> set[int] | None:
-        """All pages that can have changed, if the log was begun anew just once (rule 3); else `None`."""
+        """All pages that can have changed, if the log was begun anew just once; else `None`."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None:
             return None

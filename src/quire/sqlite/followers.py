@@ -1,14 +1,9 @@
 """SQLite files that the owner of a store follows by itself, each in a thread, until it is told to stop or closes.
 
-Terms
-  kept     a row of the manifest says that the file is followed: who opens the store to serve it goes on with it
-
-Rules
-  1. A file is kept after its first look has succeeded, so a database that cannot follow it is not promised to. Stopping removes
-     the row first: a crash in between leaves a follower that ends with the process.
-  2. How far a follower is stands in the position it saves (follow_position.py): a restart goes on where it was.
-  3. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another page
-     size, the database dropped) ends the follower; the row stays, unless the database is gone, and says so by its `trouble`.
+A row of the manifest keeps a file after its first look has succeeded: who opens the store to serve it goes on with it, from
+the position that its follower has saved. Stopping removes the row first: a crash in between leaves a follower that ends with
+the process. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another
+page size, the database dropped) ends the follower; the row stays, and its `trouble` says why.
 
 Threads: any; one for each file. Raises what a look does, `NotFound`, `Conflict`, `StoreClosed`.
 """
@@ -21,8 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed, Unavailable
-from quire.core.events import emit
+from quire.core.errors import Conflict, NotFound, QuireError, StorageFault, StoreClosed
 from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
 from quire.manifest.store import ManifestStore
@@ -54,33 +48,22 @@ class _Task:
 
     def __init__(self, follower: Follower, interval_seconds: float) -> None:
         self.follower = follower
-        self.trouble = ""
         self.stop = threading.Event()
         self._interval_seconds = interval_seconds
         self.thread = threading.Thread(target=self._run, name=f"quire-follow-{follower.name}", daemon=True)
 
     def _run(self) -> None:
-        wait = self._interval_seconds
-        while not self.stop.wait(wait):
-            wait = self._interval_seconds
+        while not self.stop.wait(self._interval_seconds):
             try:
-                self.follower.look()
-                self.trouble = ""
-            except (Unavailable, NotFound) as error:
-                self._say(error, "info", "sqlite.follow.waiting")
+                self.follower.run(self.stop, self._interval_seconds)
             except StorageFault as error:
-                self._say(error, "warning", "sqlite.follow.waiting")
-                wait = max(wait, RETRY_SECONDS)
+                self.follower.report(error, "warning", "sqlite.follow.waiting")
+                self.stop.wait(RETRY_SECONDS)
             except StoreClosed:
                 return
             except QuireError as error:
-                self._say(error, "error", "sqlite.follow.ended")
+                self.follower.report(error, "error", "sqlite.follow.ended")
                 return
-
-    def _say(self, error: QuireError, level: str, event: str) -> None:
-        if str(error) != self.trouble:
-            self.trouble = str(error)
-            emit(level, event, path=self.follower.path, database=self.follower.name, reason=error.what)
 
 
 class FileFollowers:
@@ -146,7 +129,7 @@ class FileFollowers:
                 interval_seconds=row.interval_ms / 1000,
                 since_ms=row.since_ms,
                 running=(task := self._tasks.get(db_id)) is not None and task.thread.is_alive(),
-                trouble=task.trouble if task is not None else "",
+                trouble=task.follower.trouble if task is not None else "",
                 done=task.follower.done if task is not None else None,
             )
             for db_id, row, record in rows

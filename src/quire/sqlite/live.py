@@ -1,21 +1,15 @@
 """The newest version of a database as a file that SQLite reads and writes: the lock ladder, and what a commit is.
 
-Terms
-  pin       the version that a connection reads from its SHARED lock on, with a lease (`read_version.py`); kept a moment
-            longer for the next transaction
-  overlay   the pages that a transaction has written, until it hands them to the page engine
-  unborn    a database that nobody has written to: its page size is undecided, its size is 0
-
-The lock ladder
   SHARED      pins the newest written version. Everything is read from that.
-  RESERVED    takes the turn to write (`locks.py`) and begins the page engine's transaction, whatever others read. If another
-              connection has written since SHARED, `SQLITE_BUSY_SNAPSHOT`; if one is writing, `SQLITE_BUSY`.
+  RESERVED    takes the turn to write and begins the page engine's transaction, whatever others read. If another connection has
+              written since SHARED, `SQLITE_BUSY_SNAPSHOT`; if one is writing, `SQLITE_BUSY`.
   EXCLUSIVE   nothing more: readers are never in the way.
   unlocking   from RESERVED or above drops what was not committed; to NONE releases the pin.
 
-A transaction is one commit of the page engine, made in `COMMIT_PHASETWO`, the last thing SQLite does (Q1). Syncs and
-truncations before it touch the transaction only: SQLite may still roll back after them by writing the old pages over the
-new ones. From `synchronous=FULL` on the commit waits for the disk; below, the engine syncs it within a second (Q2).
+The *overlay* holds the pages that a transaction has written, until it hands them to the page engine. A transaction is one
+commit of the engine, made in `COMMIT_PHASETWO`, the last thing SQLite does (Q1). Syncs and truncations before it touch the
+transaction only: SQLite may still roll back after them by writing the old pages over the new ones. From `synchronous=FULL` on
+the commit waits for the disk; below, the engine syncs it within a second (Q2).
 
 Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order. After
 its commit a connection that still reads (a cursor is open) reads exactly the version that it committed: its pin moves there.
@@ -35,12 +29,9 @@ import apsw
 
 from quire.core.errors import QuireError, QuotaExceeded, TimedOut
 from quire.sqlite import pragmas
-from quire.sqlite.databases import Database
-from quire.sqlite.error_codes import apsw_error, commit_error, sqlite_error
+from quire.sqlite.databases import KEPT_BYTES, ReadPin, SharedDatabase, Sleeper
 from quire.sqlite.files import SHARED, STAMP, DatabaseFile, no_pages
-from quire.sqlite.locks import Sleeper
-from quire.sqlite.read_version import Pin
-from quire.sqlite.shared_pages import KEPT_BYTES
+from quire.sqlite.vfs import apsw_error, commit_error, sqlite_error
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
@@ -54,10 +45,10 @@ RESERVED = apsw.SQLITE_LOCK_RESERVED
 PHASE_TWO = apsw.SQLITE_FCNTL_COMMIT_PHASETWO
 
 
-class LiveFile(DatabaseFile[Pin]):
+class LiveFile(DatabaseFile[ReadPin]):
     """The live mode. Made by the opener of a store."""
 
-    def __init__(self, database: Database, vfs: QuireVfs) -> None:
+    def __init__(self, database: SharedDatabase, vfs: QuireVfs) -> None:
         super().__init__()
         # constant after construction
         self._database = database
@@ -112,13 +103,13 @@ class LiveFile(DatabaseFile[Pin]):
         try:
             pin = self._idle.pop()
         except IndexError:
-            pin = Pin(store, self._database.newest)
+            pin = ReadPin(store, self._database.newest)
         else:
             if pin.is_open:
                 pin.move(store.wal.written)
             if not pin.is_open or pin.is_set_aside:
                 pin.close()
-                pin = Pin(store, self._database.newest)
+                pin = ReadPin(store, self._database.newest)
         self._pin = pin
         self._read = pin.read_page
 

@@ -1,6 +1,6 @@
 """What a pragma means here, where it cannot mean what it means for a file.
 
-SQLite shows every pragma to the file first (`SQLITE_FCNTL_PRAGMA`). `Verdict` is the answer: leave it to SQLite, say
+SQLite shows every pragma to the file first (`SQLITE_FCNTL_PRAGMA`). `PragmaAnswer` is the answer: leave it to SQLite, say
 something in its place, or refuse it with a message of ours. The table for users is in docs/sqlite.md.
 
 A program that asks for another journal mode goes on: whoever answers `memory` has not changed it, by SQLite's own rule, and
@@ -54,7 +54,7 @@ LEVELS = {"off": OFF, "no": OFF, "false": OFF, "full": FULL, "extra": EXTRA}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PragmaAnswer:
     """What becomes of a pragma: a reply in SQLite's place, a refusal, or, if neither, SQLite's own answer. A note says why the
     reply is not what was asked for."""
 
@@ -63,10 +63,10 @@ class Verdict:
     note: str | None = None
 
 
-PASS = Verdict()
+PASS = PragmaAnswer()
 
 
-def judge(name: str, value: str | None, *, page_size: int) -> Verdict:
+def judge(name: str, value: str | None, *, page_size: int) -> PragmaAnswer:
     """The verdict on one pragma of a database; `page_size` is 0 while it has none."""
     asked = None if value is None else value.strip().lower()
     if asked is None:
@@ -74,16 +74,18 @@ def judge(name: str, value: str | None, *, page_size: int) -> Verdict:
     match name.lower():
         case "journal_mode" if asked == "off":
             what = "journal_mode=off would leave nothing to roll back to"
-            return Verdict(refusal=f"{what}; it stays {JOURNAL_MODE!r}, which costs no write to disk either")
+            return PragmaAnswer(refusal=f"{what}; it stays {JOURNAL_MODE!r}, which costs no write to disk either")
         case "journal_mode" if asked == JOURNAL_MODE or asked in NOTES:
-            return Verdict(reply=JOURNAL_MODE, note=NOTES.get(asked))
+            return PragmaAnswer(reply=JOURNAL_MODE, note=NOTES.get(asked))
         case "locking_mode" if asked == "exclusive":
-            return Verdict(reply="normal", note=EXCLUSIVE)
+            return PragmaAnswer(reply="normal", note=EXCLUSIVE)
         case "page_size" if page_size and asked.isdecimal() and int(asked) != page_size:
             what = f"the page size of a quire database is fixed: {page_size}, not {asked}"
-            return Verdict(refusal=f"{what}; create another database with page_size={asked} and copy this one into it")
+            return PragmaAnswer(
+                refusal=f"{what}; create another database with page_size={asked} and copy this one into it"
+            )
         case "mmap_size":
-            return Verdict(reply="0")
+            return PragmaAnswer(reply="0")
     return PASS
 
 

@@ -1,16 +1,12 @@
-"""SQLite's window to its files, with databases of quire behind it.
+"""SQLite's VFS with databases of quire behind it, and our errors as SQLite's.
 
-Terms
-  opener   says what file a database's name and parameters mean; of a store, or of one source on an executor
+A name without a slash is a database of quire. One with a slash is a file of the machine's, and a file without a name is
+temporary: both are the default VFS's, so `ATTACH '/path/file.db'`, `VACUUM INTO '/path/file.db'` and sorting work as ever.
 
-Rules
-  1. A name without a slash is a database of quire. One with a slash is a file of the machine's, and a file without a name is
-     temporary: both are the default VFS's, so `ATTACH '/path/file.db'`, `VACUUM INTO '/path/file.db'` and sorting work as ever.
-  2. A database of quire has no journal beside it: SQLite is told that it lives in memory, so that the journal does too, for an
-     attached one as well. A journal that SQLite opens all the same is a temporary file: a pragma for all databases of a
-     connection reaches those that are attached without asking them.
-  3. A sleep of a connection that was refused ends when its turn to write comes (`locks.py`).
-  4. An error while opening is SQLite's `CANTOPEN` with our message.
+    >>> from quire.core.errors import DiskFull
+    >>> error = sqlite_error(DiskFull("no space left", hint="make room"))
+    >>> type(error).__name__, error.extendedresult, str(error)
+    ('FullError', 13, 'no space left; make room')
 
 Threads: any. Executor-safe.
 """
@@ -26,9 +22,61 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import apsw
+from apsw import (
+    SQLITE_BUSY,
+    SQLITE_CANTOPEN,
+    SQLITE_CORRUPT,
+    SQLITE_FULL,
+    SQLITE_IOERR,
+    SQLITE_IOERR_COMMIT_ATOMIC,
+    SQLITE_READONLY,
+    SQLITE_READONLY_DBMOVED,
+    exception_for,
+)
 
+from quire.core import errors as e
 from quire.core.errors import QuireError
-from quire.sqlite.error_codes import apsw_error
+
+CODES: dict[type[e.QuireError], int] = {
+    e.QuotaExceeded: SQLITE_FULL,
+    e.DiskFull: SQLITE_FULL,
+    e.Corruption: SQLITE_CORRUPT,
+    e.DatabaseTombstoned: SQLITE_READONLY_DBMOVED,
+    e.ReadOnly: SQLITE_READONLY,
+    e.TimedOut: SQLITE_BUSY,
+    e.Overloaded: SQLITE_BUSY,
+    e.UnknownDatabase: SQLITE_CANTOPEN,
+    e.UnknownSnapshot: SQLITE_CANTOPEN,
+    e.WrongKind: SQLITE_CANTOPEN,
+}
+"""The nearest class on the way up decides; what is not listed is `SQLITE_IOERR`."""
+
+
+def code_of(error: BaseException) -> int:
+    """SQLite's extended result code for an error."""
+    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), SQLITE_IOERR)
+
+
+def sqlite_error(error: BaseException) -> Exception:
+    """What to raise towards SQLite, `from error`."""
+    return apsw_error(code_of(error), str(error))
+
+
+def commit_error(error: BaseException, *, appended: bool) -> Exception:
+    """The same for an error of a commit, whose transaction was already in the log, or was not. `SQLITE_FULL` or the
+    `SQLITE_IOERR` family, whatever it was: after those two alone SQLite throws away the pages it has changed in memory
+    (Q1)."""
+    code = code_of(error)
+    what = "nobody knows whether the transaction is on disk" if appended else "the transaction was rolled back"
+    return apsw_error(code if code == SQLITE_FULL else SQLITE_IOERR_COMMIT_ATOMIC, f"{what}: {error}")
+
+
+def apsw_error(code: int, message: str) -> Exception:
+    """An error of SQLite's with this extended code."""
+    error = exception_for(code)
+    error.args = (message,)
+    return error
+
 
 NAME_BYTES_MAX = 4096
 
@@ -60,7 +108,7 @@ Opener = Callable[[str, Mapping[str, str], bool], tuple[VfsFile, bool]]
 
 
 class QuireVfs(apsw.VFS):
-    """See the rules above. It is registered for as long as somebody holds it."""
+    """It is registered for as long as somebody holds it."""
 
     def __init__(self, prefix: str, opener: Opener) -> None:
         # constant after construction
@@ -71,24 +119,26 @@ class QuireVfs(apsw.VFS):
         super().__init__(self.name, base="", maxpathname=NAME_BYTES_MAX)
 
     def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> apsw.VFSFile:
-        """Open a database, or a file of the default VFS (rule 1)."""
+        """Open a database, or a file of the default VFS."""
         if name is None:
             return super().xOpen(name, flags)
         path, parameters = _parts(name)
         if "/" in path:
             return super().xOpen(name, flags)
         if not flags[0] & apsw.SQLITE_OPEN_MAIN_DB:
-            return super().xOpen(None, [TEMPORARY, 0])  # rule 2
+            # A journal all the same: a pragma for all databases of a connection reaches attached ones without asking them.
+            return super().xOpen(None, [TEMPORARY, 0])
         try:
             file, read_only = self._opener(path, parameters, bool(flags[0] & apsw.SQLITE_OPEN_CREATE))
         except QuireError as error:
             raise apsw_error(apsw.SQLITE_CANTOPEN, str(error)) from error
         access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
-        flags[1] = access | apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_MEMORY  # rule 2
+        # SQLite is told that it lives in memory, so that its journal does too: none lies beside a database of quire.
+        flags[1] = access | apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_MEMORY
         return file  # type: ignore[return-value]  # any object with the methods will do
 
     def xAccess(self, pathname: str, flags: int) -> bool:
-        """Whether a file is there: no journal ever is (rule 2)."""
+        """Whether a file is there: no journal ever is."""
         return super().xAccess(pathname, flags) if "/" in pathname else False
 
     def xFullPathname(self, name: str) -> str:
@@ -101,7 +151,7 @@ class QuireVfs(apsw.VFS):
             super().xDelete(filename, syncdir)
 
     def xSleep(self, microseconds: int) -> int:
-        """Sleep, or wait for one's turn (rule 3)."""
+        """Sleep, or wait for one's turn."""
         wait: Callable[[float], None] = self.refused.__dict__.pop("wait", time.sleep)
         wait(microseconds / 1_000_000)
         return microseconds

@@ -1,21 +1,11 @@
 """Reads the write-ahead log that SQLite keeps beside a database, `FILE-wal`: docs/formats/sqlite-wal.md has the bytes.
 
-Terms
-  frame   one page as a transaction left it, with a header of 24 bytes; numbered from 1
-  commit  the last frame of a transaction: it says how many pages the database has then
-  salts   two numbers that are new each time SQLite begins the file anew; frames with others are of a former life
-  place   a frame that was read and verified, with the checksum there: where reading may go on later
+A frame is good if its salts are the header's, its page is not 0 and its checksum follows from the frame before it. The first
+that is not ends the log, as it does for SQLite: it is a torn tail or a former life, not damage. What no commit follows is not
+part of the database. Frames and pages are numbered from 1, as SQLite does.
 
-Rules
-  1. A frame is good if its salts are the header's, its page is not 0 and its checksum follows from the frame before it.
-     The first that is not ends the log, as it does for SQLite: it is a torn tail or a former life, not damage.
-  2. What no commit follows is not part of the database: who reads stops at the last commit.
-  3. Checksums are linear in the bytes: those of a block of frames are one product of matrices, each checked against the
-     checksum that stands in the frame before it. No loop over words, no copy of the pages.
-  4. Pages here are numbered as SQLite does, from 1.
-
-Pure functions and values over bytes that a `ReadAt` returns; any thread. Whoever reads the file of a live database holds a read
-transaction of it, so that it is not begun anew meanwhile.
+Pure functions and values over bytes that a `ReadAt` returns; any thread. Whoever reads the file of a live database holds a
+read transaction of it, so that it is not begun anew meanwhile.
 """
 
 from __future__ import annotations
@@ -73,13 +63,13 @@ class WalHeader:
         return HEADER_BYTES + (frame - 1) * self.frame_bytes
 
     @property
-    def start(self) -> Place:
+    def start(self) -> VerifiedFrame:
         """Before the first frame."""
-        return Place(0, self.checksum)
+        return VerifiedFrame(0, self.checksum)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class VerifiedFrame:
     """Behind a verified frame (0: behind the header), with the checksum up to there."""
 
     frame: int
@@ -87,7 +77,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FrameBlock:
     """Good frames that follow each other. `sizes` are 0 but in commits."""
 
     first: int
@@ -103,9 +93,9 @@ class Block:
         """The page of a frame."""
         return self._rows[index, FRAME_HEAD_BYTES:].tobytes()
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> VerifiedFrame:
         """Behind a frame."""
-        return Place(self.first + index, (int(self.checksums[index, 0]), int(self.checksums[index, 1])))
+        return VerifiedFrame(self.first + index, (int(self.checksums[index, 0]), int(self.checksums[index, 1])))
 
 
 def parse_header(data: bytes) -> WalHeader | str:
@@ -145,8 +135,8 @@ def checksum_of(data: bytes, *, big_endian: bool, start: tuple[int, int] = (0, 0
     return first, second
 
 
-def blocks(read_at: ReadAt, header: WalHeader, after: Place, upto: int | None = None) -> Iterator[Block]:
-    """The good frames behind a place, at most up to a frame, a few MiB at a time (rule 1)."""
+def blocks(read_at: ReadAt, header: WalHeader, after: VerifiedFrame, upto: int | None = None) -> Iterator[FrameBlock]:
+    """The good frames behind a place, at most up to a frame, a few MiB at a time."""
     frames_max = max(BLOCK_BYTES // header.frame_bytes, 1)
     place = after
     while upto is None or place.frame < upto:
@@ -161,7 +151,7 @@ def blocks(read_at: ReadAt, header: WalHeader, after: Place, upto: int | None = 
         place = block.place(len(block) - 1)
 
 
-def verified(data: bytes, header: WalHeader, after: Place) -> Block:
+def verified(data: bytes, header: WalHeader, after: VerifiedFrame) -> FrameBlock:
     """As many frames at the beginning of `data` as are good behind a place."""
     whole = len(data) // header.frame_bytes
     rows = np.frombuffer(data, np.uint8, whole * header.frame_bytes).reshape(whole, header.frame_bytes)
@@ -175,11 +165,12 @@ def verified(data: bytes, header: WalHeader, after: Place) -> Block:
     good &= heads[:, 0] != 0
     count = whole if good.all() else int(np.argmin(good))
     fields = heads[:count].astype(np.uint32)
-    return Block(after.frame + 1, fields[:, 0], fields[:, 1], stored[:count], rows[:count])
+    return FrameBlock(after.frame + 1, fields[:, 0], fields[:, 1], stored[:count], rows[:count])
 
 
 def _sums(rows: NDArray[np.uint8], header: WalHeader, before: NDArray[np.uint32]) -> NDArray[Any]:
-    """What the checksum of each frame is, if the one of the frame before it is right (rule 3)."""
+    """What the checksum of each frame is, if the one of the frame before it is right. Checksums are linear in the bytes: those
+    of a block of frames are one product of matrices, without a loop over words and without a copy of the pages."""
     weights, step = _weights(header.page_size)
     words = rows.view(">u4").astype(np.uint32) if header.big_endian else rows.view("<u4")
     carried = np.einsum("ij,kj->ik", before, step)
@@ -211,12 +202,12 @@ class WalMap:
     frames: dict[int, int]
     size_pages: int
     """Of the database at the last commit; 0 if there is none."""
-    end: Place
+    end: VerifiedFrame
     """Behind the last commit."""
 
 
 def newest_pages(read_at: ReadAt, header: WalHeader, upto: int | None = None) -> WalMap:
-    """Which frames hold the database as it was at the last commit (rule 2), at or before a frame if one is given."""
+    """Which frames hold the database as it was at the last commit, at or before a frame if one is given."""
     frames: dict[int, int] = {}
     waiting: dict[int, int] = {}
     size_pages, end = 0, header.start

@@ -1,13 +1,7 @@
-"""A condition that somebody else wrote, checked by SQLite itself before anything is read by it.
+"""Checks a condition that somebody else wrote, by SQLite itself, before anything is read by it.
 
-Rules
-  1. It is one expression over the columns of its table. SQLite parses it in two places where the text could end early, in
-     brackets and in a CASE: what closes the one (`1) OR (1`) is no expression in the other; what passes both leaves neither.
-  2. It reads no other table, by name or by subselect, and calls only functions that give the same answer each time: whoever
-     reads a second time must find the same rows.
-  3. It has no parameters, and a name in double quotes is a column, never a text.
-  4. Rules 1 to 3 are tried in an empty database that has nothing but a table with the same columns, so that what a view is made
-     of does not matter. Then the real one prepares it too: it knows collations, and whether there are rowids.
+It must be one expression over the columns of its table. It reads no other table, has no parameters, and calls only functions
+that give the same answer each time: whoever reads a second time must find the same rows. A name in double quotes is a column.
 
     >>> connection = apsw.Connection(":memory:")
     >>> _ = connection.execute("create table t(id)")
@@ -54,12 +48,13 @@ def check_condition(connection: apsw.Connection, table: str, condition: str, **w
         try:
             rules.functions = _steady_functions(scratch)
             scratch.authorizer = rules
+            # Two places where the text could end early: what closes the one (`1) OR (1`) is no expression in the other.
             for text in (bracketed(condition), f"CASE WHEN\n{condition}\nTHEN 1 END"):
                 rules.selects = 0
                 _prepare(scratch, table, text)
         finally:
             scratch.close()
-        _prepare(connection, table, bracketed(condition))
+        _prepare(connection, table, bracketed(condition))  # the real one knows collations, and whether there are rowids
     except apsw.BindingsError as error:
         raise _refused("it has parameters", condition, table, where) from error
     except apsw.Error as error:
@@ -67,11 +62,11 @@ def check_condition(connection: apsw.Connection, table: str, condition: str, **w
 
 
 def _scratch(connection: apsw.Connection, table: str) -> apsw.Connection:
-    """A database with an empty table of this name, and columns of these names (rule 4)."""
+    """A database with an empty table of this name, and columns of these names."""
     columns = [row[0] for row in connection.execute("SELECT name FROM pragma_table_xinfo(?)", (table,))]
     scratch = apsw.Connection(":memory:")
     try:
-        scratch.execute(f"CREATE TABLE main.{_quoted(table)}({', '.join(map(_quoted, columns))})")
+        scratch.execute(f"CREATE TABLE main.{quoted(table)}({', '.join(map(quoted, columns))})")
     except BaseException:
         scratch.close()
         raise
@@ -81,10 +76,11 @@ def _scratch(connection: apsw.Connection, table: str) -> apsw.Connection:
 def _prepare(connection: apsw.Connection, table: str, text: str) -> None:
     connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 0)  # else "prcie" > 5 would compare a text, and find nothing
     # EXPLAIN makes SQLite prepare the statement, and run nothing of it.
-    connection.execute(f"EXPLAIN SELECT 1 FROM main.{_quoted(table)} WHERE {text}").fetchall()
+    connection.execute(f"EXPLAIN SELECT 1 FROM main.{quoted(table)} WHERE {text}").fetchall()
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A name as SQLite reads it, whatever characters it has."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -115,7 +111,7 @@ class _Rules:
 
 
 def _steady_functions(connection: apsw.Connection) -> frozenset[str]:
-    """Names of functions whose every form gives the same answer each time (rule 2); of aggregates SQLite itself says no."""
+    """Names of functions whose every form gives the same answer each time; of aggregates SQLite itself says no."""
     steady: dict[str, bool] = {}
     for name, kind, flags in connection.execute("SELECT lower(name), type, flags FROM pragma_function_list"):
         fits = kind != "s" or (bool(flags & _DETERMINISTIC) and not flags & _DIRECT_ONLY)

@@ -36,7 +36,7 @@ from quire.durable.files import OsDisk, OsFile
 SECTOR_BYTES = 512
 
 
-class Outcome(Enum):
+class CrashOutcome(Enum):
     """What power loss did to one pending thing."""
 
     KEEP = "keep"
@@ -44,19 +44,19 @@ class Outcome(Enum):
     GARBLE = "garble"
 
 
-Chooser = Callable[[Sequence[Outcome]], Outcome]
-_EITHER = (Outcome.KEEP, Outcome.DROP)
-_ANY = (Outcome.KEEP, Outcome.DROP, Outcome.GARBLE)
+Chooser = Callable[[Sequence[CrashOutcome]], CrashOutcome]
+_EITHER = (CrashOutcome.KEEP, CrashOutcome.DROP)
+_ANY = (CrashOutcome.KEEP, CrashOutcome.DROP, CrashOutcome.GARBLE)
 
 
-def keep_all(_options: Sequence[Outcome]) -> Outcome:
+def keep_all(_options: Sequence[CrashOutcome]) -> CrashOutcome:
     """The kindest crash: a killed process on a machine that stays up."""
-    return Outcome.KEEP
+    return CrashOutcome.KEEP
 
 
-def drop_all(_options: Sequence[Outcome]) -> Outcome:
+def drop_all(_options: Sequence[CrashOutcome]) -> CrashOutcome:
     """Nothing unsynced survives."""
-    return Outcome.DROP
+    return CrashOutcome.DROP
 
 
 def every_chooser() -> Iterator[Chooser]:
@@ -72,7 +72,7 @@ def every_chooser() -> Iterator[Chooser]:
     while True:
         widths: list[int] = []
 
-        def choose(options: Sequence[Outcome], plan: list[int] = plan, widths: list[int] = widths) -> Outcome:
+        def choose(options: Sequence[CrashOutcome], plan: list[int] = plan, widths: list[int] = widths) -> CrashOutcome:
             step = len(widths)
             widths.append(len(options))
             return options[plan[step] if step < len(plan) else 0]
@@ -337,11 +337,11 @@ class _Crash:
 
     def _decide(self, edits: list[_Edit]) -> None:
         first, *rest = edits
-        if self._choose(_EITHER) is not Outcome.KEEP:
+        if self._choose(_EITHER) is not CrashOutcome.KEEP:
             return
         _apply(self._entries(first.directory), first)
         for edit in rest:
-            if edit.directory is first.directory or self._choose(_EITHER) is Outcome.KEEP:
+            if edit.directory is first.directory or self._choose(_EITHER) is CrashOutcome.KEEP:
                 _apply(self._entries(edit.directory), edit)
 
     def _entries(self, directory: _Directory) -> dict[str, _Node]:
@@ -368,7 +368,7 @@ def _play(data: bytearray, op: _Write | _Resize, choose: Chooser) -> None:
     """Let `op` happen to `data`, as far as the chooser lets it."""
     if isinstance(op, _Resize):
         unchanged = op.size == len(data) or (op.grow_only and op.size < len(data))
-        if not unchanged and choose(_EITHER) is Outcome.KEEP:
+        if not unchanged and choose(_EITHER) is CrashOutcome.KEEP:
             _set_size(data, op.size)
         return
     end = op.offset + len(op.data)
@@ -376,15 +376,15 @@ def _play(data: bytearray, op: _Write | _Resize, choose: Chooser) -> None:
     while start < end:
         stop = min(end, (start // SECTOR_BYTES + 1) * SECTOR_BYTES)
         outcome = choose(_ANY)
-        if outcome is not Outcome.DROP:
+        if outcome is not CrashOutcome.DROP:
             piece = op.data[start - op.offset : stop - op.offset]
-            if outcome is Outcome.GARBLE:
+            if outcome is CrashOutcome.GARBLE:
                 piece = hashlib.shake_128(piece).digest(len(piece))
             if len(data) < start:
                 _set_size(data, start)
             data[start:stop] = piece
         start = stop
-    if len(data) < end and choose(_EITHER) is Outcome.KEEP:
+    if len(data) < end and choose(_EITHER) is CrashOutcome.KEEP:
         _set_size(data, end)
 
 

@@ -53,7 +53,7 @@ from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.crashdisk import Chooser, CrashDisk, Outcome, keep_all
+from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
 from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
 from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, Damage, choose_damage, inflict
 from quire.testing.simulation_model import Model, is_refusal, observe
@@ -249,7 +249,7 @@ def _held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str
 
 def _chooser(draw: random.Random) -> Chooser:
     """What power loss does: nothing (a kill), anything, or mostly one thing."""
-    kind = draw.choice(("kill", "any", Outcome.KEEP, Outcome.DROP))
+    kind = draw.choice(("kill", "any", CrashOutcome.KEEP, CrashOutcome.DROP))
     if kind == "kill":
         return keep_all
     if kind == "any":

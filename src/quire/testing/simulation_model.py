@@ -28,7 +28,7 @@ TABLE = "create table if not exists t(k integer primary key, v blob)"
 
 
 @dataclass(frozen=True)
-class Database:
+class ModelDatabase:
     """One database: its newest state, and the versions of it that can be asked for."""
 
     kind: str
@@ -45,14 +45,14 @@ class Database:
         assert isinstance(self.state, dict), self.kind
         return dict(self.state)
 
-    def retained(self) -> Database:
+    def retained(self) -> ModelDatabase:
         """What is left when retention has been applied."""
         if not self.keep_last:
             return self
         return replace(self, snapshots=dict(list(self.snapshots.items())[-self.keep_last :]))
 
 
-Model = dict[str, Database]
+Model = dict[str, ModelDatabase]
 
 
 def read_state(store: Store, name: str, kind: str, at: str | int | None = None) -> State:
@@ -86,7 +86,7 @@ def observe(store: Store, model: Model, *, damaged: bool = False) -> list[str]:
     return findings
 
 
-def _observe_database(store: Store, name: str, expected: Database, damaged: bool, findings: list[str]) -> None:
+def _observe_database(store: Store, name: str, expected: ModelDatabase, damaged: bool, findings: list[str]) -> None:
     versions: list[tuple[str | int | None, State]] = [(None, expected.state), *expected.snapshots.items()]
     for at, state in versions:
         label = name if at is None else f"{name}@{at}"

@@ -25,7 +25,16 @@ from quire.manifest.check import check
 from quire.manifest.records import RetentionRecord
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.simulation_model import TABLE, Database, Model, State, difference, is_refusal, read_rows, read_state
+from quire.testing.simulation_model import (
+    TABLE,
+    Model,
+    ModelDatabase,
+    State,
+    difference,
+    is_refusal,
+    read_rows,
+    read_state,
+)
 
 DATABASES_MAX = 8
 KEYS = 40
@@ -107,7 +116,7 @@ class Steps:
 
         self._change(self.model, unless_unavailable, what)
 
-    def _with(self, name: str, database: Database) -> Model:
+    def _with(self, name: str, database: ModelDatabase) -> Model:
         return {**self.model, name: database}
 
     def _any(self, *kinds: str) -> str | None:
@@ -128,7 +137,7 @@ class Steps:
             return
         name = self._new_name(kind)
         self._change(
-            self._with(name, Database(kind, () if kind == "stream" else {})),
+            self._with(name, ModelDatabase(kind, () if kind == "stream" else {})),
             lambda: self.store.create(name, kind),
             name,
         )
@@ -238,7 +247,7 @@ class Steps:
         database, new = self.model[name], self._new_name("fork")
         at = self._draw.choice([None, *sorted(database.snapshots)])
         state = database.state if at is None else database.snapshots[at]
-        after = self._with(new, Database(database.kind, state))
+        after = self._with(new, ModelDatabase(database.kind, state))
         self._change(after, lambda: self.store.fork(name, new, at=at), f"{name}@{at} to {new}")
         self._committed[new] = [state]
 

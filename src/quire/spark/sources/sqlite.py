@@ -7,7 +7,7 @@ Terms
   piece   a table of one database, or a range of its rowids: what one task reads in one go
 
 Rules
-  1. Executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.reader`): the owner is asked when
+  1. Executors read chunks with SQLite's own code over a read-only file system (`quire.sqlite.files`): the owner is asked when
      the query is planned, and not again.
   2. Large tables are cut by the upper pages of their trees (`sqlite_ranges.py`); databases below `PIECE_BYTES` are one piece.
   3. With `databases` rows begin with `_database`, the name of theirs.
@@ -215,7 +215,7 @@ def _selected(table: Table, schema: StructType, database: str, is_many: bool) ->
 @contextmanager
 def connected(source: Any) -> Iterator[Connection]:
     """SQLite over a version."""
-    from quire.sqlite.reader import open_reader
+    from quire.sqlite.files import open_reader
 
     connection = open_reader(source)
     try:
