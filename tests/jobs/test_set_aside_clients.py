@@ -20,10 +20,10 @@ from quire.manifest.records import JobKind
 from quire.pages.view_build import reader_snapshots
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.crash import Line, Nursery
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
 from tests.jobs.test_set_aside import FRAMES, checkpoint, fill, kept, waiting
 from tests.jobs.test_set_aside import owner as owner  # the fixture
+from tests.nursery import Line, Nursery
 from tests.pages.world import SETTINGS, Model, assert_reads, segment_bytes, small_segments
 
 PAGE = 4096
