@@ -231,11 +231,11 @@ class Follower:
                 self.look()
                 self.trouble = ""
             except (Unavailable, NotFound) as error:
-                self.report(error, "info", "sqlite.follow.waiting")
+                self._report(error, "info", "sqlite.follow.waiting")
             _pause(stop, interval)
         return self.done
 
-    def report(self, error: QuireError, level: str, event: str) -> None:
+    def _report(self, error: QuireError, level: str, event: str) -> None:
         """Keep and emit a trouble, once for as long as it stays the same."""
         if str(error) != self.trouble:
             self.trouble = str(error)

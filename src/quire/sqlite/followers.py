@@ -57,12 +57,12 @@ class _Task:
             try:
                 self.follower.run(self.stop, self._interval_seconds)
             except StorageFault as error:
-                self.follower.report(error, "warning", "sqlite.follow.waiting")
+                self.follower._report(error, "warning", "sqlite.follow.waiting")
                 self.stop.wait(RETRY_SECONDS)
             except StoreClosed:
                 return
             except QuireError as error:
-                self.follower.report(error, "error", "sqlite.follow.ended")
+                self.follower._report(error, "error", "sqlite.follow.ended")
                 return
 
 
