@@ -1,15 +1,13 @@
-"""An audit log that cannot be changed unnoticed: who did what, in a stream, each entry sealed with the hash of the one
-before.
+"""A tamper-evident audit log in a stream: each entry contains the hash of the previous one.
 
-A stream is append-only: a record gets a number and is never changed. What happens is appended by many threads that
-share their syncs, so that an entry is on disk before the action it speaks of is answered. Old segments are
-compressed, go to the object store and are read from there as if nothing had happened. A chain of SHA-256 hashes makes
-the log evidence: who keeps the last hash elsewhere can prove that no entry was altered, left out or put in.
+A stream is append-only: a record gets a number and never changes. Many threads append and share syncs, and each entry
+is on disk before its action is acknowledged. Old segments are compressed and moved to the object store; reading them
+works the same. With the last SHA-256 hash of the chain, stored elsewhere, you can prove that no entry was altered,
+removed or inserted.
 
     python examples/audit_log.py [--store DIRECTORY] [--entries N]
 
-The exporter at the end is a consumer: a name with a position that survives restarts, so that it sends each entry on
-once.
+The exporter at the end is a consumer: a name with a durable position, so it exports each entry once.
 """
 
 from __future__ import annotations
@@ -32,21 +30,21 @@ BEGINNING = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that somebody did."""
+    """An action of a user."""
 
     who: str
     what: str
     on: str
     before: str
-    """The hash of the entry before it."""
+    """The hash of the previous entry."""
 
     def packed(self) -> bytes:
-        """As it is in the stream."""
+        """The payload of the record in the stream."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
 class AuditLog:
-    """Entries in a stream, each with the hash of its predecessor. Any number of threads may write."""
+    """Entries in a stream, each with the hash of its predecessor. Any number of threads can write."""
 
     def __init__(self, stream: quire.Stream) -> None:
         self._stream = stream
@@ -56,8 +54,8 @@ class AuditLog:
             self._last = digest(record.payload)
 
     def record(self, who: str, what: str, on: str) -> int:
-        """Append an entry; when this returns it is on disk. Its number."""
-        with self._order:  # the chain has one order; the wait for the disk is outside, and shared
+        """Append an entry and wait until it is on disk; return its number."""
+        with self._order:  # the chain has one order; the wait for the disk is outside the lock, and shared
             payload = Entry(who, what, on, self._last).packed()
             guard = self._stream.append(payload)
             self._last = digest(payload)
@@ -66,17 +64,17 @@ class AuditLog:
 
     @property
     def last_hash(self) -> str:
-        """What an auditor writes down."""
+        """The last hash, which an auditor stores elsewhere."""
         return self._last
 
     def entries(self, since_ms: int = 0) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(number, time, entry) from a moment on."""
+        """(number, time, entry), starting at a time."""
         start = self._stream.seek(since_ms) if since_ms else self._stream.first_record
         for record in self._stream.read(start):
             yield record.id, record.timestamp_ms, json.loads(record.payload)
 
     def broken(self, last_hash: str) -> int | None:
-        """The number of the first entry that does not fit the chain, 0 if it ends otherwise, `None` if all is well."""
+        """The number of the first entry that breaks the chain, 0 if the last hash differs, `None` if the chain is intact."""
         before = BEGINNING
         for record in self._stream.read():
             if json.loads(record.payload)["before"] != before:
@@ -85,7 +83,7 @@ class AuditLog:
         return None if before == last_hash else 0
 
     def export(self, consumer: str, most: int) -> list[int]:
-        """Hand on what a consumer has not had yet, at most so many entries; their numbers."""
+        """Export entries that a consumer has not read yet, up to a limit; return their numbers."""
         self._stream.register(consumer)
         start = self._stream.position(consumer)
         sent = [record.id for record in self._stream.read(start, min(start + most, self._stream.end_record))]

@@ -1,13 +1,13 @@
-"""Every test has a database of its own, full of data, for the price of a fork.
+"""Give every test its own database with data, at the cost of a fork.
 
-A template database is filled once. Each test gets a fork of it: a real SQLite database that it may write to as it
-likes, and that nobody else sees. A fork copies nothing, so it takes about as long for ten gigabytes as for ten
-kilobytes; there is nothing to truncate afterwards, and no order in which tests must run.
+A template database is filled once. Each test gets a fork of it: a private SQLite database that it can modify freely. A
+fork copies nothing, so it takes about as long for ten gigabytes as for ten kilobytes. Tests need no cleanup and can run
+in any order.
 
     pytest examples/branch_per_test.py      the tests below
-    python examples/branch_per_test.py      the same, and what a fresh copy would have cost instead
+    python examples/branch_per_test.py      the same, and a comparison with filling a new database
 
-To use it, take the two fixtures and put your own schema into `fill`.
+To use it, copy the two fixtures and put your own schema into `fill`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _numbers = itertools.count(1)
 
 
 def fill(connection: apsw.Connection) -> None:
-    """The schema, and what every test starts with."""
+    """The schema and the data of every test."""
     connection.execute(
         """
         create table product(id integer primary key, name text unique, stock integer check (stock >= 0));
@@ -48,7 +48,7 @@ def fill(connection: apsw.Connection) -> None:
 
 @pytest.fixture(scope="session")
 def store() -> Iterator[quire.Store]:
-    """A store with the template in it, for the whole run."""
+    """A store with the template, for the whole run."""
     with tempfile.TemporaryDirectory() as directory, quire.open(directory) as opened:
         with contextlib.closing(opened.sqlite("template", create=True)) as connection:
             fill(connection)
@@ -68,7 +68,7 @@ def db(store: quire.Store) -> Iterator[apsw.Connection]:
 
 # ── the code under test, and its tests ────────────────────────────────────────────────────────────────────────────────
 def sell(db: apsw.Connection, product: int, quantity: int) -> None:
-    """Take something out of stock, and remember it."""
+    """Take an item out of stock, and record it."""
     with db:
         db.execute("update product set stock = stock - ? where id = ?", (quantity, product))
         db.execute("insert into sale(product, quantity) values (?, ?)", (product, quantity))
@@ -102,7 +102,7 @@ def test_and_the_others_do_not_notice(db: apsw.Connection, product: int) -> None
 
 
 def main() -> int:
-    """Run the tests, then compare a fork with filling a database anew; pytest's exit code."""
+    """Run the tests, then compare a fork with filling a new database; return pytest's exit code."""
     code = int(pytest.main([__file__, "-q", "-p", "no:cacheprovider", "--no-header"]))
     with tempfile.TemporaryDirectory() as directory, quire.open(directory) as store:
         with contextlib.closing(store.sqlite("template", create=True)) as connection:

@@ -1,15 +1,15 @@
-"""What happens to a store, as a table in Parquet that grows: the change feed through Spark's structured streaming.
+"""Write the change feed of a store to a growing Parquet table, with Spark's structured streaming.
 
-Every commit of a store's manifest is one change record: databases that come and go, snapshots, forks, checkpoints,
-retention. The source `quire.changes` reads them as a stream, from a cursor that keeps them until they are read. This
-program takes over what is new, spreads each change into its operations, appends them to Parquet files, and ends
-(`availableNow`); run it every hour, or leave the trigger out and it goes on. Nothing is lost or doubled when it is
-killed: Spark's checkpoint says how far it was.
+Every commit of a store's manifest is one change record: databases, snapshots, forks, checkpoints, retention. The source
+`quire.changes` reads them as a stream, from a cursor that keeps them until they are read. This program reads new
+changes, splits each into its operations, appends them to Parquet files, and ends (`availableNow`). Run it every hour,
+or omit the trigger to run it continuously. Spark's checkpoint records the progress, so nothing is lost or repeated if
+it is killed.
 
     python examples/changes_to_parquet.py [--store DIRECTORY] [--out DIRECTORY]
 
-Without a store it makes one, lets something happen to it, and follows it twice. With `delta-spark` in the session,
-write `.format("delta")` and a path of your own instead of the Parquet sink: nothing else changes.
+Without `--store` it creates a store, changes it, and follows it twice. With `delta-spark` in the session, write
+`.format("delta")` and a path instead of the Parquet sink; nothing else changes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from quire.spark import options_of, session
 
 CURSOR = "parquet"
 OPERATION = "array<struct<op: string, db_id: bigint, name: string, snapshot_id: bigint, source_db_id: bigint>>"
-"""What we want of an operation; the feed has all of its fields, as JSON."""
+"""The fields to extract from an operation; the feed has all of them, as JSON."""
 TOLD = ("RegisterDb", "DropDb", "PublishSnapshot", "ForkDb", "OpenSegment", "PutChunk", "AdvanceCheckpoint")
-"""Operations that people understand; there are many more."""
+"""The operations to report; there are many more."""
 
 
 def spread(changes: DataFrame) -> DataFrame:
@@ -42,7 +42,7 @@ def spread(changes: DataFrame) -> DataFrame:
 
 
 def take_over(spark: SparkSession, store: quire.Store, out: Path) -> int:
-    """Append what is new to the table; how many changes that were."""
+    """Append new changes to the table; return their number."""
     changes = spark.readStream.format("quire.changes").options(**options_of(store), cursor=CURSOR).load()
     query = (
         spread(changes)
@@ -58,7 +58,7 @@ def take_over(spark: SparkSession, store: quire.Store, out: Path) -> int:
 
 
 def let_something_happen(store: quire.Store, day: str) -> None:
-    """A day in a store."""
+    """Change a store."""
     with contextlib.closing(store.sqlite("shop", create=True)) as shop:
         shop.execute("create table if not exists orders(id integer primary key, day text)")
         shop.executemany("insert into orders(day) values (?)", [(day,)] * 100)
@@ -70,7 +70,7 @@ def let_something_happen(store: quire.Store, day: str) -> None:
 
 
 def report(table: DataFrame) -> None:
-    """What the table knows by now."""
+    """Print a summary of the table."""
     counts = table.groupBy("op").agg(f.count("*").alias("times"), f.max("sequence").alias("last"))
     rows = counts.orderBy(f.desc("times"), "op").collect()
     print(f"  {sum(row.times for row in rows)} operations of {len(rows)} kinds")

@@ -1,10 +1,9 @@
 """A feature store: computed in bulk by Spark, served by key in microseconds, and reproducible for training.
 
-Every night Spark computes the features of all customers from their orders and loads them into a key-value database:
-tasks write sorted tables, and all of them enter the database in one step, so that a request sees the features of
-yesterday or of today and never a mixture. Between two nights single customers are updated as things happen. Each load
-is kept as a snapshot (no bytes are copied), and a model is trained on exactly what was served then, through Spark
-again.
+Every night Spark computes the features of all customers from their orders and loads them into a key-value set: tasks
+write sorted tables, and all of them are added atomically, so a request sees either yesterday's or today's features.
+During the day, single customers are updated. Each load is kept as a snapshot (no bytes are copied), and a model is
+trained, again on Spark, on exactly what was served.
 
     python examples/feature_store.py [--customers N] [--orders N]
 """
@@ -29,7 +28,7 @@ FEATURES = "orders bigint, spent double, largest double, days_since bigint"
 
 
 def orders(spark: SparkSession, customers: int, count: int, night: int) -> DataFrame:
-    """Made-up orders up to a night; a warehouse has real ones."""
+    """Random orders up to a night, in place of a warehouse."""
     frame = spark.range(count * night)
     return frame.select(
         f.pmod(f.hash("id"), f.lit(customers)).cast("long").alias("customer"),
@@ -51,7 +50,7 @@ def features(of: DataFrame) -> DataFrame:
 
 
 class Serving:
-    """What the application asks, one customer at a time."""
+    """The application's access, one customer at a time."""
 
     def __init__(self, kv: quire.Kv) -> None:
         self._kv = kv
@@ -62,7 +61,7 @@ class Serving:
         return json.loads(found) if found is not None else None
 
     def ordered(self, customer: int, price: float) -> None:
-        """Something happened since the last night."""
+        """Update a customer after an order."""
         known = self.of(customer) or {"orders": 0, "spent": 0.0, "largest": 0.0}
         known["orders"] += 1
         known["spent"] = round(known["spent"] + price, 2)
@@ -72,7 +71,7 @@ class Serving:
 
 
 def training_set(spark: SparkSession, store: quire.Store, snapshot: str) -> DataFrame:
-    """The features as they were served after a night, as columns."""
+    """The features served after a night, as columns."""
     options = {"database": "features", "snapshot": snapshot, "keys": "string", "values": "string"}
     rows = spark.read.format("quire.kv").options(**options_of(store), **options).load()
     return rows.select("key", f.from_json("value", FEATURES).alias("features")).select("key", "features.*")

@@ -1,14 +1,14 @@
-"""A small service with a database for each customer, whose bytes live in a bucket.
+"""A small service with a database for each customer and objects in a bucket.
 
-A tenant is a SQLite database of one store, made as a fork of a template, so that a new customer starts with the whole
-schema and the default data in milliseconds. Tenants cannot see each other: no query has a `where tenant = ?` that
-somebody could forget. At night every database goes to the bucket as immutable chunks, and gets a snapshot; when a
-customer has deleted too much, the evening before is opened beside the present, and what is missing is copied back.
+A tenant is a SQLite database of one store, created as a fork of a template, so a new customer starts with the schema
+and the default data within milliseconds. Tenants are isolated: no query needs `where tenant = ?`. Every night, each
+database is checkpointed to the bucket and snapshotted. If a customer deletes too much, the snapshot is attached to the
+current database, and the missing rows are copied back.
 
     python examples/tenants.py                                        objects in a directory
-    python examples/tenants.py --objects s3://my-bucket/tenants       objects on S3; AWS_* in the environment say how
+    python examples/tenants.py --objects s3://my-bucket/tenants       objects on S3, configured by AWS_* in the environment
 
-For other services that speak S3, over TLS: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION.
+For other S3-compatible services, over TLS: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ insert or ignore into folder values (1, 'inbox'), (2, 'archive');
 
 
 class Tenants:
-    """All customers of the service; any number of threads may use it."""
+    """All customers of the service; any number of threads can use it."""
 
     def __init__(self, store: quire.Store) -> None:
         self._store = store
@@ -46,34 +46,34 @@ class Tenants:
             connection.execute(SCHEMA)
 
     def names(self) -> list[str]:
-        """Every customer."""
+        """The names of all customers."""
         return [info.name for info in self._store.databases() if info.name.startswith("tenant.")]
 
     def welcome(self, name: str) -> str:
-        """A new customer's database."""
+        """Create the database of a new customer."""
         tenant = f"tenant.{name}"
         self._store.fork(TEMPLATE, tenant)
         return tenant
 
     @contextlib.contextmanager
     def database(self, tenant: str, at: str | None = None) -> Iterator[apsw.Connection]:
-        """A connection for one request; with `at` to an earlier state, for reading."""
+        """A connection for one request; with `at`, read-only to an earlier version."""
         with contextlib.closing(self._store.sqlite(tenant, at=at)) as connection:
             yield connection
 
     def write(self, tenant: str, texts: Sequence[str]) -> None:
-        """Put notes into the inbox."""
+        """Add notes to the inbox."""
         with self.database(tenant) as connection, connection:
             connection.executemany("insert into note(folder, text) values (1, ?)", [(text,) for text in texts])
 
     def find(self, tenant: str, words: str) -> list[str]:
-        """Notes that have all of these words."""
+        """Notes that contain all of these words."""
         with self.database(tenant) as connection:
             query = "select text from note where id in (select rowid from search where search match ?) order by id"
             return [str(text) for (text,) in connection.execute(query, (words,))]
 
     def evening(self, label: str) -> int:
-        """Everything into the bucket, and a snapshot of each tenant; how many there are."""
+        """Checkpoint and snapshot every tenant; return their number."""
         tenants = self.names()
         for job in self._store.heavy.checkpoint_all(tenants):
             assert job.state.name == "SUCCEEDED", job.record.error
@@ -82,7 +82,7 @@ class Tenants:
         return len(tenants)
 
     def bring_back(self, tenant: str, label: str) -> int:
-        """Copy back the notes that a tenant had in the evening and has no more; how many they were."""
+        """Copy back the notes of a snapshot that a tenant no longer has; return their number."""
         with self.database(tenant) as connection:
             connection.execute("attach ? as evening", (f"file:{tenant}?at={label}",))
             missing = "select * from evening.note where id not in (select id from note)"
@@ -91,7 +91,7 @@ class Tenants:
 
 
 def work_a_day(tenants: Tenants, tenant: str, notes: int) -> None:
-    """What a customer does."""
+    """Write notes as a customer."""
     rng = random.Random(tenant)
     verbs, things = ("buy", "call", "write to", "remember"), ("milk", "the bank", "Ada", "the garden", "tickets")
     for _ in range(0, notes, 10):
@@ -99,11 +99,11 @@ def work_a_day(tenants: Tenants, tenant: str, notes: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """A day of the service."""
+    """Run a day of the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", default="", help="URL of the object store; a directory of the store if not given")
     parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--notes", type=int, default=200, help="notes that each of them writes")
+    parser.add_argument("--notes", type=int, default=200, help="notes that each tenant writes")
     given = parser.parse_args(arguments)
     settings = quire.StoreSettings(object_store=given.objects, maintenance=quire.MaintenanceSettings(enabled=False))
     with tempfile.TemporaryDirectory() as directory, quire.open(directory, settings=settings) as store:
@@ -111,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [tenants.welcome(f"customer-{number}") for number in range(given.tenants)]
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda name: work_a_day(tenants, name, given.notes), names))
-        print(f"{tenants.evening('monday')} tenants, of each a snapshot: monday")
+        print(f"{tenants.evening('monday')} tenants, each with a snapshot: monday")
         objects = list(list_objects(store.objects))
-        print(f"in {store.objects_url}: {len(objects)} objects, {sum(each.size_bytes for each in objects):,} bytes")
+        print(f"in {store.objects_url}: {len(objects)} objects, {sum(item.size_bytes for item in objects):,} bytes")
 
         unlucky = names[0]
         before = len(tenants.find(unlucky, "milk"))
@@ -121,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             connection.execute("delete from note where text like '%milk%'")
         print(f"{unlucky} deletes {before} notes about milk: {len(tenants.find(unlucky, 'milk'))} left")
         back = tenants.bring_back(unlucky, "monday")
-        print(f"brought back from monday: {back}; there are {len(tenants.find(unlucky, 'milk'))} again")
+        print(f"restored from monday: {back}; there are {len(tenants.find(unlucky, 'milk'))} again")
         others = {name: len(tenants.find(name, "milk")) for name in names[1:3]}
-        print("nobody else noticed:", ", ".join(f"{name} has {count}" for name, count in others.items()))
+        print("other tenants are unchanged:", ", ".join(f"{name} has {count}" for name, count in others.items()))
     return 0
 
 

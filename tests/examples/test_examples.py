@@ -81,7 +81,7 @@ def test_tenants_on_s3(
     assert tenants.main(["--objects", url, "--tenants", "2", "--notes", "40"]) == 0
     out = said(capsys)
     assert f"in {url}: 3 objects" in out  # one of each tenant, and the one that says who owns the store
-    assert "nobody else noticed: tenant.customer-1 has" in out
+    assert "other tenants are unchanged: tenant.customer-1 has" in out
 
 
 def test_an_audit_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_the_pages_footer_table_is_the_struct() -> None:
     assert rows[5:] == [
         ("bitmap", str(form.FOOTER_HEAD_BYTES), "bitmap_bytes"),
         ("frames", f"{form.FOOTER_HEAD_BYTES} + bitmap_bytes", f"{form.FRAME_ENTRY_BYTES} × frame_count"),
-        ("page_crcs", "behind the frames", f"{form.PAGE_CRC_BYTES} × page_count"),
+        ("page_crcs", "after the frames", f"{form.PAGE_CRC_BYTES} × page_count"),
     ]
 
 
@@ -105,7 +105,7 @@ def test_the_pages_numbers_are_the_codes() -> None:
     assert f"`{form.MAGIC.decode()}`" in PAGE
     assert f"`{form.END_MAGIC.decode()}`" in PAGE
     assert f"The version is {form.VERSION}." in PAGE
-    assert f"with level {form.LEVEL} unless" in PAGE
+    assert f"zstd level {form.LEVEL} by default" in PAGE
     assert f"the last {form.TAIL_BYTES} bytes ({form.TAIL_BYTES // 1024} KiB)" in PAGE
     assert f"at most {form.BITMAP_BYTES_MAX}" in PAGE
     assert f"r % {form.PAGES_PER_FRAME} of frame r // {form.PAGES_PER_FRAME}" in PAGE
