@@ -24,6 +24,7 @@ from quire.spark.sources.options import Options
 from quire.stream.remote_read import SharedSegment, SharedStream
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
+from tests.manifest.helpers import eventually
 from tests.spark.sourced import Owned, rows_of
 
 if TYPE_CHECKING:
@@ -290,6 +291,32 @@ def test_a_query_that_restarts_loses_and_doubles_nothing(spark: SparkSession, tm
         found = rows_of(spark.read.parquet(str(tmp_path / "out")), "id")
         assert [(row[0], bytes(row[2])) for row in found] == [(n, payload(n)) for n in range(1, RECORDS + 141)]
         assert clicks.first_record > PER_SEGMENT, "what was read and committed could go"
+
+
+HOLD_SECONDS = 10.0
+
+
+@pytest.mark.slow
+def test_a_query_that_idles_keeps_its_hold_until_it_ends(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark commits nothing while there is nothing to read: that its consumer lives is said by the same position, again."""
+    with made(tmp_path / "store") as clicks:
+        options = {"store": str(tmp_path / "store"), "stream": "clicks", "consumer": "etl"}
+        frame = spark.readStream.format("quire.stream").options(**options).load()
+        writer = frame.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "at"))
+        running = writer.start()
+        try:
+            assert eventually(lambda: sum(batch["numInputRows"] for batch in running.recentProgress) == RECORDS, 180)
+            clicks.retain(Retention(bytes=1, hold_seconds=HOLD_SECONDS))
+            first = clicks.info().consumers["etl"]
+            assert first.position == 1, "its only batch is not acknowledged: none has followed it"
+            assert eventually(
+                lambda: clicks.info().consumers["etl"].acked_ms > first.acked_ms + 1_500 * HOLD_SECONDS, 180
+            )
+            assert clicks.info().consumers["etl"].position == 1
+            assert clicks.retire() == 0, "it has been idle for longer than the hold, and is alive"
+        finally:
+            running.stop()
+        assert eventually(lambda: clicks.retire() >= 0 and clicks.first_record == 4 * PER_SEGMENT + 1)
 
 
 # ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────────
