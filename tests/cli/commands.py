@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.cli.app import Program
-from quire.cli.declarations import Command, Group
+from quire.cli.declarations import CliCommand, Group
+from quire.cli.main import Program
 
 PROGRAM = Program().load_all()
 GROUPS = [name for name, found in PROGRAM.commands.items() if isinstance(found, Group)]
 
 
-def _walk(group: Group, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+def _walk(group: Group, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CliCommand]]:
     for name in group.list_commands(PROGRAM.make_context("quire", [], resilient_parsing=True)):
         found = group.commands[name]
         if isinstance(found, Group):
             yield from _walk(found, (*before, name))
         else:
-            assert isinstance(found, Command)
+            assert isinstance(found, CliCommand)
             yield (*before, name), found
 
 

@@ -83,7 +83,7 @@ def test_a_job_that_fails_is_an_error_of_its_group(
     assert (ended.code, ended.out) == (6, "")
     told, then = ended.err.splitlines()[-2:]
     assert told == "error: the checkpoint of shop failed: no space left (path='/x') (job_id=4)"
-    assert "the job is tried again" in then
+    assert "the job will be retried" in then
     for _ in range(4):
         ended = run("checkpoint", "shop", "--json")
     error = json.loads(ended.err.splitlines()[-1])["error"]

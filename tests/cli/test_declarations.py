@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 import pytest
 
-from quire.cli import declarations
-from quire.cli.app import COMMANDS as FIRST_WORDS
-from quire.cli.app import Program
 from quire.cli.command import Cli
-from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, USAGE
+from quire.cli.declarations import Argument, Group, Option, command, run_program
+from quire.cli.errors import OK, USAGE
+from quire.cli.main import COMMANDS as FIRST_WORDS
+from quire.cli.main import Program
 from quire.cli.output import Note
 from tests.cli.commands import COMMANDS
 from tests.rules.tree import SRC
@@ -50,13 +49,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return OK
 
     monkeypatch.delenv("QUIRE_STORE", raising=False)
-    monkeypatch.setattr(declarations, "perform", note)
+    monkeypatch.setattr("quire.cli.command.perform", note)
     return seen
 
 
 def house() -> Group:
-    group = Group("A house.")
-    command(group, "paint", example="quire paint north red")(paint)
+    group = Group()
+    command("paint", group, example="quire paint north red")(paint)
     return group
 
 
@@ -76,7 +75,7 @@ BARE = {"wall": "north", "colours": [], "coats": 2, "thinned": 0.0, "tag": [], "
 def test_a_function_is_called_with_what_its_signature_says(
     calls: list[Call], line: str, expected: dict[str, Any]
 ) -> None:
-    assert declarations.run(house(), ["paint", *shlex.split(line)]) == OK
+    assert run_program(house(), ["paint", *shlex.split(line)]) == OK
     assert calls == [(Cli(".", False), BARE | expected, False)]
 
 
@@ -93,7 +92,7 @@ def test_a_function_is_called_with_what_its_signature_says(
 def test_what_cannot_be_understood_is_refused(
     calls: list[Call], capsys: pytest.CaptureFixture[str], line: str, refusal: str
 ) -> None:
-    assert declarations.run(house(), ["paint", *shlex.split(line)]) == USAGE
+    assert run_program(house(), ["paint", *shlex.split(line)]) == USAGE
     assert calls == []
     assert capsys.readouterr().err.startswith(f"error: {refusal}")
 
@@ -107,19 +106,19 @@ def test_the_store_is_the_one_that_is_named(
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("QUIRE_STORE", variable)
-    assert declarations.run(house(), ["paint", "north", *given, "--json", "--debug"]) == OK
+    assert run_program(house(), ["paint", "north", *given, "--json", "--debug"]) == OK
     assert [(cli, debug) for cli, _, debug in calls] == [(Cli(path, True), True)]
 
 
 def test_help_has_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert declarations.run(house(), ["paint", "-h"]) == OK
+    assert run_program(house(), ["paint", "-h"]) == OK
     shown = capsys.readouterr().out
     for part in (
         "Usage: quire paint [OPTIONS] WALL [COLOUR]...", "  WALL         What to paint.  [required]",
         "-c, --coats N", "How often.  [default: 2]", "--dry / --wet", "A second paragraph.", "Example: quire paint north red",
     ):  # fmt: skip
         assert part in shown
-    assert declarations.run(house(), ["-h"]) == OK
+    assert run_program(house(), ["-h"]) == OK
     assert capsys.readouterr().out.splitlines()[-1] == "  paint  Paint a wall."
 
 
@@ -127,7 +126,7 @@ def test_help_has_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_example_of_every_command_is_understood(calls: list[Call], words: tuple[str, ...]) -> None:
     example = shlex.split(COMMANDS[words].example)
     assert tuple(example[: 1 + len(words)]) == ("quire", *words)
-    assert declarations.run(Program(), example[1:]) == OK
+    assert run_program(Program(), example[1:]) == OK
     assert len(calls) == 1
 
 
@@ -141,21 +140,24 @@ def test_the_list_of_commands_is_what_their_modules_declare() -> None:
 
 # ── what a command loads before it begins ─────────────────────────────────────────────────────────────────────────────
 HEAVY = (
-    "rich", "asyncio", "numpy", "pandas", "pyarrow", "pyspark", "apsw", "obstore", "awscrt", "zstandard", "structlog",
+    "rich", "asyncio", "pandas", "pyarrow", "pyspark", "obstore", "awscrt", "structlog",
     "prometheus_client", "opentelemetry", "starlette", "uvicorn",
 )  # fmt: skip
 """Packages that a command loads when it works, not before."""
 
+ENGINES = ("numpy", "apsw", "zstandard")
+"""Packages that every owner of a store loads: help does without them."""
+
 STARTING = """
 import sys
-from quire.cli.app import Program
+from quire.cli.main import Program
 program = Program(){load_all}
 print([name for name in {heavy!r} if name in sys.modules])
 """
 
 
 @pytest.mark.parametrize(
-    ("load_all", "unneeded"), [("", ("quire.manifest", "msgspec", *HEAVY)), (".load_all()", HEAVY)], ids=["help", "all"]
+    ("load_all", "unneeded"), [("", ("quire.manifest", *ENGINES, *HEAVY)), (".load_all()", HEAVY)], ids=["help", "all"]
 )
 def test_nothing_heavy_is_loaded_before_a_command_begins(load_all: str, unneeded: tuple[str, ...]) -> None:
     """Start-up is a promise (`python -m bench cli` measures it)."""

@@ -8,7 +8,7 @@ import pytest
 
 import quire
 from quire.cli.command import Cli
-from quire.cli.exit_codes import exit_of
+from quire.cli.errors import exit_of
 from quire.cli.job_progress import Bench, failure_of
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobRecord, JobState

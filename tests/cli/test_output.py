@@ -10,12 +10,13 @@ import time
 
 import pytest
 
-from quire.cli.exit_codes import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
+from quire.cli.errors import EXITS, INTERNAL, INTERRUPTED, OK, PIPE_CLOSED, PROBLEMS, exit_of
 from quire.cli.output import Facts, JsonOutput, Listing, Node, Note, Report, Row, TextOutput, Tree, width_of
 from quire.core import errors
 from quire.core.errors import QuireError, StoreLocked
 from quire.core.ids import ArtifactKey, ArtifactKind
-from tests.rules.tree import ROOT
+from tests.cli.commands import COMMANDS
+from tests.rules.tree import ROOT, SRC
 
 
 class Terminal(io.StringIO):
@@ -89,12 +90,16 @@ def test_nothing_turns_the_line_around(capsys: pytest.CaptureFixture[str], value
     assert (told.out + told.err).count("\\u202e") == 6
 
 
-def test_a_hint_names_only_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Wiring below speak of commands that are still to come."""
-    TextOutput().fail(errors.StillReferenced("held", hint="`quire whither` shows by whom"))
-    assert "quire whither" not in capsys.readouterr().err
-    TextOutput().fail(errors.UnknownDatabase("gone", hint="`quire ls` lists the databases"))
-    assert "`quire ls` lists the databases" in capsys.readouterr().err
+def test_messages_name_only_commands_there_are() -> None:
+    """In every package: what a hint advises can be typed."""
+    text = "".join(path.read_text("utf-8") for path in (SRC / "quire").rglob("*.py"))
+    named = {tuple(words.split()) for words in re.findall(r"`quire ([a-z]+(?: [a-z][a-z-]+)?)", text)}
+    groups = {words[0] for words in COMMANDS if len(words) > 1}
+    assert len(named) > 50
+    assert [
+        words for words in named if (words if words[0] in groups else words[:1]) not in COMMANDS and words[1:]
+    ] == []
+    assert {words[0] for words in named} <= {words[0] for words in COMMANDS}
 
 
 def test_people_see_times_and_words_where_programs_see_values(

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli import app, main, remote
+from quire.cli import main, remote
 from quire.cli.command import Cli
 from quire.core.errors import AccessDenied, InvalidInput, Unavailable
-from quire.service.commands import Command
+from quire.service.commands import RemoteCommand
 from tests.cli.conftest import Ended, quire_program
 from tests.manifest.helpers import eventually
 from tests.rules.tree import SRC
@@ -200,8 +200,8 @@ def test_an_owner_that_runs_no_commands(path: Path, monkeypatch: pytest.MonkeyPa
         assert "another owner has this open" in ended.err
 
 
-def command(function: str, key: bytes = b"k" * 16, pid: int = 0, **given: Any) -> Command:
-    return Command(function, json.dumps(given).encode(), key, pid or os.getpid(), True)
+def command(function: str, key: bytes = b"k" * 16, pid: int = 0, **given: Any) -> RemoteCommand:
+    return RemoteCommand(function, json.dumps(given).encode(), key, pid or os.getpid(), True)
 
 
 def test_a_command_is_done_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_commands_are_for_the_owners_own_machine(path: Path, monkeypatch: pytest
 def test_every_command_is_done_there_or_says_why_not() -> None:
     """A command that owns the store is in one of the two lists."""
     known = {f"{module}.{name}" for module, names in remote.FUNCTIONS.items() for name in names} | set(remote.INSTEAD)
-    for module in {module for module, _ in app.COMMANDS.values()} | {"manifest_log"}:
+    for module in {module for module, _ in main.COMMANDS.values()} | {"manifest_log"}:
         text = (SRC / "quire" / "cli" / f"{module}.py").read_text("utf-8")
         if "cli.owner(" in text:
             assert any(each.startswith(f"{module}.") for each in known), module

@@ -45,7 +45,7 @@ EXECUTOR_SAFE = [
     "quire.pages.view",
     "quire.spark.executor",
     "quire.service.channel",
-    "quire.service.stream_messages",
+    "quire.service.tickets",
     "quire.service.tickets",
     "quire.service.tokens",
     "quire.service.wire",

@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 import quire
 from quire.service import admission, wire
 from quire.service.client import Client
-from quire.service.messages import Access
+from quire.service.messages import Role
 from quire.service.tokens import Tokens, ensure_token, read_token
 from quire.store.store import Store
 from tests.service.world import reserve, settings
@@ -154,8 +154,8 @@ def test_the_two_tokens_differ() -> None:
     with pytest.raises(quire.InvalidConfig):
         Tokens(admin="same", read="same")
     tokens = Tokens(admin="a" * 20, read="r" * 20)
-    assert tokens.access("Bearer " + "a" * 20) is Access.ADMIN
-    assert tokens.access("bearer " + "r" * 20) is Access.READ
+    assert tokens.access("Bearer " + "a" * 20) is Role.ADMIN
+    assert tokens.access("bearer " + "r" * 20) is Role.READ
     for header in ("", "Bearer", "Bearer ", "Basic " + "a" * 20, "a" * 20, "Bearer é"):
         assert tokens.access(header) is None
 

@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire.manifest.records import JobKind, JobState
 from quire.service.client import Client
-from quire.service.remote_jobs import LeasedReader
+from quire.service.remote_jobs import RemotePageReader
 from quire.store.store import Store
 from tests.service.world import end, line, process, reserve
 
@@ -105,7 +105,7 @@ def test_a_reader_that_lost_its_lease_is_told(client: Client, store: Store, path
             check_for(reader, 30)
 
 
-def check_for(reader: LeasedReader, seconds: float) -> None:
+def check_for(reader: RemotePageReader, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         reader.check()

@@ -14,7 +14,7 @@ from quire.durable.files import OsDisk
 from quire.lsm.bulk import BulkWriter, LoadTarget
 from quire.lsm.sst_writer import TableOptions
 from quire.lsm.verify import problems
-from quire.service import kv_loads
+from quire.service import loads as kv_loads
 from quire.service.client import Client
 from quire.service.messages import KV_IDS, Shelf, TakeIds
 from quire.store.store import Store
@@ -73,7 +73,7 @@ def test_a_load_is_published_once_however_often_it_is_asked_for(store: Store, cl
     ids = written(take(client), {b"a": b"1", b"b": b"2"})
     assert [client.publish_tables(LOAD, "cart", ids) for _ in range(3)] == [2, 2, 2]
     assert dict(store.kv("cart").scan()) == {b"a": b"1", b"b": b"2"}
-    with pytest.raises(quire.NotFound, match="is over"):
+    with pytest.raises(quire.NotFound, match="has ended"):
         take(client)
 
 
@@ -92,7 +92,7 @@ def test_an_owner_that_restarts_answers_for_what_it_did_and_refuses_what_it_lost
             assert client.publish_tables(LOAD, "cart", done) == 1
             with pytest.raises(quire.NotFound, match="not under way"):
                 client.publish_tables(LOAD + 1, "cart", lost)
-            with pytest.raises(quire.NotFound, match="is over"):
+            with pytest.raises(quire.NotFound, match="has ended"):
                 take(client)
             fresh = take(client, load=LOAD + 1)
             with pytest.raises(quire.InvalidInput, match="do not belong to this load"):

@@ -14,8 +14,7 @@ import pytest
 import quire
 from quire.durable.files import OsDisk
 from quire.durable.names import SOCKET, SOCKET_POINTER
-from quire.service.discover import find_owner
-from quire.service.sockets import Place, binding, is_alive, place_of, where_owner_listens
+from quire.service.sockets import SocketPath, binding, find_owner, is_alive, place_of, where_owner_listens
 from tests.service.conftest import Start
 from tests.service.world import served
 
@@ -119,14 +118,14 @@ def test_nobody_is_found_where_nobody_listens(path: Path) -> None:
         assert find_owner(path) is None
 
 
-def bind_and_fail(place: Place) -> None:
+def bind_and_fail(place: SocketPath) -> None:
     with binding(place) as bound, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(bound)
         raise ZeroDivisionError
 
 
 def test_binding_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "q.sock"), "")
+    place = SocketPath(str(tmp_path / "q.sock"), "")
     with pytest.raises(ZeroDivisionError):
         bind_and_fail(place)
     assert os.listdir(tmp_path) == []

@@ -10,7 +10,7 @@ import pytest
 
 import quire
 from quire.core.errors import AccessDenied, CursorLost, InvalidInput, OutOfRange, UnknownCursor, WrongKind
-from quire.service import stream_messages as m
+from quire.service import tickets as m
 from quire.service.channel import Channel
 from quire.store.store import Store
 from quire.stream.state import Retention

@@ -20,7 +20,7 @@ from quire.manifest.store import ManifestStore
 from quire.service import tables
 from quire.service.client import Client, connect
 from quire.service.messages import TableTicket
-from quire.service.tables import TableReader
+from quire.service.tables import TableStream
 from quire.store.store import Store
 from tests.service.conftest import Start
 from tests.service.world import Relay, end, line, process, reserve, served
@@ -99,7 +99,7 @@ def test_windows_of_any_size_give_the_same_rows(
     # A client that has `cut` batches and then goes on with another stream sees nothing twice and misses nothing.
     while True:
         ticket = TableTicket("db", (), start, stop, ("db_id",), limit - len(found) if limit else 0, after)
-        reader = TableReader(manifest, ticket, size)
+        reader = TableStream(manifest, ticket, size)
         for number, (batch, mark) in enumerate(reader.batches()):
             found += batch["db_id"].to_pylist()
             after = mark
@@ -113,7 +113,7 @@ def test_windows_of_any_size_give_the_same_rows(
 
 
 def test_batches_are_bounded_in_bytes(manifest: Any) -> None:
-    sizes = [batch.num_rows for batch, _ in TableReader(manifest, TableTicket("db"), 4_096).batches()]
+    sizes = [batch.num_rows for batch, _ in TableStream(manifest, TableTicket("db"), 4_096).batches()]
     assert sum(sizes) == 120
     assert len(sizes) > 8
 
@@ -121,7 +121,7 @@ def test_batches_are_bounded_in_bytes(manifest: Any) -> None:
 def test_batches_are_bounded_in_rows(manifest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCAN_ROWS_MAX == 65_536
     monkeypatch.setattr(tables, "SCAN_ROWS_MAX", 50)
-    sizes = [batch.num_rows for batch, _ in TableReader(manifest, TableTicket("db"), 1 << 30).batches()]
+    sizes = [batch.num_rows for batch, _ in TableStream(manifest, TableTicket("db"), 1 << 30).batches()]
     assert sizes == [50, 50, 20]
 
 

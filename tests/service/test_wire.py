@@ -24,7 +24,7 @@ KINDS = [each for each in vars(errors).values() if isinstance(each, type) and is
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_arrives_as_it_left(kind: type[QuireError]) -> None:
     error = kind("what", hint="do", name="shop", count=2**64 - 1, nothing=None, yes=True, raw=b"\x00", some=[1, "a"])
-    with pytest.raises(wire.Refused) as refused:
+    with pytest.raises(wire.RemoteError) as refused:
         wire.read_answer(b"".join(wire.write_error(error)), int)
     arrived = wire.error_of(refused.value.form)
     assert type(arrived) is kind
@@ -69,7 +69,7 @@ def test_garbage_is_refused_and_never_runs(body: bytes) -> None:
         assert len(key) in (0, 16)
     try:
         wire.read_answer(body, dict[str, Any])
-    except (wire.Refused, quire.Incompatible):
+    except (wire.RemoteError, quire.Incompatible):
         pass
     assert isinstance(wire.error_of(wire.read_form(body)), QuireError)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.core.errors import Incompatible, InvalidInput, QuireError
 from quire.core.limits import MIB
 from quire.service import messages as m
-from quire.service.wire import BAD, GOOD, ErrorForm, Refused, error_of, read_answer, read_call, read_form
+from quire.service.wire import BAD, GOOD, ErrorForm, RemoteError, error_of, read_answer, read_call, read_form
 from tests.hostile import PROMISES, memory_of_at_most
 
 REQUESTS = [
@@ -34,7 +34,7 @@ def test_promises_are_refused_by_the_owner_and_by_the_client(promise: bytes) -> 
         for answer in (Any, list[int], dict[str, Any], ErrorForm):
             with pytest.raises(Incompatible):
                 read_answer(GOOD + promise, answer)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RemoteError) as refused:
             read_answer(BAD + b"\x95\xa1x\xa1y\xa0\x81\xa1z" + promise, Any)
         assert isinstance(error_of(refused.value.form), QuireError)
         assert read_form(promise).kind == "QuireError"

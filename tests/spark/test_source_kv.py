@@ -223,7 +223,7 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned) -
     cart.compact()
     writer.commit([second])
     assert cart.get(b"x") == b"later", "not even when its tables are gone"
-    with pytest.raises(quire.NotFound, match="is over"):
+    with pytest.raises(quire.NotFound, match="has ended"):
         writer.write(iter([batch]))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.durations import moment_of
-from quire.cli.formatting import moment, plain, size
+from quire.cli.declarations import Argument, Option, command
+from quire.cli.formatting import moment, moment_of, size
 from quire.cli.lookup import any_database, names_of
 from quire.cli.output import Listing, Row
 from quire.core.errors import InvalidInput
+from quire.core.json_values import plain
 from quire.durable.object_names import parse_epoch_key
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ WORDS = {
 """Actions that are not told by their own name."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "audit", example="quire audit shop --since 1h")(audit)
-
-
+@command("audit", example="quire audit shop --since 1h")
 def audit(
     cli: Cli,
     database: Annotated[
@@ -54,27 +50,27 @@ def audit(
         with manifest.read() as txn:
             names = names_of(txn)
             wanted = any_database(txn, database) if database else None
-        found = manifest.audit(wanted, since_ms=since_ms, until_ms=until_ms)
-    shown = found[-limit:] if limit else found
-    left = len(found) - len(shown)
+        entries = manifest.audit(wanted, since_ms=since_ms, until_ms=until_ms)
+    shown = entries[-limit:] if limit else entries
+    left = len(entries) - len(shown)
     return Listing(
         columns=["when", "database", "what", "subject"],
-        rows=[Row(_cells(each, names), {**plain(each), "database": names.get(each.db_id, "")}) for each in shown],
+        rows=[Row(_cells(entry, names), {**plain(entry), "database": names.get(entry.db_id, "")}) for entry in shown],
         empty="no entries" + (" in that time" if since or until else " yet"),
         closing=f"{left:,} earlier: `--limit 0` shows all" if left else "",
     )
 
 
-def _cells(each: AuditEntry, names: dict[int, str]) -> list[str]:
-    action = each.action.name.lower()
-    subject = each.subject or (f"#{each.number}" if each.number else "-")
+def _cells(entry: AuditEntry, names: dict[int, str]) -> list[str]:
+    action = entry.action.name.lower()
+    subject = entry.subject or (f"#{entry.number}" if entry.number else "-")
     if in_epoch := parse_epoch_key(subject):
         # The store's identity, which all objects are below, fills half a line; --json has the whole name.
         subject = in_epoch[2]
-    bytes_ = f", {size(each.size_bytes)}" if each.size_bytes else ""
+    bytes_ = f", {size(entry.size_bytes)}" if entry.size_bytes else ""
     return [
-        moment(each.at_ms),
-        names.get(each.db_id) or f"#{each.db_id}",
+        moment(entry.at_ms),
+        names.get(entry.db_id) or f"#{entry.db_id}",
         WORDS.get(action, action),
         f"{subject}{bytes_}",
     ]

@@ -14,43 +14,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from quire.cli.command import Cli, Verdict
-from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import Argument, Option, command
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
 from quire.cli.job_progress import Bench, bar, failure_of
 from quire.cli.jobs import job_json
-from quire.cli.lookup import names_of, need_pages
+from quire.cli.lookup import DryRun, Runner, Snapshot, names_in, names_of, need_pages, need_runner, snapshot_named
 from quire.cli.output import Listing, Note, Report, Row
+from quire.cli.stream import published
 from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
+from quire.jobs.checkpoint.plan import plan_merge, shape_of
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, JobKind, WalState
 
 if TYPE_CHECKING:
     from quire.manifest.jobqueue import Job
 
-RUNNERS = ("auto", "threads", "spark")
-
 Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="Names of databases.", show_default=False)]
 All = Annotated[bool, Option("--all", help="All page databases, in one run.")]
-Runner = Annotated[
-    str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
-]
-DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    command(app, "checkpoint", example="quire checkpoint --all --runner spark")(checkpoint)
-    command(app, "merge", example="quire merge shop")(merge)
-    command(app, "evict", example="quire evict shop")(evict)
-    command(app, "hydrate", example="quire hydrate shop")(hydrate)
-
-
+@command("checkpoint", example="quire checkpoint --all --runner spark")
 def checkpoint(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
-) -> Note | Verdict | Listing:
+) -> Note | CliResult | Listing:
     """Write the WAL of page databases into chunks now.
 
     The WAL that no snapshot, fork or reader needs any more is let go.
@@ -63,9 +52,10 @@ def checkpoint(
     return _run_many(cli, names, "CHECKPOINT", runner)
 
 
+@command("merge", example="quire merge shop")
 def merge(
     cli: Cli, databases: Databases = None, every: All = False, runner: Runner = "", dry_run: DryRun = False
-) -> Note | Verdict | Listing:
+) -> Note | CliResult | Listing:
     """Rewrite chunks that have many deltas now."""
     names = _wanted(databases, every, runner)
     if dry_run:
@@ -78,6 +68,7 @@ def merge(
 Database = Annotated[str, Argument(metavar="DB", help="The name of a page database.")]
 
 
+@command("evict", example="quire evict shop")
 def evict(cli: Cli, database: Database) -> Note:
     """Remove local copies of a page database that the object store has.
 
@@ -86,6 +77,7 @@ def evict(cli: Cli, database: Database) -> Note:
     return _move_copies(cli, database, "evict")
 
 
+@command("hydrate", example="quire hydrate shop")
 def hydrate(cli: Cli, database: Database) -> Note:
     """Fetch what only the object store has of a page database."""
     return _move_copies(cli, database, "hydrate")
@@ -104,10 +96,35 @@ def _move_copies(cli: Cli, database: str, move: str) -> Note:
     return Note(text=text, data={"move": move, "artifacts": len(done), "bytes": moved})
 
 
-def need_runner(runner: str) -> None:
-    """Refuse a runner that there is not."""
-    if runner and runner not in RUNNERS:
-        raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
+@command("restore", example="quire restore shop monday shop-monday.db")
+def restore(
+    cli: Cli,
+    database: Database,
+    snapshot: Snapshot,
+    file: Annotated[str, Argument(metavar="FILE", help="Where to write it.")],
+    replace: Annotated[bool, Option("--replace", help="Replace an existing file.")] = False,
+    runner: Runner = "",
+    dry_run: DryRun = False,
+) -> Note:
+    """Write a snapshot to a file.
+
+    Slots are read and written in parallel. Of a SQLite database the file is one that SQLite opens.
+    """
+    need_runner(runner)
+    with cli.owner() as store:
+        need_pages(store.database(database), "are restored page by page")
+        info = snapshot_named(store, database, snapshot)
+        if dry_run:
+            view = store.view(database, info.snapshot_id)
+            pages, plain = view.size_pages, view.size_pages * view.page_size
+            planned = {"path": file, "pages": pages, "bytes": plain, "lsn": view.lsn, "dry_run": True}
+            return Note(text=f"would write {file}: {count_of(pages, 'page')}, {size(plain)}", data=planned)
+        with bar(f"restore of {database}") as report:
+            done = store.heavy.restore(
+                database, info.snapshot_id, file, runner=runner, replace=replace, progress=report
+            )
+    text = f"{done['path']}: {count_of(done['pages'], 'page')}, {size(done['bytes'])}, as of lsn {done['lsn']:,}"
+    return Note(text=text, data=done)
 
 
 def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
@@ -120,22 +137,19 @@ def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
 
 # ── one database ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Note:
-    from quire.cli.stream import published
-
     need = f"have a {kind.lower()}"
     with cli.owner(upkeep=True) as store:
-        found = store.database(database)
-        if kind == "CHECKPOINT" and found.kind.name == "STREAM":
+        info = store.database(database)
+        if kind == "CHECKPOINT" and info.kind.name == "STREAM":
             return published(store, database)
-        need_pages(found, need)
-        db_id, bench = found.db_id, Bench(store)
+        need_pages(info, need)
+        db_id, bench = info.db_id, Bench(store)
         job = bench.run(JobKind[kind], db_id, runner)
         if (failure := failure_of(job, f"the {kind.lower()} of {database}")) is not None:
             raise failure
         if then and store.manifest.jobs.outstanding(db_id, JobKind[then]):
             bench.run(JobKind[then], db_id)
-        with store.manifest.read() as txn:
-            names = names_of(txn)
+        names = names_in(store.manifest)
     return Note(text=sentence(job, database), data=job_json(job, names))
 
 
@@ -166,36 +180,35 @@ def _held_back(result: dict[str, Any]) -> str:
     if not result.get("waiting_segments"):
         return ""
 
-    readers = [reader_text(each) for each in msgspec.convert(result["readers"], list[ReaderInfo])]
+    readers = [reader_text(reader) for reader in msgspec.convert(result["readers"], list[ReaderInfo])]
     wait = "waits" if result["waiting_segments"] == 1 else "wait"
     what = f"{count_of(result['waiting_segments'], 'WAL segment')} ({size(result['waiting_bytes'])})"
     return f"{what} {wait} for {'; '.join(readers)}"
 
 
 # ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> Verdict:
+def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> CliResult:
     with cli.owner(upkeep=True) as store:
         for name in names:
             need_pages(store.database(name), f"have a {kind.lower()}")
         run = store.heavy.checkpoint_all if kind == "CHECKPOINT" else store.heavy.merge_all
-        with bar(f"{kind.lower()} of {count_of(len(names), 'database') if names else 'all databases'}") as told:
-            jobs = run(names or None, runner=runner, progress=told)
+        with bar(f"{kind.lower()} of {count_of(len(names), 'database') if names else 'all databases'}") as report:
+            jobs = run(names or None, runner=runner, progress=report)
         if kind == "CHECKPOINT":
             for job in jobs:
                 if waiting := store.manifest.jobs.outstanding(job.db_id, JobKind.TRUNCATE):
                     store.worker.run(waiting)
-        with store.manifest.read() as txn:
-            known = names_of(txn)
+        known = names_in(store.manifest)
     failed = [job for job in jobs if job.record.error]
-    return Verdict(_told(kind, jobs, failed, known), PROBLEMS if failed else OK)
+    return CliResult(_many_report(kind, jobs, failed, known), PROBLEMS if failed else OK)
 
 
-def _told(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Report:
+def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Report:
     done = [job.result for job in jobs if job.state.name == "SUCCEEDED" and job.result]
     counts: dict[str, Any] = {
         "databases": len(jobs),
-        "written": sum(bool(each.get("slots")) for each in done),
-        **{name: sum(each.get(name, 0) for each in done) for name in ("slots", "pages", "bytes", "segments")},
+        "written": sum(bool(result.get("slots")) for result in done),
+        **{name: sum(result.get(name, 0) for result in done) for name in ("slots", "pages", "bytes", "segments")},
         "put_off": sum(job.state.name == "PENDING" and not job.record.error for job in jobs),
         "failed": [
             {"database": known.get(job.db_id, ""), "job_id": job.job_id, "error": job.record.error} for job in failed
@@ -226,8 +239,6 @@ def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
                 waiting = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
                 number, amount = len(waiting), sum(row.used_bytes for row in waiting)
             else:
-                from quire.jobs.checkpoint.plan import plan_merge, shape_of
-
                 plan = plan_merge(txn, db_id, shape_of(txn, db_id, ""))
                 number, amount = (len(plan.tasks), plan.read_bytes) if plan is not None else (0, 0)
             if number:

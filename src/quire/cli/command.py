@@ -1,14 +1,11 @@
-"""What all commands share: where the store is, what they return, and how the outcome becomes output and an exit code.
+"""What all commands share: where the store is, what they return, and how that becomes output and an exit code.
 
-A command is a function whose first parameter is a `Cli`. It returns what it shows (`Shown`), or a `Verdict` with an exit code
-as well, or it raises. An error is one sentence and the next step, with the exit code of its group; a traceback needs --debug.
-
+A command is a function whose first parameter is a `Cli`. It returns what it shows (`Shown`), or a `CliResult` with an exit code
+as well, or it raises: an error is a sentence and the next step, with the exit code of its group; `--debug` shows a traceback.
 A command that must own a store which another process owns is run by that process, if it listens (K8).
 
-A reader that closes the pipe (`quire ls | head -1`) ends the command at once, silently, with the exit code that a shell
-reports for SIGPIPE. The signal itself stays ignored: sockets would raise it too.
-
-Importing this module loads neither the manifest nor the store: help needs neither.
+A reader that closes the pipe (`quire ls | head -1`) ends the command at once, silently, with the exit code that a shell reports
+for SIGPIPE. The signal itself stays ignored: sockets would raise it too.
 """
 
 from __future__ import annotations
@@ -20,28 +17,30 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 import quire
-from quire.cli.exit_codes import OK, PIPE_CLOSED, exit_of
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import visible
-from quire.cli.output import JsonOutput, Look, Output, Shown, TextOutput, wrapped
-from quire.core.errors import InternalError, InvalidInput, QuireError, StorageFault, StoreLocked
+from quire.cli.output import Look, Note, Shown, output_for, pipe_closed, report_error, wrapped
+from quire.core.errors import InternalError, InvalidInput, QuireError, StoreLocked
+from quire.core.logs import configure
+from quire.core.settings import StoreSettings
+from quire.durable.files import OsDisk
+from quire.durable.names import MANIFEST
+from quire.manifest.store import ManifestStore
+from quire.service.sockets import find_owner
+from quire.store.layout import existing_config
 
 if TYPE_CHECKING:
-    from quire.core.settings import StoreSettings
-    from quire.manifest.store import ManifestStore
     from quire.service.client import Client
     from quire.store.store import Store
 
 ELSEWHERE: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
-"""Set while a command is run for somebody at the other end of a socket: what that person answered, or "" before it."""
+"""Set while this process runs a command for a client: what the person there answered, or "" before that."""
 
-NAMES = {"database": "the database's name", "stream": "the stream's name", "subject": "what is asked about"}
-"""Arguments that are never empty, if a command needs them."""
-
-HERE = "."
-STORE_VARIABLE = "QUIRE_STORE"
-COMPLETING = "_QUIRE_COMPLETE"
-"""The variable in which a shell asks what could come next."""
+NAMES = {"database": "the database's name", "stream": "the stream's name", "subject": "the subject"}
+"""Arguments that must not be empty where a command needs them."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,11 @@ class Cli:
 
     def reader(self) -> ManifestStore:
         """The manifest, opened for reading: works while another process owns the store."""
-        from quire.durable.names import MANIFEST
-        from quire.manifest.store import ManifestStore
-
         manifest = self.settings().manifest
         return ManifestStore.open(os.path.join(os.path.abspath(self.path), MANIFEST), mode="r", settings=manifest)
 
     def settings(self) -> StoreSettings:
         """The settings in the store's quire.toml."""
-        from quire.durable.files import OsDisk
-        from quire.store.layout import existing_config
-
         return existing_config(OsDisk(), os.path.abspath(self.path))
 
     def owner(
@@ -80,8 +73,6 @@ class Cli:
         `upkeep` in the background is for commands that may take minutes. `grace_seconds` replaces the delay between the
         last reference to bytes and their deletion.
         """
-        from msgspec.structs import replace
-
         settings = self.settings()
         maintenance = replace(settings.maintenance, enabled=upkeep and settings.maintenance.enabled)
         if upkeep and not maintenance.workers:  # the command is there to do the work, whatever quire.toml says
@@ -96,8 +87,6 @@ class Cli:
         try:
             return self.owner()
         except StoreLocked:
-            from quire.service.discover import find_owner
-
             client = find_owner(self.path)
             if client is None:
                 raise
@@ -105,27 +94,25 @@ class Cli:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CliResult:
     """A value to show, if any, and the exit code to end with."""
 
     shown: Shown | None
     code: int
 
 
-def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
-    """Run a command, show what it returns or tell what went wrong; its exit code."""
+def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
+    """Run a command and show what it returns or what went wrong; its exit code."""
     output = output_for(cli.as_json)
     try:
         if style := os.environ.get("QUIRE_LOG"):
-            from quire.core.logs import configure
-
             configure(style)
         _need_names(body, arguments)
         try:
-            verdict = verdict_of(body(cli, **arguments))
-            if verdict.shown is not None:
-                _show(output, verdict.shown)
-            return verdict.code
+            result = result_of(body, cli, arguments)
+            if result.shown is not None:
+                output.show(result.shown)
+            return result.code
         except StoreLocked as locked:
             from quire.cli.remote import done_there
 
@@ -139,68 +126,34 @@ def perform(body: Callable[..., Shown | Verdict], cli: Cli, arguments: dict[str,
     except QuireError as error:
         if debug:
             raise
-        return tell(output, error)
+        return report_error(output, error)
     except Exception as error:
         if debug:
             raise
         if isinstance(error.__cause__, QuireError):  # passed on by SQLite, say: a missing chunk is no bug
-            return tell(output, error.__cause__)
-        return tell(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
+            return report_error(output, error.__cause__)
+        return report_error(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
 
 
 def _need_names(body: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """A shell makes an empty word of a variable that is not set: that is no name, and not "all of them" either."""
+    """Refuse empty names: a shell passes an empty word for a variable that is not set, which must not mean "all"."""
     needed = body.__code__.co_varnames[1 : body.__code__.co_argcount - len(body.__defaults__ or ())]
     for name, what in NAMES.items():
         if name in needed and arguments.get(name) == "":
             raise InvalidInput(f"{what} is empty", hint="`quire ls` lists the databases")
 
 
-def verdict_of(outcome: Shown | Verdict) -> Verdict:
-    """What a command returned, as a verdict."""
-    return outcome if isinstance(outcome, Verdict) else Verdict(outcome, OK)
-
-
-def output_for(as_json: bool) -> Output:
-    """JSON for programs, text for people."""
-    return JsonOutput() if as_json else TextOutput()
-
-
-def tell(output: Output, error: QuireError) -> int:
-    """Say what went wrong; the exit code."""
+def result_of(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any]) -> CliResult:
+    """What a command returned. One that was declined shows that nothing happened, and ends with exit code 1."""
     try:
-        output.fail(error)
-        sys.stderr.flush()
-    except BrokenPipeError:
-        return pipe_closed()
-    return exit_of(error).code
-
-
-def pipe_closed() -> int:
-    """Rule 5: what is still buffered goes nowhere, and nobody is told."""
-    abandon_streams()
-    return PIPE_CLOSED
-
-
-def unwritable(error: OSError) -> StorageFault:
-    """The error of an output that cannot be written, because a disk is full for instance."""
-    abandon_streams()
-    return StorageFault(f"the output cannot be written: {error.strerror}", hint="check where the output goes")
-
-
-def abandon_streams() -> None:
-    """Send what cannot be written nowhere: else the interpreter tries again at its end, and complains."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+        outcome = body(cli, **arguments)
+    except Declined as declined:
+        return CliResult(Note(text=declined.text, data=declined.data), PROBLEMS)
+    return outcome if isinstance(outcome, CliResult) else CliResult(outcome, OK)
 
 
 class Question(Exception):
-    """A command that is run for somebody elsewhere must ask that person first."""
+    """A command that this process runs for a client must ask the person there first."""
 
     def __init__(self, question: str, otherwise: str) -> None:
         super().__init__(question)
@@ -208,13 +161,28 @@ class Question(Exception):
         self.otherwise = otherwise
 
 
+class Declined(Exception):
+    """The person answered no: `text` says what did not happen, `data` is the same as JSON."""
+
+    def __init__(self, text: str, data: Any) -> None:
+        super().__init__(text)
+        self.text = text
+        self.data = data
+
+
 def on_terminal() -> bool:
-    """Whether a person looks on: progress is for them."""
+    """Whether a person watches: progress is for them."""
     return ELSEWHERE.get() is None and sys.stderr.isatty()
 
 
+def confirm(question: str, otherwise: str, data: Any) -> None:
+    """Ask the person; raise `Declined` with `otherwise`, what did not happen, unless the answer is yes."""
+    if not agreed(question, otherwise):
+        raise Declined(otherwise, data)
+
+
 def agreed(question: str, otherwise: str) -> bool:
-    """Ask on stderr: stdout belongs to the command's value. `otherwise` is what did not happen if nobody answers."""
+    """Ask on stderr: stdout belongs to the command's value."""
     if (answer := ELSEWHERE.get()) is not None:
         if not answer:
             raise Question(question, otherwise)
@@ -226,13 +194,3 @@ def agreed(question: str, otherwise: str) -> bool:
         sys.stderr.write("\n")
         raise InvalidInput(f"no confirmation given; {otherwise}", hint="use `--yes` to skip the question")
     return line.strip().lower() in ("y", "yes")
-
-
-def _show(output: Output, shown: Shown) -> None:
-    try:
-        output.show(shown)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise unwritable(error) from error

@@ -23,10 +23,9 @@ from click.shell_completion import (
     shell_complete,
 )
 
-from quire.cli.app import Program
-from quire.cli.command import COMPLETING, HERE, Cli, Verdict
-from quire.cli.declarations import Argument, Group, command
-from quire.cli.exit_codes import OK
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import COMPLETING, HERE, Argument, command
+from quire.cli.errors import OK
 from quire.cli.output import Note
 from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
@@ -54,14 +53,10 @@ KINDS: Mapping[str, str] = {"kv": "LSM", "stream": "STREAM", "sqlite": "PAGES"}
 """Group → the kind of its databases."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "completion", example="quire completion bash")(completion)
-
-
+@command("completion", example="quire completion bash")
 def completion(
     cli: Cli, shell: Annotated[str, Argument(metavar="SHELL", help="The shell: bash, zsh or fish.")]
-) -> Note | Verdict:
+) -> Note | CliResult:
     """Print a shell completion script.
 
     Add `eval "$(quire completion bash)"` to ~/.bashrc, or the same with zsh to ~/.zshrc. For fish, write the output to
@@ -69,11 +64,11 @@ def completion(
     """
     if shell not in SHELLS:
         raise InvalidInput("completion does not support this shell", hint="choose bash, zsh or fish", shell=shell)
-    script = SHELLS[shell](Program(), {}, "quire", COMPLETING).source()
+    script = SHELLS[shell](click.Command("quire"), {}, "quire", COMPLETING).source()
     if cli.as_json:
         return Note(text="", data={"shell": shell, "script": script})
     sys.stdout.write(script)
-    return Verdict(None, OK)
+    return CliResult(None, OK)
 
 
 def answer(program: click.Command, instruction: str) -> int:

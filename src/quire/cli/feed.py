@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, CliResult, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import count_of, moment, pairs, plain, span, telling
-from quire.cli.lookup import Follow
+from quire.cli.errors import OK
+from quire.cli.formatting import count_of, moment, pairs, span, telling
+from quire.cli.lookup import Follow, Yes
 from quire.cli.output import Listing, Note, Row
-from quire.cli.tailing import follow as go_on
+from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
+from quire.core.json_values import plain
 from quire.manifest.change import change_json
 
 if TYPE_CHECKING:
@@ -32,17 +33,11 @@ STEP_RECORDS = 64
 """Change records read together: one may hold thousands of operations."""
 
 
-def add_to(app: Group) -> None:
-    """Register these commands, as a group."""
-    group = Group("Read the change feed and manage its cursors.")
-    command(group, "tail", example="quire feed tail --limit 5")(tail)
-    command(group, "cursors", example="quire feed cursors --json")(cursors)
-    command(group, "resume", example="quire feed resume my-app")(resume)
-    command(group, "drop", example="quire feed drop my-app --yes")(drop)
-    app.add("feed", group)
+group = Group("feed")
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("tail", group, example="quire feed tail --limit 5")
 def tail(
     cli: Cli,
     start: Annotated[
@@ -50,7 +45,7 @@ def tail(
     ] = 0,
     limit: Annotated[int, Option("--limit", "-n", min=0, help="Records at most; 0: no limit.")] = 10,
     follow: Follow = False,
-) -> Listing | Verdict:
+) -> Listing | CliResult:
     """Show change records: their sequence, time and operations.
 
     With --follow from --from on, or the newest (with -n 0 none), and then all that are committed.
@@ -59,7 +54,8 @@ def tail(
     if follow:
         with cli.reader() as manifest:
             tail = _Tail(manifest, start, limit)
-            return go_on(cli, columns, lambda: map(_row, tail.new()))
+            follow_rows(columns, lambda: map(_row, tail.new()), as_json=cli.as_json)
+        return CliResult(None, OK)
     return Listing(
         columns=columns,
         rows=map(_row, _records(cli, start, limit)),
@@ -67,8 +63,8 @@ def tail(
     )
 
 
-def _row(each: ChangeRecord) -> Row:
-    return Row([f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)], change_json(each))
+def _row(change: ChangeRecord) -> Row:
+    return Row([f"{change.sequence:,}", moment(change.committed_at_ms), summary(change)], change_json(change))
 
 
 class _Tail:
@@ -125,6 +121,7 @@ def summary(record: ChangeRecord) -> str:
 
 
 # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("cursors", group, example="quire feed cursors --json")
 def cursors(cli: Cli) -> Listing:
     """List the subscribers: how far each is, and what it allows itself.
 
@@ -132,35 +129,36 @@ def cursors(cli: Cli) -> Listing:
     Being registered counts as the first acknowledgement.
     """
     with cli.reader() as manifest:
-        found = manifest.feed.cursors()
-    lost = [each for each in found if each.state.name == "LOST"]
+        infos = manifest.feed.cursors()
+    lost = [info for info in infos if info.state.name == "LOST"]
     return Listing(
         columns=[">id", "name", ">acked", ">lag", "state", "last ack", "ttl", "max lag"],
-        rows=[Row(_cells(each), cursor_json(each)) for each in found],
+        rows=[Row(_cells(info), cursor_json(info)) for info in infos],
         empty="the feed has no subscribers (see docs/feed.md)",
-        closing="\n".join(f"{_called(each)} is lost: {each.lost_reason}" for each in lost),
+        closing="\n".join(f"{_called(info)} is lost: {info.lost_reason}" for info in lost),
     )
 
 
-def _cells(each: CursorInfo) -> list[str]:
-    lost = each.state.name == "LOST"
+def _cells(info: CursorInfo) -> list[str]:
+    lost = info.state.name == "LOST"
     return [
-        str(each.cursor_id),
-        each.name,
-        f"{each.acked_sequence:,}",
-        f"{each.lag:,}",
-        each.state.name.lower(),
-        "-" if lost else f"{span(SystemClock().now_ms() - each.updated_at_ms)} ago",
-        span(each.ttl_ms) if each.ttl_ms else "-",
-        f"{each.max_lag:,}" if each.max_lag else "-",
+        str(info.cursor_id),
+        info.name,
+        f"{info.acked_sequence:,}",
+        f"{info.lag:,}",
+        info.state.name.lower(),
+        "-" if lost else f"{span(SystemClock().now_ms() - info.updated_at_ms)} ago",
+        span(info.ttl_ms) if info.ttl_ms else "-",
+        f"{info.max_lag:,}" if info.max_lag else "-",
     ]
 
 
-def cursor_json(each: CursorInfo) -> dict[str, Any]:
+def cursor_json(info: CursorInfo) -> dict[str, Any]:
     """A cursor, with what follows from its numbers."""
-    return {**plain(each), "lag": each.lag, "next_sequence": each.next_sequence}
+    return {**plain(info), "lag": info.lag, "next_sequence": info.next_sequence}
 
 
+@command("resume", group, example="quire feed resume my-app")
 def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")]) -> Note:
     """Resume a lost subscriber where it stopped, or at the oldest change still kept. It misses the changes between."""
     with cli.owner() as store:
@@ -174,21 +172,21 @@ def resume(cli: Cli, cursor: Annotated[str, Argument(metavar="CURSOR", help="A c
     )
 
 
+@command("drop", group, example="quire feed drop my-app --yes")
 def drop(
     cli: Cli,
     cursor: Annotated[str, Argument(metavar="CURSOR", help="A cursor's name, or its id.")],
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-) -> Note | Verdict:
+    yes: Yes = False,
+) -> Note:
     """Drop a subscriber. Changes that were kept only for it may then be trimmed."""
     with cli.owner() as store:
         feed = store.manifest.feed
-        found = _find(feed, cursor)
-        if not yes and not agreed(
-            f"drop {_called(found)}, {count_of(found.lag, 'change')} behind?", "nothing was dropped"
-        ):
-            return Verdict(Note(text="nothing was dropped", data={"dropped": None}), PROBLEMS)
-        feed.drop(found.cursor_id)
-    return Note(text=f"dropped {_called(found)}", data={"dropped": cursor_json(found)})
+        info = _find(feed, cursor)
+        if not yes:
+            question = f"drop {_called(info)}, {count_of(info.lag, 'change')} behind?"
+            confirm(question, "nothing was dropped", {"dropped": None})
+        feed.drop(info.cursor_id)
+    return Note(text=f"dropped {_called(info)}", data={"dropped": cursor_json(info)})
 
 
 def _find(feed: ChangeFeed, text: str) -> CursorInfo:
@@ -201,5 +199,5 @@ def _find(feed: ChangeFeed, text: str) -> CursorInfo:
     return feed.cursor(int(text))
 
 
-def _called(each: CursorInfo) -> str:
-    return f"cursor {each.name} (id {each.cursor_id})" if each.name else f"cursor {each.cursor_id}"
+def _called(info: CursorInfo) -> str:
+    return f"cursor {info.name} (id {info.cursor_id})" if info.name else f"cursor {info.cursor_id}"

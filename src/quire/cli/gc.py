@@ -14,17 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declarations import Group, Option, command
-from quire.cli.durations import seconds_of
-from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import count_of, moment, plain, size, span
-from quire.cli.job_progress import Bench, worker_of
+from quire.cli.command import Cli, confirm
+from quire.cli.declarations import Option, command
+from quire.cli.formatting import count_of, moment, seconds_of, size, span
+from quire.cli.job_progress import Bench
 from quire.cli.jobs import job_json, state_text
-from quire.cli.lookup import Yes, names_of
+from quire.cli.lookup import Yes, names_in, names_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.errors import InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.json_values import plain
 from quire.durable.names import parse_object_key
 from quire.manifest import tables as t
 from quire.manifest.leases import leases_of
@@ -48,11 +47,6 @@ ROUND = {
 """What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "gc", example="quire gc --dry-run")(gc)
-
-
 @dataclass(frozen=True)
 class Zero:
     """An artifact that waits to be deleted."""
@@ -64,6 +58,7 @@ class Zero:
     due_at_ms: int
 
 
+@command("gc", example="quire gc --dry-run")
 def gc(
     cli: Cli,
     dry_run: Annotated[
@@ -78,7 +73,7 @@ def gc(
     ] = "",
     until: Annotated[str, Option("--until", metavar="FOR", help="With --keep: for how long, 7d; 0 lifts it.")] = "",
     yes: Yes = False,
-) -> Report | Note | Verdict:
+) -> Report | Note:
     """Run one round of maintenance now and show what it did.
 
     That is schedules, retention, deletions, and all jobs that are due: what the owner of a store does by itself. Bytes that
@@ -95,9 +90,7 @@ def gc(
             waiting = at_zero(store.manifest, grace_ms)
             what = f"{_amount(waiting)}, and whatever this round lets go" if waiting else "whatever this round lets go"
             question = f"delete at once, even if another process is reading it: {what}?"
-            if not agreed(question, "nothing was done"):
-                return Verdict(Note(text="nothing was done", data={"done": False}), PROBLEMS)
-
+            confirm(question, "nothing was done", {"done": False})
         return _collect(Bench(store), grace_ms, at_once=now)
 
 
@@ -130,9 +123,9 @@ def at_zero(manifest: ManifestStore, grace_ms: int) -> list[Zero]:
             due[origin] = job.not_before_ms if job else 0
         # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
         kept = {} if manifest.read_only else {origin: leases_of(manifest).kept_since(origin) for origin in due}
-        found = [_zero(txn, key, row.value, names, grace_ms, kept.get(key[0])) for key, row in txn.scan(t.GC_ZERO)]
-    found = [replace(each, due_at_ms=max(each.due_at_ms, due.get(each.artifact.origin_db_id, 0))) for each in found]
-    return sorted(found, key=lambda each: (each.due_at_ms, each.artifact))
+        zeros = [_zero(txn, key, row.value, names, grace_ms, kept.get(key[0])) for key, row in txn.scan(t.GC_ZERO)]
+    zeros = [replace(zero, due_at_ms=max(zero.due_at_ms, due.get(zero.artifact.origin_db_id, 0))) for zero in zeros]
+    return sorted(zeros, key=lambda zero: (zero.due_at_ms, zero.artifact))
 
 
 def _zero(
@@ -163,23 +156,22 @@ def _zero(
 def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     waiting = at_zero(manifest, grace_ms)
     now = manifest.clock.now_ms()
-    with manifest.read() as txn:
-        names = names_of(txn)
+    names = names_in(manifest)
     going = [(names.get(db_id, ""), dropped) for db_id, dropped in _retention(manifest).items()]
     due = [job for job in manifest.jobs.jobs(JobState.PENDING) if job.record.not_before_ms <= now]
     shown = waiting[:limit] if limit else waiting
     more = len(waiting) - len(shown)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "goes"],
-        rows=[Row(_cells(each, now), None) for each in shown],
+        rows=[Row(_cells(zero, now), None) for zero in shown],
         empty="nothing is waiting to be deleted",
         closing=f"{more:,} more: `--limit 0` shows all" if more else "",
     )
-    ready = [each for each in waiting if each.due_at_ms <= now]
+    ready = [zero for zero in waiting if zero.due_at_ms <= now]
     facts = Facts(
         lines=[
             ("would delete now", _amount(ready)),
-            ("later", _amount([each for each in waiting if each.due_at_ms > now])),
+            ("later", _amount([zero for zero in waiting if zero.due_at_ms > now])),
             ("retention", "; ".join(f"would drop {count_of(number, 'snapshot')} of {name}" for name, number in going)
              or "would drop nothing"),
             ("jobs", f"{len(due):,} due"),
@@ -189,12 +181,12 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     data = {
         "dry_run": True,
         "artifacts": len(waiting),
-        "size_bytes": sum(each.size_bytes for each in waiting),
+        "size_bytes": sum(zero.size_bytes for zero in waiting),
         "due_artifacts": len(ready),
-        "due_bytes": sum(each.size_bytes for each in ready),
+        "due_bytes": sum(zero.size_bytes for zero in ready),
         "would_drop": dict(going),
         "jobs_due": len(due),
-        "waiting": [plain(vars(each)) for each in shown],
+        "waiting": [plain(vars(zero)) for zero in shown],
     }
     return Report(parts=[table, facts], data=data)
 
@@ -207,19 +199,19 @@ def _retention(manifest: ManifestStore) -> dict[int, int]:
     return {db_id: number for db_id, number in going.items() if number}
 
 
-def _cells(each: Zero, now: int) -> list[str]:
-    key = each.artifact
+def _cells(zero: Zero, now: int) -> list[str]:
+    key = zero.artifact
     layer = f", delta {key.delta_id}" if key.delta_id else ""
     version = f", generation {key.generation}" if key.generation else ""
-    name = f"{key.kind.name.lower()} {key.id}{version}{layer} of {each.database or f'#{key.origin_db_id}'}"
-    due = f"in {span(each.due_at_ms - now)}" if each.due_at_ms > now else "now"
-    return [name, size(each.size_bytes) if each.size_bytes else "-", f"{span(now - each.zero_since_ms)} ago", due]
+    name = f"{key.kind.name.lower()} {key.id}{version}{layer} of {zero.database or f'#{key.origin_db_id}'}"
+    due = f"in {span(zero.due_at_ms - now)}" if zero.due_at_ms > now else "now"
+    return [name, size(zero.size_bytes) if zero.size_bytes else "-", f"{span(now - zero.zero_since_ms)} ago", due]
 
 
 def _amount(waiting: list[Zero]) -> str:
     if not waiting:
         return "nothing"
-    return f"{count_of(len(waiting), 'artifact')}, {size(sum(each.size_bytes for each in waiting))}"
+    return f"{count_of(len(waiting), 'artifact')}, {size(sum(zero.size_bytes for zero in waiting))}"
 
 
 # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -234,19 +226,18 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
         done.update(plain(store.maintain()))
         if at_once:  # those that had been put off until the grace is over
             for job in manifest.jobs.jobs(JobState.PENDING):
-                if job.kind is JobKind.DELETE and worker_of(store).run(job.job_id):
+                if job.kind is JobKind.DELETE and store.worker.run(job.job_id):
                     done["jobs"] += 1
 
     bench.watch(work)
     deleted = [
-        each
-        for each in manifest.audit(since_ms=max(began - 1000, 0))
-        if each.action is AuditAction.DELETED and each.sequence > head
+        entry
+        for entry in manifest.audit(since_ms=max(began - 1000, 0))
+        if entry.action is AuditAction.DELETED and entry.sequence > head
     ]
-    freed = sum(each.size_bytes for each in deleted)
+    freed = sum(entry.size_bytes for entry in deleted)
     waiting = at_zero(manifest, grace_ms)
-    with manifest.read() as txn:
-        names = names_of(txn)
+    names = names_in(manifest)
     ran = bench.ran()
     data = {
         "dry_run": False,
@@ -254,9 +245,9 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
         "deleted": len(deleted),
         "freed_bytes": freed,
         "waiting": len(waiting),
-        "waiting_bytes": sum(each.size_bytes for each in waiting),
+        "waiting_bytes": sum(zero.size_bytes for zero in waiting),
         "next_due_at_ms": waiting[0].due_at_ms if waiting else 0,
-        "jobs": [job_json(each, names) for each in ran],
+        "jobs": [job_json(job, names) for job in ran],
     }
     lines = [("deleted", f"{count_of(len(deleted), 'artifact')}, {size(freed)} freed" if deleted else "nothing")]
     lines += [
@@ -265,16 +256,13 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
         if done.get(name)
     ]
     lines.append(("waits", _waits(waiting, manifest.clock.now_ms())))
-    failed = [each for each in ran if each.record.error]
+    failed = [job for job in ran if job.record.error]
     facts = Facts(lines=lines, data=None)
     if not failed:
         return Report(parts=[facts], data=data)
     table = Listing(
         columns=[">job", "kind", "state", "error"],
-        rows=[
-            Row([str(each.job_id), each.kind.name.lower(), state_text(each), each.record.error], None)
-            for each in failed
-        ],
+        rows=[Row([str(job.job_id), job.kind.name.lower(), state_text(job), job.record.error], None) for job in failed],
         closing="`quire jobs show ID` has more",
     )
     return Report(parts=[facts, table], data=data)

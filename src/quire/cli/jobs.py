@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import INTERRUPTED, OK
-from quire.cli.formatting import count_of, in_words, moment, pairs, plain, size, span
-from quire.cli.job_progress import Bench, until_interrupted, worker_of
-from quire.cli.lookup import Log, any_database, log_to, names_of
-from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.cli.errors import INTERRUPTED, OK
+from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
+from quire.cli.job_progress import Bench
+from quire.cli.lookup import Log, any_database, log_to, names_in, names_of
+from quire.cli.output import Facts, Listing, Note, Report, Row, until_interrupted
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.core.ids import ArtifactKey, ArtifactKind
+from quire.core.json_values import plain
 from quire.manifest.records import JobState
 
 if TYPE_CHECKING:
@@ -41,18 +42,11 @@ SHOWN_MAX = 200
 """Jobs that `work` tells of at its end: one that worked for a week has run many."""
 
 
-def add_to(app: Group) -> None:
-    """Register these commands, as a group."""
-    group = Group("Inspect and control durable jobs.")
-    command(group, "ls", example="quire jobs ls --state failed --db shop")(ls)
-    command(group, "show", example="quire jobs show 12")(show)
-    command(group, "retry", example="quire jobs retry 12")(retry)
-    command(group, "cancel", example="quire jobs cancel 12")(cancel)
-    command(group, "work", example="quire jobs work --once")(work)
-    app.add("jobs", group)
+group = Group("jobs")
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("ls", group, example="quire jobs ls --state failed --db shop")
 def ls(
     cli: Cli,
     state: Annotated[
@@ -64,31 +58,31 @@ def ls(
     """List jobs, oldest first."""
     wanted = _state_named(state) if state else None
     with cli.reader() as manifest:
-        found = manifest.jobs.jobs(wanted)
+        jobs = manifest.jobs.jobs(wanted)
         now = manifest.clock.now_ms()
         with manifest.read() as txn:
             names = names_of(txn)
             only = any_database(txn, database) if database else None
-    chosen = [job for job in found if only is None or job.db_id == only]
+    chosen = [job for job in jobs if only is None or job.db_id == only]
     shown = chosen[-limit:] if limit else chosen
     of_kind = f" {state}" if state else ""
     return Listing(
         columns=[">id", "kind", "database", "state", "created", "what"],
-        rows=[Row(_cells(each, names, now), job_json(each, names)) for each in shown],
+        rows=[Row(_cells(job, names, now), job_json(job, names)) for job in shown],
         empty=f"no{of_kind} jobs",
         closing=f"{len(chosen) - len(shown):,} older jobs: `--limit 0` shows all" if len(shown) < len(chosen) else "",
     )
 
 
 def _state_named(text: str) -> JobState:
-    states = {each.name.lower(): each for each in JobState}
+    states = {state.name.lower(): state for state in JobState}
     for name, shorter in STATES.items():
         states[shorter] = states[name]
-    found = states.get(text.lower().replace("-", "_"))
-    if found is None:
-        known = ", ".join(STATES.get(each.name.lower(), each.name.lower()) for each in JobState)
+    state = states.get(text.lower().replace("-", "_"))
+    if state is None:
+        known = ", ".join(STATES.get(member.name.lower(), member.name.lower()) for member in JobState)
         raise InvalidInput("unknown job state", hint=f"states: {known}", state=text)
-    return found
+    return state
 
 
 def _cells(job: Job, names: dict[int, str], now: int) -> list[str]:
@@ -147,13 +141,13 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number:,} times"
 
 
+@command("show", group, example="quire jobs show 12")
 def show(cli: Cli, job_id: JobId) -> Facts:
     """Show a job: its state, attempts, progress, result or error."""
     with cli.reader() as manifest:
         job = manifest.jobs.get(job_id)
         now = manifest.clock.now_ms()
-        with manifest.read() as txn:
-            names = names_of(txn)
+        names = names_in(manifest)
     return Facts(lines=_facts(job, names, now), data=job_json(job, names))
 
 
@@ -239,6 +233,7 @@ def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
 
 
 # ── changing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("retry", group, example="quire jobs retry 12")
 def retry(cli: Cli, job_id: JobId) -> Note:
     """Retry a job that failed or was cancelled.
 
@@ -255,11 +250,12 @@ def retry(cli: Cli, job_id: JobId) -> Note:
                 state=state_text(job),
             )
         again = store.manifest.jobs.retry(job_id)
-        data = _told(store, again)
+        data = _job_data(store, again)
     text = f"job {job_id} re-queued as job {again}; run it with `quire jobs work --once`"
     return Note(text=text, data={"retried": job_id, "job": data})
 
 
+@command("cancel", group, example="quire jobs cancel 12")
 def cancel(cli: Cli, job_id: JobId) -> Note:
     """Cancel a job that has not ended. Work it has already done is kept."""
     with cli.owner() as store:
@@ -268,22 +264,22 @@ def cancel(cli: Cli, job_id: JobId) -> Note:
             hint = f"`quire jobs show {job_id}` says how"
             raise IllegalTransition("the job has already ended", hint=hint, job_id=job_id, state=state_text(job))
         store.manifest.jobs.cancel(job_id)
-        data = _told(store, job_id)
+        data = _job_data(store, job_id)
     return Note(text=f"cancelled job {job_id}, {data['kind']}", data={"cancelled": data})
 
 
-def _told(store: Store, job_id: int) -> dict[str, Any]:
-    with store.manifest.read() as txn:
-        names = names_of(txn)
+def _job_data(store: Store, job_id: int) -> dict[str, Any]:
+    names = names_in(store.manifest)
     return job_json(store.manifest.jobs.get(job_id), names)
 
 
 # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("work", group, example="quire jobs work --once")
 def work(
     cli: Cli,
     once: Annotated[bool, Option("--once", help="Exit when no job is due.")] = False,
     log: Log = "",
-) -> Verdict:
+) -> CliResult:
     """Run jobs until Ctrl-C, or until nothing is due.
 
     This process owns the store meanwhile, and does its other upkeep too unless --once is given. What is running when it is
@@ -295,57 +291,56 @@ def work(
         bench = Bench(store)
         if once:
             try:
-                bench.watch(worker_of(store).drain)
+                bench.watch(store.worker.drain)
             except KeyboardInterrupt:
                 stopped = True
         else:
             with until_interrupted() as stop:
                 bench.serve(stop)
         ran = bench.ran()
-        shown = told(store.manifest, ran, interrupted=stopped)
-    return Verdict(shown, INTERRUPTED if stopped else OK)
+        shown = work_report(store.manifest, ran, interrupted=stopped)
+    return CliResult(shown, INTERRUPTED if stopped else OK)
 
 
-def told(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
+def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
     """What was run, and what waits."""
     now = manifest.clock.now_ms()
     waiting = manifest.jobs.jobs(JobState.PENDING)
-    with manifest.read() as txn:
-        names = names_of(txn)
+    names = names_in(manifest)
     shown = ran[-SHOWN_MAX:]
     table = Listing(
         columns=[">id", "kind", "database", "state", "what"],
         rows=[
             Row(
                 [
-                    str(each.job_id),
-                    each.kind.name.lower(),
-                    _database(each, names),
-                    state_text(each),
-                    summary(each, now),
+                    str(job.job_id),
+                    job.kind.name.lower(),
+                    _database(job, names),
+                    state_text(job),
+                    summary(job, now),
                 ],
                 None,
             )
-            for each in shown
+            for job in shown
         ],
         empty="no job was due" if not interrupted else "no job was run",
     )
     left = Note(text=waiting_text(len(waiting), _due(waiting), now), data=None)
     data = {
         "ran": len(ran),
-        "succeeded": sum(each.state is JobState.SUCCEEDED for each in ran),
-        "failed": sum(bool(each.record.error) and each.state is not JobState.CANCELLED for each in ran),
+        "succeeded": sum(job.state is JobState.SUCCEEDED for job in ran),
+        "failed": sum(bool(job.record.error) and job.state is not JobState.CANCELLED for job in ran),
         "waiting": len(waiting),
         "next_due_at_ms": _due(waiting),
         "interrupted": interrupted,
-        "jobs": [job_json(each, names) for each in shown],
+        "jobs": [job_json(job, names) for job in shown],
     }
     return Report(parts=[table, left], data=data)
 
 
 def _due(waiting: Sequence[Job]) -> int:
     """When the first of the jobs that wait is due; 0 if none waits."""
-    return min((each.record.not_before_ms or each.record.created_at_ms for each in waiting), default=0)
+    return min((job.record.not_before_ms or job.record.created_at_ms for job in waiting), default=0)
 
 
 def waiting_text(number: int, due_at_ms: int, now: int) -> str:

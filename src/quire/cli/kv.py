@@ -13,13 +13,12 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.checkpoint import Runner, need_runner
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, CliResult, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import failure_of
-from quire.cli.lookup import Database, Yes
+from quire.cli.lookup import Database, Runner, Yes, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, NotFound, UnknownDatabase
@@ -45,25 +44,11 @@ SCAN_ROWS = 100
 """Shown by `scan` unless told otherwise."""
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    group = Group("Read, write and maintain key-value databases.")
-    command(group, "get", example="quire kv get cart ann")(get)
-    command(group, "put", example="quire kv put cart ann '3 apples' --create")(put)
-    command(group, "delete", example="quire kv delete cart ann")(delete)
-    command(group, "scan", example="quire kv scan cart --prefix a --limit 10")(scan)
-    command(group, "stats", example="quire kv stats cart")(stats)
-    command(group, "compact", example="quire kv compact cart")(compact)
-    command(group, "verify", example="quire kv verify cart")(verify)
-    command(group, "repair", example="quire kv repair cart --apply")(repair)
-    command(group, "backup", example="quire kv backup cart")(backup)
-    command(group, "backups", example="quire kv backups cart")(list_backups)
-    command(group, "prune", example="quire kv prune cart --keep 5 --yes")(prune)
-    command(group, "restore", example="quire kv restore cart-again --label cart")(restore)
-    app.add("kv", group)
+group = Group("kv")
 
 
 # ── pairs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("get", group, example="quire kv get cart ann")
 def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     """Show the value of a key."""
     name = _given(key, hex_)
@@ -75,6 +60,7 @@ def get(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     return Note(text=_shown(value, hex_), data={"key": name, "value": value})
 
 
+@command("put", group, example="quire kv put cart ann '3 apples' --create")
 def put(
     cli: Cli,
     database: Database,
@@ -90,6 +76,7 @@ def put(
     return Note(text=f"put {key or 'the empty key'} in {database}", data={"key": name, "lsn": lsn})
 
 
+@command("delete", group, example="quire kv delete cart ann")
 def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     """Delete a key. Not an error if the key does not exist."""
     name = _given(key, hex_)
@@ -98,6 +85,7 @@ def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
     return Note(text=f"deleted {key} from {database}", data={"key": name, "lsn": lsn})
 
 
+@command("scan", group, example="quire kv scan cart --prefix a --limit 10")
 def scan(
     cli: Cli,
     database: Database,
@@ -127,21 +115,23 @@ def scan(
 
 
 # ── looking after ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("stats", group, example="quire kv stats cart")
 def stats(cli: Cli, database: Database) -> Facts:
     """Show what a database consists of."""
     with cli.owner() as store:
-        found = store.kv(database).stats()
+        figures = store.kv(database).stats()
     lines = [
-        ("keys, about", f"{found.rows - 2 * found.tombstones + found.memtable_keys:,}"),
-        ("last lsn", f"{found.last_lsn:,}"),
-        ("tables", f"{found.tables:,}, {size(found.table_bytes)}"),
-        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(found.levels) if count) or "none"),
-        ("in memory", f"{count_of(found.memtable_keys, 'key')}, {size(found.memtable_bytes)}"),
-        ("manifest", f"version {found.manifest_version:,}, {size(found.manifest_log_bytes)} of log"),
+        ("keys, about", f"{figures.rows - 2 * figures.tombstones + figures.memtable_keys:,}"),
+        ("last lsn", f"{figures.last_lsn:,}"),
+        ("tables", f"{figures.tables:,}, {size(figures.table_bytes)}"),
+        ("levels", ", ".join(f"{number}: {count}" for number, count in enumerate(figures.levels) if count) or "none"),
+        ("in memory", f"{count_of(figures.memtable_keys, 'key')}, {size(figures.memtable_bytes)}"),
+        ("manifest", f"version {figures.manifest_version:,}, {size(figures.manifest_log_bytes)} of log"),
     ]
-    return Facts(lines=lines, data=found)
+    return Facts(lines=lines, data=figures)
 
 
+@command("compact", group, example="quire kv compact cart")
 def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
     """Merge all tables into one level. What was overwritten or deleted goes."""
     need_runner(runner)
@@ -155,27 +145,29 @@ def compact(cli: Cli, database: Database, runner: Runner = "") -> Note:
     return Note(text=f"compacted {database}: {size(before)} → {size(after)}", data=data)
 
 
-def verify(cli: Cli, database: Database) -> Verdict:
+@command("verify", group, example="quire kv verify cart")
+def verify(cli: Cli, database: Database) -> CliResult:
     """Verify every byte of a database."""
     from quire.lsm.verify import problems
 
     with cli.owner() as store:
         kv = store.kv(database)
-        found = list(problems(kv))
+        damage = list(problems(kv))
         tables = kv.stats().tables
     shown = Listing(
         columns=["rule", "what", "path"],
-        rows=[Row([each.rule, each.what, each.path or "-"], each) for each in found],
+        rows=[Row([problem.rule, problem.what, problem.path or "-"], problem) for problem in damage],
         empty=f"{database} is sound: {count_of(tables, 'table')} read",
     )
-    return Verdict(shown, PROBLEMS if found else OK)
+    return CliResult(shown, PROBLEMS if damage else OK)
 
 
+@command("repair", group, example="quire kv repair cart --apply")
 def repair(
     cli: Cli,
     database: Database,
     apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
-) -> Verdict:
+) -> CliResult:
     """Repair a database whose files are inconsistent.
 
     Uses its tables and logs, what the store's manifest recorded of them, and copies in snapshots, forks and backups. Shows what
@@ -184,7 +176,7 @@ def repair(
     with cli.owner() as store:
         report = store.kvs.repair(database, apply=apply, objects=store.namespaces.objects_of(database))
     if not report.is_needed:
-        return Verdict(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
+        return CliResult(Note(text=f"{database} is sound: nothing to repair", data=report), OK)
     lines = [
         ("why", report.reason or "-"),
         ("tables kept", f"{report.kept:,}"),
@@ -205,24 +197,24 @@ def repair(
     parts: list[Facts | Listing | Note] = [Facts(lines=lines, data=None), lost]
     parts += [doubts] if report.doubts else []
     shown = Report(parts=[*parts, Note(text=done, data=None)], data=report)
-    return Verdict(shown, OK if report.applied and not report.lost else PROBLEMS)
+    return CliResult(shown, OK if report.applied and not report.lost else PROBLEMS)
 
 
 # ── backups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("backup", group, example="quire kv backup cart")
 def backup(cli: Cli, database: Database, label: Label = "") -> Note:
     """Copy a database to the object store. Tables that are there already are not sent again.
 
     Older backups of the same label go, but the newest 30 (`lsm.backups_kept` in quire.toml; 0 keeps all).
     """
-    from quire.lsm.backup import back_up
-    from quire.lsm.backup import prune as remove_superseded
+    from quire.lsm import backup as lsm_backup  # loads Arrow, which reading and writing keys does without
 
     with cli.owner() as store:
         place = store.namespaces.objects_of(database)
-        made = back_up(store.kv(database), place, label or database, _home(store))
+        copy = lsm_backup.back_up(store.kv(database), place, label or database, _home(store))
         removed: tuple[int, ...] = ()
         if keep := store.settings.lsm.backups_kept:
-            removed = remove_superseded(
+            removed = lsm_backup.prune(
                 place,
                 label or database,
                 keep,
@@ -230,37 +222,39 @@ def backup(cli: Cli, database: Database, label: Label = "") -> Note:
                 now_ms=SystemClock().now_ms(),
                 home=_home(store),
             ).backups
-    text = f"backed up {database} at lsn {made.lsn}: {count_of(len(made.tables), 'table')}, {size(made.size_bytes)}"
+    text = f"backed up {database} at lsn {copy.lsn}: {count_of(len(copy.tables), 'table')}, {size(copy.size_bytes)}"
     if removed:
         text += f"; removed {count_of(len(removed), 'superseded backup')}"
-    return Note(text=text, data={**_backup_json(made), "removed": removed})
+    return Note(text=text, data={**_backup_json(copy), "removed": removed})
 
 
+@command("backups", group, example="quire kv backups cart")
 def list_backups(
     cli: Cli,
     label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
     namespace: InNamespace = "",
 ) -> Listing:
     """List the backups in the object store, oldest first."""
-    from quire.lsm.backup import FORMER_HOME, backups, read_backup
+    from quire.lsm import backup as lsm_backup
 
     with cli.owner() as store:
         place = _place(store, label, namespace)
-        made = [
-            read_backup(place, label, lsn, home)
-            for home in (FORMER_HOME, _home(store))
-            for lsn in backups(place, label, home)
+        backups = [
+            lsm_backup.read_backup(place, label, lsn, home)
+            for home in (lsm_backup.FORMER_HOME, _home(store))
+            for lsn in lsm_backup.backups(place, label, home)
         ]
     rows = [
         Row(
-            [str(each.lsn), moment(each.created_at_ms), str(len(each.tables)), size(each.size_bytes)],
-            _backup_json(each),
+            [str(copy.lsn), moment(copy.created_at_ms), str(len(copy.tables)), size(copy.size_bytes)],
+            _backup_json(copy),
         )
-        for each in made
+        for copy in backups
     ]
     return Listing(columns=[">lsn", "made", ">tables", ">size"], rows=rows, empty=f"{label} has no backups")
 
 
+@command("prune", group, example="quire kv prune cart --keep 5 --yes")
 def prune(
     cli: Cli,
     label: Annotated[str, Argument(metavar="LABEL", help="The backups' name.")],
@@ -268,14 +262,14 @@ def prune(
     dry_run: Annotated[bool, Option("--dry-run", help="Only show it.")] = False,
     yes: Yes = False,
     namespace: InNamespace = "",
-) -> Note | Verdict:
+) -> Note:
     """Remove backups but the newest, and tables that no backup names."""
-    from quire.lsm.backup import prune as remove_superseded
+    from quire.lsm import backup as lsm_backup
 
     with cli.owner() as store:
         place = _place(store, label, namespace)
         prune_label = partial(
-            remove_superseded,
+            lsm_backup.prune,
             place,
             label,
             keep,
@@ -288,12 +282,13 @@ def prune(
         stays = f"{count_of(plan.kept, 'backup')} of {label} {'stays' if plan.kept == 1 else 'stay'}"
         if dry_run or not (plan.backups or plan.tables):
             return Note(text=f"would remove {what}; {stays}" if dry_run else f"nothing to remove; {stays}", data=plan)
-        if not yes and not agreed(f"remove {what}?", "nothing was removed"):
-            return Verdict(Note(text="nothing was removed", data=None), PROBLEMS)
+        if not yes:
+            confirm(f"remove {what}?", "nothing was removed", None)
         done = prune_label()
     return Note(text=f"removed {what}; {stays}", data=done)
 
 
+@command("restore", group, example="quire kv restore cart-again --label cart")
 def restore(
     cli: Cli,
     database: Annotated[str, Argument(metavar="NEW", help="The new database's name.")],
@@ -305,19 +300,18 @@ def restore(
     namespace: InNamespace = "",
 ) -> Note:
     """Make a database of a backup, of this store or another; in the namespace that the backup is in."""
-    from quire.lsm.backup import FORMER_HOME, backups, read_backup
-    from quire.lsm.backup import restore as bring_back
+    from quire.lsm import backup as lsm_backup
 
     with cli.owner() as store:
         label, home = label or database, kv_backups_prefix(store_id) if store_id else _home(store)
         place = _place(store, label, namespace)
-        there = backups(place, label, home)
+        there = lsm_backup.backups(place, label, home)
         if not store_id and (not there or (lsn and lsn not in there)):
-            home = FORMER_HOME  # one that was made before backups had the store's identity in their names
-        chosen = read_backup(place, label, lsn or None, home)
+            home = lsm_backup.FORMER_HOME  # one that was made before backups had the store's identity in their names
+        chosen = lsm_backup.read_backup(place, label, lsn or None, home)
         db_id = store.kvs.adopt(
             database,
-            lambda target: bring_back(place, chosen, OsDisk(), target),
+            lambda target: lsm_backup.restore(place, chosen, OsDisk(), target),
             namespace_id=_namespace_at(store, place.url),
         )
     text = f"restored {database} with id {db_id}, as {chosen.label} was at lsn {chosen.lsn}"
@@ -346,13 +340,13 @@ def _home(store: Store) -> str:
     return kv_backups_prefix(store.feed.store_id())
 
 
-def _backup_json(made: Backup) -> dict[str, object]:
+def _backup_json(copy: Backup) -> dict[str, object]:
     return {
-        "label": made.label,
-        "lsn": made.lsn,
-        "created_at_ms": made.created_at_ms,
-        "tables": len(made.tables),
-        "size_bytes": made.size_bytes,
+        "label": copy.label,
+        "lsn": copy.lsn,
+        "created_at_ms": copy.created_at_ms,
+        "tables": len(copy.tables),
+        "size_bytes": copy.size_bytes,
     }
 
 

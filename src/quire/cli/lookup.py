@@ -17,8 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Argument, Option
-from quire.cli.durations import moment_of
-from quire.cli.formatting import moment
+from quire.cli.formatting import moment, moment_of
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from quire.service.values import DatabaseInfo
     from quire.store.store import Store
 
+RUNNERS = ("auto", "threads", "spark")
+
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
 Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -44,6 +45,10 @@ Follow = Annotated[
 At = Annotated[
     str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a moment.", show_default="as it is now")
 ]
+Runner = Annotated[
+    str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
+]
+DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
 Log = Annotated[
     str,
     Option(
@@ -85,10 +90,10 @@ def need_no_number(name: str) -> None:
 def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
     """From whoever knows: a manifest, a store with one, or the owner at the other end of a socket."""
     if (remote := getattr(where, "get_snapshot", None)) is not None:
-        found: SnapshotInfo = remote(database, asked)
+        info: SnapshotInfo = remote(database, asked)
     else:
-        found = getattr(where, "manifest", where).snapshots.get(database, asked)
-    return found
+        info = getattr(where, "manifest", where).snapshots.get(database, asked)
+    return info
 
 
 def any_database(txn: ReadTxn, text: str) -> int:
@@ -106,6 +111,12 @@ def names_of(txn: ReadTxn) -> dict[int, str]:
     return txn.database_names()
 
 
+def names_in(manifest: ManifestStore) -> dict[int, str]:
+    """The same, in a transaction of its own."""
+    with manifest.read() as txn:
+        return names_of(txn)
+
+
 def title_of(snapshot: SnapshotInfo) -> str:
     """How a sentence names a snapshot.
 
@@ -120,10 +131,10 @@ def title_of(snapshot: SnapshotInfo) -> str:
 def tags_of(given: list[str], *, reserved: str) -> dict[str, str]:
     """The tags that `--tag key=value` options give; `reserved` is a key that has a meaning of its own."""
     tags: dict[str, str] = {}
-    for each in given:
-        key, equals, value = each.partition("=")
+    for text in given:
+        key, equals, value = text.partition("=")
         if not (equals and key.strip()):
-            raise InvalidInput("a tag is a key and a value", hint="say --tag key=value", given=each)
+            raise InvalidInput("a tag is a key and a value", hint="say --tag key=value", given=text)
         if key in tags:
             raise InvalidInput("a tag is given twice", hint="name each key once", key=key)
         if key == reserved:
@@ -138,21 +149,27 @@ def settled(store: Store | Client, name: str) -> DatabaseInfo:
     A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we
     ask has seen to it.
     """
-    found = store.database(name)
+    info = store.database(name)
     here: Any = store if hasattr(store, "manifest") else None
-    if found.kind is DbKind.PAGES and here is not None:
+    if info.kind is DbKind.PAGES and here is not None:
         with here.manifest.read() as txn:
-            left_open = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, found.db_id))
+            left_open = any(row.state is WalState.OPEN for _, row in txn.scan(t.WAL_CATALOG, info.db_id))
         if left_open:
-            here.pages.open(found.db_id)
-    return found
+            here.pages.open(info.db_id)
+    return info
 
 
-def need_pages(found: DatabaseInfo, what: str) -> None:
+def need_pages(info: DatabaseInfo, what: str) -> None:
     """Refuse a database of another kind; `what` is what only page databases have."""
-    if found.kind.name != "PAGES":
+    if info.kind.name != "PAGES":
         hint = "`quire ls` shows the kinds"
-        raise WrongKind(f"only page databases {what}", hint=hint, name=found.name, kind=found.kind.name.lower())
+        raise WrongKind(f"only page databases {what}", hint=hint, name=info.name, kind=info.kind.name.lower())
+
+
+def need_runner(runner: str) -> None:
+    """Refuse an unknown runner."""
+    if runner and runner not in RUNNERS:
+        raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=runner)
 
 
 def log_to(style: str) -> None:
@@ -163,7 +180,7 @@ def log_to(style: str) -> None:
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
-class Version:
+class VersionRef:
     """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
 
     text: str
@@ -176,16 +193,16 @@ class Version:
         return self.text.replace("as of ", "was at ").removeprefix("as it ")
 
 
-def version_of(where: Any, database: str, text: str) -> Version:
+def version_of(where: Any, database: str, text: str) -> VersionRef:
     """What people typed for a version (rule 1); `where` knows the snapshots: a manifest, a store, or its owner."""
     if not text:
-        return Version("as it is now")
+        return VersionRef("as it is now")
     try:
-        found = snapshot_named(where, database, text)
-        return Version(f"as of snapshot {title_of(found)}", snapshot=found)
+        info = snapshot_named(where, database, text)
+        return VersionRef(f"as of snapshot {title_of(info)}", snapshot=info)
     except UnknownSnapshot as unknown:
         if (epoch := _epoch(text)) is not None:
-            return Version(f"as of epoch {text}", at=epoch)
+            return VersionRef(f"as of epoch {text}", at=epoch)
         try:
             now_ms = SystemClock().now_ms()
             at_ms = moment_of(text, "--at", now_ms=now_ms)
@@ -197,7 +214,7 @@ def version_of(where: Any, database: str, text: str) -> Version:
                 "this moment is in the future", hint="leave `--at` out for the newest version", given=text
             ) from None
 
-    return Version(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))
+    return VersionRef(f"as it was {moment(at_ms)}", at=datetime.fromtimestamp(at_ms / 1000, UTC))
 
 
 def _epoch(text: str) -> Epoch | None:

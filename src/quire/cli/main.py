@@ -1,4 +1,4 @@
-"""The program `quire`: from a command line to an exit code.
+"""The program `quire`: its table of commands, each loaded when a command line names it, and the way to an exit code.
 
 Threads: the main one.
 """
@@ -8,24 +8,125 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
-from quire.cli.app import Program
-from quire.cli.command import COMPLETING, output_for, pipe_closed, tell, unwritable
-from quire.cli.declarations import run as run_command_line
-from quire.cli.exit_codes import INTERRUPTED
+import click
+from click.shell_completion import CompletionItem
+
+from quire.cli.declarations import COMPLETING, REGISTERED, Group, run_program
+from quire.cli.errors import INTERRUPTED
+from quire.cli.output import output_for, pipe_closed, report_error, unwritable
 
 GARBAGE_ALLOCATIONS = 50_000
-"""Allocations between two looks for garbage. Python's own 700 are passed a hundred times while modules are loaded, of which
-nothing is ever garbage."""
+"""Allocations between two garbage collections. Loading modules reaches Python's own 700 a hundred times, for no garbage."""
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "init": ("stores", "Create a store, or check that one exists."),
+    "ls": ("stores", "List the databases of a store."),
+    "info": ("stores", "Show a summary of a store."),
+    "create": ("stores", "Create a database."),
+    "drop": ("stores", "Drop a database."),
+    "rename": ("stores", "Rename a database."),
+    "tree": ("tree", "Show database lineage: databases, snapshots and forks."),
+    "why": ("why", "Explain why data is retained and how to free it."),
+    "fork": ("snapshots", "Create a database from another one, as it is or was."),
+    "checkpoint": ("checkpoint", "Write the WAL of page databases into chunks now."),
+    "merge": ("checkpoint", "Rewrite chunks that have many deltas now."),
+    "evict": ("checkpoint", "Remove local copies of a page database that the object store has."),
+    "hydrate": ("checkpoint", "Fetch what only the object store has of a page database."),
+    "restore": ("checkpoint", "Write a snapshot to a file."),
+    "verify": ("verify", "Read every stored byte and compare it with the manifest."),
+    "stats": ("stats", "Show how much space each database uses, alone and shared."),
+    "metrics": ("stats", "Show the rolling metrics that the manifest keeps."),
+    "gc": ("gc", "Run one round of maintenance now and show what it did."),
+    "audit": ("audit", "Show the history of databases: snapshots, forks, deletions."),
+    "takeover": ("objects", "Make this directory the owner of its bucket."),
+    "serve": ("serve", "Own a store and serve it to other processes."),
+    "doctor": ("doctor", "Check the machine, the store and the object store."),
+    "tour": ("tour", "Watch a store at work, step by step."),
+    "completion": ("completion", "Print a shell completion script."),
+    "db": ("stores", "Change a database's status, tags and compression."),
+    "snapshot": ("snapshots", "Create, list, compare and drop snapshots."),
+    "sqlite": ("sqlite", "Import, export, follow and query SQLite databases."),
+    "kv": ("kv", "Read, write and maintain key-value databases."),
+    "stream": ("stream", "Append to streams, read them, move them between tiers."),
+    "retention": ("retention", "Choose which snapshots are kept and taken automatically."),
+    "jobs": ("jobs", "Inspect and control durable jobs."),
+    "feed": ("feed", "Read the change feed and manage its cursors."),
+    "manifest": ("manifest", "Inspect the manifest, the catalog of everything in a store."),
+    "quarantine": ("quarantine", "List, restore or remove files that recovery set aside."),
+    "objects": ("objects", "Manage where the store's objects are."),
+    "namespace": ("objects", "Manage places for objects besides the store's own."),
+}
+"""First word of a command → its module, and its line in `quire --help`, in this order. The line is a group's own help, and the
+first sentence of a single command's (a test compares)."""
+
+
+class Program(Group):
+    """The group of all commands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.help = "quire: a versioned, tiered storage engine. Start with `quire tour`, or `quire init`."
+        self.epilog = "Example: quire tour --store ./quire-data"
+        self.params.append(
+            click.Option(
+                ["--version"],
+                is_flag=True,
+                callback=_version,
+                is_eager=True,
+                expose_value=False,
+                help="Show the version.",
+            )
+        )
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command with this name, its module loaded."""
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            module, line = COMMANDS[cmd_name]
+            import_module(f"quire.cli.{module}")
+            command = REGISTERED[cmd_name]
+            if isinstance(command, Group):
+                command.help = line
+            self.add_command(command, cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """All commands, loaded or not."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        """The list of commands, without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(word, line) for word, (_, line) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands and options with this prefix, without loading commands."""
+        words = [CompletionItem(word, help=line) for word, (_, line) in COMMANDS.items() if word.startswith(incomplete)]
+        return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def load_all(self) -> Program:
+        """Load every command: for tests."""
+        for word in COMMANDS:
+            self.get_command(click.Context(self), word)
+        return self
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # slow, and no other command needs it
+
+        click.echo(f"quire {version('quire')}")
+        ctx.exit()
 
 
 def main() -> None:
     """What the console script and `python -m quire` run."""
     gc.set_threshold(GARBAGE_ALLOCATIONS)
-    _see_to_streams()
+    _replace_closed_streams()
     code = run(sys.argv[1:])
-    gc.freeze()  # Python looks through everything again while it ends: a tenth of a short command
+    gc.freeze()  # the collection at interpreter exit would be a tenth of a short command
     sys.exit(code)
 
 
@@ -36,19 +137,19 @@ def run(arguments: Sequence[str]) -> int:
             from quire.cli.completion import answer  # reads stores, which help does not
 
             return answer(Program(), instruction)
-        code = run_command_line(Program(), arguments)
+        code = run_program(Program(), arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         return pipe_closed()
-    except OSError as error:  # click was writing its help; commands tell such errors themselves
-        return tell(output_for("--json" in arguments), unwritable(error))
+    except OSError as error:  # click was writing its help; commands report such errors themselves
+        return report_error(output_for("--json" in arguments), unwritable(error))
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _see_to_streams() -> None:
-    """A stream the caller closed is one nobody reads: else the next file opened would get its number, and our words."""
+def _replace_closed_streams() -> None:
+    """Open /dev/null for a standard stream that the caller closed, or the next file opened gets its number, and our output."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = getattr(sys, name)
         if stream is None:

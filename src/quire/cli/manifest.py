@@ -21,12 +21,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import manifest_log
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
-from quire.cli.formatting import chain_text, count_of, in_words, pairs, plain, telling
+from quire.cli.errors import OK, PROBLEMS
+from quire.cli.formatting import chain_text, count_of, in_words, pairs, telling
 from quire.cli.output import STEP_ROWS, Listing, Row
 from quire.core.errors import InvalidInput, ManifestDamaged, QuireError
+from quire.core.json_values import plain
 from quire.core.limits import SLOTS_PER_LEAF
 from quire.durable import names
 from quire.durable.files import OsDisk
@@ -52,16 +53,10 @@ CIRCULAR = re.compile(r"; run `quire manifest check`[^()]*(?=\(|$)")
 RESTORE = "restore the manifest from a backup (docs/operations.md)"
 
 
-def add_to(app: Group) -> None:
-    """Register these commands, as a group."""
-    group = Group("Inspect the manifest, the catalog of everything in a store.")
-    command(group, "check", example="quire manifest check --repair")(check)
-    command(group, "tables", example="quire manifest tables")(tables)
-    command(group, "dump", example="quire manifest dump chunk_catalog --limit 5 --json")(dump)
-    manifest_log.add_to(group)
-    app.add("manifest", group)
+group = Group("manifest")
 
 
+@command("check", group, example="quire manifest check --repair")
 def check(
     cli: Cli,
     repair: Annotated[
@@ -71,7 +66,7 @@ def check(
     partial: Annotated[
         bool, Option("--partial", help="With --repair: repair what is possible, even if other problems remain.")
     ] = False,
-) -> Verdict:
+) -> CliResult:
     """Check the manifest against its rules. Exit code 1 if one is broken.
 
     Before a repair, copy the store (`cp -r`) while no process owns it.
@@ -79,15 +74,15 @@ def check(
     if partial and not repair:
         raise InvalidInput("`--partial` needs `--repair`", hint="use `--repair --partial`")
     before = _problems_now(cli)
-    damage = [each for each in before if not each.leak]
+    damage = [problem for problem in before if not problem.leak]
     if not repair or not damage:
         return _verdict(before, advice=_advice(cli, damage))
-    stuck = sum(each.fix is None for each in damage)
+    stuck = sum(problem.fix is None for problem in damage)
     if stuck == len(damage) or (stuck and not partial):
         return _verdict(before, advice=f"Nothing was changed.\n{_advice(cli, damage)}")
     left = _mend(cli)
-    remaining = {_line(each) for each in left}
-    mended = [each for each in damage if _line(each) not in remaining]
+    remaining = {_line(problem) for problem in left}
+    mended = [problem for problem in damage if _line(problem) not in remaining]
     return _verdict(left, mended=() if cli.as_json else mended, repairs=len(mended), advice=_advice(cli, left))
 
 
@@ -109,13 +104,13 @@ def _problems_now(cli: Cli) -> list[Problem]:
 
 
 def _problems(manifest: ManifestStore) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
         with manifest.read() as txn:
-            found = propose(txn, list(check_rules(txn)))
+            problems = propose(txn, list(check_rules(txn)))
     except QuireError as error:  # rule 1
-        found.append(Problem("K1", f"the check could not go on: {error}"))
-    return found
+        problems.append(Problem("K1", f"the check could not go on: {error}"))
+    return problems
 
 
 def _mend(cli: Cli) -> list[Problem]:
@@ -130,31 +125,31 @@ def _mend(cli: Cli) -> list[Problem]:
 @contextmanager
 def _without_repair_warnings() -> Iterator[None]:
     """Rule 3: the manifest warns of each repair on stderr, for those who repair from a program. Other warnings go on."""
-    heard = StringIO()
+    captured = StringIO()
     try:
-        with redirect_stderr(heard):
+        with redirect_stderr(captured):
             yield
     finally:
-        for line in heard.getvalue().splitlines(keepends=True):
+        for line in captured.getvalue().splitlines(keepends=True):
             if "manifest.repair" not in line:
                 sys.stderr.write(line)
 
 
 def _verdict(
     problems: Sequence[Problem], *, mended: Sequence[Problem] = (), repairs: int = 0, advice: str = ""
-) -> Verdict:
+) -> CliResult:
     after = f" after {count_of(repairs, 'repair')}" if repairs else ""
     closing = count_of(len(problems), "problem") if problems else "all rules of the manifest hold"
     shown = Listing(
         columns=["rule", "kind", "what"],
         rows=[
-            *(_problem_row(each, "mended") for each in mended),
-            *(_problem_row(each, _kind(each)) for each in problems),
+            *(_problem_row(problem, "mended") for problem in mended),
+            *(_problem_row(problem, _kind(problem)) for problem in problems),
         ],
         empty=f"all rules of the manifest hold{after}",
         closing=f"{closing}{after}" + (f"\n{advice}" if advice else ""),
     )
-    return Verdict(shown, PROBLEMS if problems else OK)
+    return CliResult(shown, PROBLEMS if problems else OK)
 
 
 def _problem_row(problem: Problem, kind: str) -> Row:
@@ -182,10 +177,10 @@ def _line(problem: Problem) -> str:
 
 def _advice(cli: Cli, problems: Sequence[Problem]) -> str:
     """What to do about damage (leaks need nothing), the copy first."""
-    damage = [each for each in problems if not each.leak]
+    damage = [problem for problem in problems if not problem.leak]
     if not damage:
         return ""
-    stuck = sum(each.fix is None for each in damage)
+    stuck = sum(problem.fix is None for problem in damage)
     if stuck == len(damage):
         return f"{'It cannot' if stuck == 1 else 'None of it can'} be mended: {RESTORE}."
     root = os.path.abspath(cli.path)
@@ -198,6 +193,7 @@ def _advice(cli: Cli, problems: Sequence[Problem]) -> str:
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("tables", group, example="quire manifest tables")
 def tables(cli: Cli) -> Listing:
     """List the tables of the manifest."""
     with cli.reader() as manifest, manifest.read() as txn:
@@ -220,6 +216,7 @@ def tables(cli: Cli) -> Listing:
     )
 
 
+@command("dump", group, example="quire manifest dump chunk_catalog --limit 5 --json")
 def dump(
     cli: Cli,
     table: Annotated[str, Argument(metavar="TABLE", help="A name that `quire manifest tables` lists.")],
@@ -291,3 +288,9 @@ def _in_runs(chains: Leaf, origin_db_id: int) -> str:
         numbers = str(slots[0]) if len(slots) == 1 else f"{slots[0]}-{slots[-1]}"
         runs.append(f"{numbers} {chain_text(chain, origin_db_id)}")
     return "; ".join(runs) or "no slots"
+
+
+command("inspect", group, example="quire manifest inspect clicks --limit 20")(manifest_log.inspect)
+command("verify", group, example="quire manifest verify clicks")(manifest_log.verify)
+command("mode", group, example="quire manifest mode shadow")(manifest_log.mode)
+command("bundle", group, example="quire manifest bundle clicks")(manifest_log.bundle)

@@ -13,23 +13,28 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.checkpoint import Runner, need_runner
-from quire.cli.command import Cli, Verdict
-from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
-from quire.cli.formatting import count_of, pairs, plain
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import Argument, Option
+from quire.cli.errors import OK, PROBLEMS
+from quire.cli.formatting import count_of, pairs
 from quire.cli.job_progress import failure_of
-from quire.cli.lookup import Follow
+from quire.cli.lookup import Follow, Runner, need_runner
 from quire.cli.output import Listing, Note, Row
-from quire.cli.tailing import follow as go_on
+from quire.cli.output import follow as follow_rows
 from quire.core.errors import InvalidInput, UnknownDatabase, WrongKind
 from quire.core.ids import U32_MAX
+from quire.core.json_values import plain
 from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
+from quire.jobs.context import StorePool
+from quire.jobs.runner import ThreadRunner, Tools
+from quire.jobs.stream_verify.run import LogTask, verify_logs
 from quire.manifest.records import DbKind
 from quire.manifest.tables import DB_NAMES
 from quire.pages.cache import PageCache
+from quire.pages.sources import Sources
 from quire.spark.sessions import session
+from quire.store.layout import objects_url
 from quire.store.object_location import open_place, options_by_url
 from quire.stream.files import LogFiles, StreamFiles
 from quire.stream.mlog_follower import LogFollower
@@ -40,7 +45,6 @@ from quire.stream.projection import witness_in
 from quire.stream.state import log_objects
 
 if TYPE_CHECKING:
-    from quire.jobs.runner import ThreadRunner
     from quire.objects.api import ObjectStore
     from quire.spark.runner import SparkRunner
     from quire.stream.mlog_verify import LogProblem, LogRow
@@ -49,14 +53,6 @@ THREADS = 8
 """Logs that are looked at together: most of the time goes into waiting for disk and object store."""
 
 Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name, or its id.")]
-
-
-def add_to(group: Group) -> None:
-    """Register these commands in the group `manifest`."""
-    command(group, "inspect", example="quire manifest inspect clicks --limit 20")(inspect)
-    command(group, "verify", example="quire manifest verify clicks")(verify)
-    command(group, "mode", example="quire manifest mode shadow")(mode)
-    command(group, "bundle", example="quire manifest bundle clicks")(bundle)
 
 
 def inspect(
@@ -88,14 +84,11 @@ def verify(
     stream: Annotated[str, Argument(metavar="[STREAM]", help="One stream; all if none is named.")] = "",
     shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
     runner: Runner = "",
-) -> Verdict:
+) -> CliResult:
     """Hold manifest logs to their rules, many at once.
 
     Exit code 1 if one is broken.
     """
-    from quire.jobs.stream_verify.run import LogTask, verify_logs
-    from quire.store.layout import objects_url
-
     need_runner(runner)
     streams = _streams(cli, stream)
     names = dict(streams)
@@ -105,20 +98,22 @@ def verify(
             own = objects_url(root, cli.settings())
             tasks = [
                 LogTask(
-                    stream_id=each,
+                    stream_id=stream_id,
                     root=root,
-                    url=txn.place_of(each, own)[1],
+                    url=txn.place_of(stream_id, own)[1],
                     settings=settings,
-                    witness=witness_in(txn, each),
-                    prefixes=txn.object_prefixes(txn.place_of(each, own)[0]),
+                    witness=witness_in(txn, stream_id),
+                    prefixes=txn.object_prefixes(txn.place_of(stream_id, own)[0]),
                     store_id=txn.store_id(),
                 )
-                for each in names
+                for stream_id in names
             ]
         here = _threads(root, stores)
         chosen = _spark(cli, root, own) if runner == "spark" and tasks else here
-        found = list(verify_logs(tasks, chosen, here, deep=not shallow))
-    rows = [_problem(each, stream_id, names[stream_id]) for stream_id, each in sorted(found, key=lambda it: it[0])]
+        problems = list(verify_logs(tasks, chosen, here, deep=not shallow))
+    rows = [
+        _problem(problem, stream_id, names[stream_id]) for stream_id, problem in sorted(problems, key=lambda it: it[0])
+    ]
     sound = f"{count_of(len(streams), 'manifest log')} kept all rules"
     shown = Listing(
         columns=["stream", "rule", "kind", "what"],
@@ -126,7 +121,7 @@ def verify(
         empty=sound,
         closing=count_of(len(rows), "problem") if rows else "",
     )
-    return Verdict(shown, PROBLEMS if rows else OK)
+    return CliResult(shown, PROBLEMS if rows else OK)
 
 
 def mode(
@@ -152,7 +147,7 @@ def mirror(
     stream: Stream,
     directory: Annotated[str, Argument(metavar="DIRECTORY", help="Where the copy is; another store's is refused.")],
     follow: Follow = False,
-) -> Note | Verdict:
+) -> Note | CliResult:
     """Copy a stream from its object store: its manifest log and its sealed segments.
 
     Run it again, or with --follow, to go on where it ended. Works beside the owner, which it never asks.
@@ -173,7 +168,8 @@ def mirror(
                 yield Row([str(segment_id), "removed"], {"segment_id": segment_id, "what": "removed"})
 
         if follow:
-            return go_on(cli, [">segment", "what"], rows)
+            follow_rows([">segment", "what"], rows, as_json=cli.as_json)
+            return CliResult(None, OK)
         moved = [row.data["what"] for row in rows()]
         fetched, removed = moved.count("fetched"), moved.count("removed")
     text = f"{name}: {count_of(fetched, 'segment')} fetched, {removed} removed, {len(follower.index)} known"
@@ -198,8 +194,8 @@ def bundle(
         if (failure := failure_of(job, "the bundle job")) is not None:
             raise failure
         result = job.result
-    made = f"{count_of(result['bundles'], 'bundle')} of {count_of(result['streams'], 'manifest log')}"
-    return Note(text=f"{made}, {count_of(result['retired'], 'chunk')} retired", data=result)
+    bundled = f"{count_of(result['bundles'], 'bundle')} of {count_of(result['streams'], 'manifest log')}"
+    return Note(text=f"{bundled}, {count_of(result['retired'], 'chunk')} retired", data=result)
 
 
 def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
@@ -226,7 +222,6 @@ def _one(cli: Cli, name: str) -> tuple[int, str]:
 @contextmanager
 def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
     """Object stores by their URLs, each opened once."""
-    from quire.jobs.context import StorePool  # loads numpy
 
     def opened(url: str) -> ObjectStore:
         with cli.reader() as manifest, manifest.read() as txn:
@@ -240,8 +235,6 @@ def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
 
 
 def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tuple[LogFiles, LogObjects]:
-    from quire.store.layout import objects_url
-
     with cli.reader() as manifest, manifest.read() as txn:
         place_id, url = txn.place_of(stream_id, objects_url(os.path.abspath(cli.path), cli.settings()))
         prefixes, store_id = txn.object_prefixes(place_id), txn.store_id()
@@ -250,19 +243,16 @@ def _log(cli: Cli, stores: Callable[[str], ObjectStore], stream_id: int) -> tupl
 
 
 def _threads(root: str, stores: Callable[[str], ObjectStore]) -> ThreadRunner:
-    from quire.jobs.runner import ThreadRunner, Tools
-    from quire.pages.sources import Sources
-
     sources = Sources(root=root, disk=OsDisk(), open_store=stores, cache=PageCache(0))
     return ThreadRunner(Tools(sources, stores, OsDisk(), root), THREADS, label="quire-verify")
 
 
-def _spark(cli: Cli, root: str, objects_url: str) -> SparkRunner:
+def _spark(cli: Cli, root: str, url: str) -> SparkRunner:
     from quire.spark.runner import SparkRunner
 
     with cli.reader() as manifest, manifest.read() as txn:
         options = options_by_url(txn, root, cli.settings())
-    return SparkRunner(session(), root=root, objects_url=objects_url, options=options)
+    return SparkRunner(session(), root=root, objects_url=url, options=options)
 
 
 def _records(cli: Cli, stream_id: int, start: int | None, limit: int) -> Iterator[Row]:

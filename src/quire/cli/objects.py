@@ -1,27 +1,28 @@
-"""Commands about where a store's objects are and who may write them: takeover, objects moved.
+"""Commands about where objects are and who may write them: takeover, objects moved, and namespaces.
 
-Both open the store as its owner, which they are about: a live owner has to end first.
+`takeover` and `objects moved` open the store as its owner: a running owner must be stopped first.
 """
 
 from __future__ import annotations
 
-from quire.cli.command import Cli, Verdict, agreed
-from quire.cli.declarations import Group, command
-from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import count_of
+import os
+from typing import Annotated
+
+from quire.cli.command import Cli, confirm
+from quire.cli.declarations import Argument, Group, command
+from quire.cli.formatting import count_of, moment
 from quire.cli.lookup import Yes
-from quire.cli.output import Note
+from quire.cli.output import Listing, Note, Row
+from quire.store.namespaces import namespaces
+
+objects = Group("objects")
+namespace = Group("namespace")
+
+Name = Annotated[str, Argument(metavar="NAME", help="The namespace's name, as its section in quire.toml has it.")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    command(app, "takeover", example="quire takeover --store ./restored --yes")(takeover)
-    group = Group("Manage where the store's objects are.")
-    command(group, "moved", example="quire objects moved --yes")(moved)
-    app.add("objects", group)
-
-
-def takeover(cli: Cli, yes: Yes = False) -> Note | Verdict:
+@command("takeover", example="quire takeover --store ./restored --yes")
+def takeover(cli: Cli, yes: Yes = False) -> Note:
     """Make this directory the owner of its bucket.
 
     For a copy or a restored backup of a store. It begins a new owner epoch: new objects get names of their own. The previous
@@ -30,8 +31,7 @@ def takeover(cli: Cli, yes: Yes = False) -> Note | Verdict:
     """
     if not yes:
         question = f"take over the objects of {cli.path}? Any other copy of the store that writes there is fenced."
-        if not agreed(question, "nothing was taken over"):
-            return Verdict(Note(text="nothing was taken over", data={"taken_over": False}), PROBLEMS)
+        confirm(question, "nothing was taken over", {"taken_over": False})
     with cli.owner(takeover=True) as store:
         info = store.info()
     text = f"{info.path} owns {info.object_store} now, in owner epoch {info.owner_epoch}"
@@ -40,17 +40,61 @@ def takeover(cli: Cli, yes: Yes = False) -> Note | Verdict:
     )
 
 
-def moved(cli: Cli, yes: Yes = False) -> Note | Verdict:
+@command("moved", objects, example="quire objects moved --yes")
+def moved(cli: Cli, yes: Yes = False) -> Note:
     """Accept that the objects were copied to where quire.toml says now.
 
     First copy all objects under their names, then edit `object_store`, then run this. It looks for some of the objects that the
     manifest knows, and changes nothing if one is missing.
     """
-    if not yes and not agreed(
-        f"have all objects been copied to {cli.settings().object_store or 'objects/'}?", "nothing was changed"
-    ):
-        return Verdict(Note(text="nothing was changed", data={"moved": False}), PROBLEMS)
+    if not yes:
+        question = f"have all objects been copied to {cli.settings().object_store or 'objects/'}?"
+        confirm(question, "nothing was changed", {"moved": False})
     with cli.owner(moved=True) as store:
         looked, place = store.moved_objects, store.objects_url
     text = f"the objects are in {place} now; {count_of(looked, 'object')} checked, none missing"
     return Note(text=text, data={"moved": True, "object_store": place, "looked_for": looked})
+
+
+# ── namespaces ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("create", namespace, example="quire namespace create cold s3://cold-bucket/quire")
+def create_namespace(
+    cli: Cli,
+    name: Name,
+    url: Annotated[str, Argument(metavar="URL", help="Where its objects go: a path, s3://…, gs://…, az://…")],
+) -> Note:
+    """Register a place for the objects of databases that are created with `--namespace NAME`.
+
+    Nothing is contacted. Endpoint and credentials are set in `[namespaces.NAME]` of quire.toml.
+    """
+    url = url if "://" in url else os.path.abspath(url)
+    with cli.owner() as store:
+        created = store.namespaces.create(name, url)
+    return Note(text=f"objects of databases in {created.name} go to {created.url}", data=created)
+
+
+@command("ls", namespace, example="quire namespace ls")
+def list_namespaces(cli: Cli) -> Listing:
+    """List the namespaces, and who uses them."""
+    with cli.reader() as manifest, manifest.read() as txn:
+        infos = namespaces(txn)
+    rows = []
+    for info in infos:
+        users = ", ".join(info.databases) or "-"
+        if info.dropped_at_ms:
+            users = f"dropped {moment(info.dropped_at_ms)}"
+        elif info.dropped_databases:
+            users += f" (and {info.dropped_databases} dropped)"
+        rows.append(Row([info.name or str(info.namespace_id), info.url, str(info.objects), users], info))
+    columns = ["name", "url", ">objects", "databases"]
+    return Listing(columns=columns, rows=rows, empty="no namespaces: all objects are in the store's own object store")
+
+
+@command("drop", namespace, example="quire namespace drop cold --yes")
+def drop_namespace(cli: Cli, name: Name, yes: Yes = False) -> Note:
+    """Drop a namespace that no database uses. Nothing in its bucket is touched."""
+    if not yes:
+        confirm(f"drop the namespace {name}?", "nothing was dropped", {"dropped": None})
+    with cli.owner() as store:
+        dropped = store.namespaces.drop(name)
+    return Note(text=f"dropped the namespace {name}", data={"dropped": dropped})

@@ -1,21 +1,18 @@
-"""What a command shows: a value, given to an `Output` that writes it as text for people or as JSON for programs.
+"""What a command shows: a value, which an `Output` writes as text for people or as JSON for programs.
 
-Terms
   Listing   rows under columns           JSON: an array of objects, one row per line
   Facts     names and values             JSON: one object
-  Note      one sentence about a deed    JSON: one object
+  Note      one sentence about a result  JSON: one object
   Report    facts and listings together  JSON: one object
   Tree      nodes below nodes            JSON: an array of the roots
 
-Rules
-  1. A command shows exactly one value; so stdout holds one JSON document, or nothing when an error is told on stderr. Only what
-     has no end (`quire.cli.tailing`) is written row by row.
-  2. Text fits the terminal (`quire.cli.tables`). Where there is no terminal nothing is wrapped or cut, so that `grep` and `awk`
-     see whole lines.
-  3. Colours only on a terminal, and not if NO_COLOR is set or TERM is dumb.
-  4. Rows may be an iterator: they are written as they come, JSON in bounded memory, text in steps of `STEP_ROWS`.
-  5. Text shows what would move the cursor or turn the line around instead of doing it (`plain.visible`), wherever it
-     comes from; JSON has every character as it is.
+A command shows exactly one value, so stdout holds one JSON document, or nothing when an error goes to stderr. Only endless rows
+(`follow`) are written one by one, as JSON lines. Rows of a listing may be an iterator: JSON is written in bounded memory, text
+in steps of `STEP_ROWS`.
+
+Text fits the terminal (`quire.cli.tables`); without a terminal nothing is wrapped or cut, so that `grep` and `awk` see whole
+lines. Colours need a terminal, no NO_COLOR, and a TERM that is not dumb. Text escapes control and bidirectional characters
+(`formatting.visible`); JSON has every character as it is.
 
 Not thread-safe: one command, one output.
 """
@@ -24,28 +21,34 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from shutil import get_terminal_size
 from typing import Any, Protocol, TextIO
 
-from quire.cli.error_text import for_people, for_programs, next_step
-from quire.cli.formatting import plain, visible
-from quire.cli.tables import lines_of, plan
+from quire.cli.errors import PIPE_CLOSED, exit_of, for_people, for_programs, next_step
+from quire.cli.formatting import visible
+from quire.cli.tables import RunningTable, lines_of, plan
 from quire.cli.tables import width_of as width_of
 from quire.cli.tables import wrapped as wrapped
-from quire.core.errors import QuireError
+from quire.core.errors import QuireError, StorageFault
+from quire.core.json_values import plain
 
 STEP_ROWS = 1000
 """Rows whose widths are measured together: a listing of millions is written in steps."""
 LABEL_COLUMNS_MIN = 40
-"""Room that a label has at any depth (rule 2)."""
+"""Width of a label at any depth."""
 
 GUIDES = ("├── ", "└── ", "│   ", "    ")
 GUIDES_ASCII = ("+-- ", "`-- ", "|   ", "    ")
-"""Before a node, before the last one, and what stands below each of them."""
+"""Before a node, before the last node, and below each of these."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Node:
     text: str = ""
     below: Sequence[Node] = ()
     faded: bool = False
-    """It is there only for what is below it."""
+    """It is shown only for the nodes below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +133,7 @@ class JsonOutput:
     """One JSON document on stdout; an error is one JSON object on stderr."""
 
     def show(self, value: Shown) -> None:
-        for part in json_parts(value):
-            sys.stdout.write(part)
+        write_out(json_parts(value))
 
     def fail(self, error: QuireError) -> None:
         sys.stderr.write(_json({"error": for_programs(error)}) + "\n")
@@ -141,8 +143,7 @@ class TextOutput:
     """Text for people."""
 
     def show(self, value: Shown) -> None:
-        for part in text_parts(value, Look.of(sys.stdout)):
-            sys.stdout.write(part)
+        write_out(text_parts(value, Look.of(sys.stdout)))
 
     def fail(self, error: QuireError) -> None:
         look = Look.of(sys.stderr)
@@ -150,6 +151,21 @@ class TextOutput:
             first, *others = wrapped(text, look.width - 7 if look.width else 0)
             lines = [look.styled(f"{name}:".ljust(7), style) + first, *(" " * 7 + other for other in others)]
             sys.stderr.write("\n".join(lines) + "\n")
+
+
+def output_for(as_json: bool) -> Output:
+    """JSON for programs, text for people."""
+    return JsonOutput() if as_json else TextOutput()
+
+
+def report_error(output: Output, error: QuireError) -> int:
+    """Write what went wrong; the exit code."""
+    try:
+        output.fail(error)
+        sys.stderr.flush()
+    except BrokenPipeError:
+        return pipe_closed()
+    return exit_of(error).code
 
 
 @dataclass(frozen=True)
@@ -172,7 +188,7 @@ class Look:
 
 
 def json_parts(value: Shown) -> Iterator[str]:
-    """A value as one JSON document, in parts (rule 4)."""
+    """A value as one JSON document, in parts."""
     if not isinstance(value, Listing):
         yield _json(plain(value.data)) + "\n"
         return
@@ -221,8 +237,8 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
         if titled:
             yield look.styled(layout.header, "1")
             titled = False
-        for each in cells:
-            yield from lines_of(each, layout)
+        for row in cells:
+            yield from lines_of(row, layout)
         step = list(islice(rows, STEP_ROWS))
     if listing.closing:
         yield ""
@@ -240,7 +256,7 @@ def _facts(facts: Facts, look: Look) -> Iterator[str]:
     for name, text in facts.lines:
         first, *others = wrapped(visible(text), look.width - indent if look.width else 0)
         yield look.styled(name + " " * (indent - width_of(name)), "1") + first
-        yield from (" " * indent + each for each in others)
+        yield from (" " * indent + line for line in others)
 
 
 def _json(value: Any) -> str:
@@ -276,23 +292,114 @@ def _drawn(root: Node, look: Look, guides: tuple[str, str, str, str]) -> Iterato
     node, last, below_node, below_last = guides
     todo: list[tuple[Node, str, str]] = [(root, "", "")]
     while todo:
-        each, before, below = todo.pop()
-        yield from _label(each, before, below + (below_node if each.below else ""), look)
-        children = list(each.below)
+        current, before, below = todo.pop()
+        yield from _label(current, before, below + (below_node if current.below else ""), look)
+        children = list(current.below)
         for child in reversed(children):
             is_last = child is children[-1]
             todo.append((child, below + (last if is_last else node), below + (below_last if is_last else below_node)))
 
 
-def _label(each: Node, before: str, below: str, look: Look) -> Iterator[str]:
-    name = visible(each.name)
-    text = f"{name}  {visible(each.text)}" if each.text else name
+def _label(node: Node, before: str, below: str, look: Look) -> Iterator[str]:
+    name = visible(node.name)
+    text = f"{name}  {visible(node.text)}" if node.text else name
     room = look.width - max(len(before), len(below))
     first, *others = wrapped(text, max(room, LABEL_COLUMNS_MIN) if look.width else 0)
     head = look.styled(before, "2") if before else ""
-    if each.faded:
+    if node.faded:
         yield head + look.styled(first, "2")
     else:
         yield head + look.styled(first[: len(name)], "1") + first[len(name) :]
     for other in others:
-        yield look.styled(below, "2") + (look.styled(other, "2") if each.faded else other)
+        yield look.styled(below, "2") + (look.styled(other, "2") if node.faded else other)
+
+
+# ── endless rows ──────────────────────────────────────────────────────────────────────────────────────────────────────
+POLL_SECONDS = 0.1
+"""How often `follow` looks for new rows."""
+
+
+def follow(columns: Sequence[str], new: Callable[[], Iterable[Row]], *, as_json: bool) -> None:
+    """Write and flush the rows that `new` returns, again and again, until Ctrl-C or SIGTERM; each call has the rows since the
+    last one."""
+    table = None if as_json else RunningTable(columns, Look.of(sys.stdout))
+    with until_interrupted() as ending:
+        while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
+            for row in new():
+                write_out([json_line(row.data) if table is None else table.lines(row.cells)])
+                if ending.is_set():
+                    break
+            _check_reader()
+            time.sleep(POLL_SECONDS)
+
+
+def _check_reader() -> None:
+    """End the command when the reader of the pipe has gone, also while there are no rows: `| head -1` must not wait for a
+    second row."""
+    try:
+        number = sys.stdout.fileno()
+    except OSError:
+        return  # no file: a test reads it
+    poll = select.poll()
+    poll.register(number, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        raise BrokenPipeError
+
+
+@contextmanager
+def until_interrupted() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, instead of their usual effect; a second signal has that effect.
+
+    An ignored signal stays ignored: a command started with `nohup … &` must survive when others are interrupted.
+    """
+    stop = threading.Event()
+
+    def note(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ── stdout that cannot be written ─────────────────────────────────────────────────────────────────────────────────────
+def write_out(parts: Iterable[str]) -> None:
+    """Write to stdout and flush. A closed pipe stays a `BrokenPipeError`; anything else is a `StorageFault`."""
+    try:
+        for part in parts:
+            sys.stdout.write(part)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritable(error) from error
+
+
+def pipe_closed() -> int:
+    """Discard what is still buffered, silently; the exit code."""
+    _abandon_streams()
+    return PIPE_CLOSED
+
+
+def unwritable(error: OSError) -> StorageFault:
+    """The error of an output that cannot be written, because a disk is full for instance."""
+    _abandon_streams()
+    return StorageFault(f"the output cannot be written: {error.strerror}", hint="check where the output goes")
+
+
+def _abandon_streams() -> None:
+    """Point streams that cannot be written at /dev/null: the interpreter would try again when it exits, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

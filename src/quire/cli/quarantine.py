@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, command
-from quire.cli.exit_codes import PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.lookup import Yes
 from quire.cli.output import Listing, Note, Row
@@ -27,15 +26,10 @@ from quire.durable.quarantine import restore as put_back
 Number = Annotated[int, Argument(metavar="NUMBER", min=1, help="Its number, as `quire quarantine ls` has it.")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    group = Group("List, restore or remove files that recovery set aside.")
-    command(group, "ls", example="quire quarantine ls")(ls)
-    command(group, "restore", example="quire quarantine restore 1")(restore)
-    command(group, "rm", example="quire quarantine rm 2 --yes")(rm)
-    app.add("quarantine", group)
+group = Group("quarantine")
 
 
+@command("ls", group, example="quire quarantine ls")
 def ls(cli: Cli) -> Listing:
     """List quarantined files: where they were, when they were moved, and why."""
     rows = [
@@ -56,6 +50,7 @@ def ls(cli: Cli) -> Listing:
     return Listing(columns=[">number", "moved", ">size", "was", "why"], rows=rows, empty="the quarantine is empty")
 
 
+@command("restore", group, example="quire quarantine restore 1")
 def restore(cli: Cli, number: Number) -> Note:
     """Put a file back where it was.
 
@@ -66,16 +61,17 @@ def restore(cli: Cli, number: Number) -> Note:
     return Note(text=f"{entry.path} is back", data={"number": number, "path": entry.path})
 
 
+@command("rm", group, example="quire quarantine rm 2 --yes")
 def rm(
     cli: Cli,
     numbers: Annotated[list[int] | None, Argument(metavar="NUMBER...", help="Their numbers.")] = None,
     yes: Yes = False,
-) -> Note | Verdict:
+) -> Note:
     """Remove files in quarantine for good."""
     if not numbers:
         raise InvalidInput("no files were named", hint="`quire quarantine ls` lists them by number")
-    if not yes and not agreed(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed"):
-        return Verdict(Note(text="nothing was removed", data={"removed": []}), PROBLEMS)
+    if not yes:
+        confirm(f"remove {count_of(len(numbers), 'file')} for good?", "nothing was removed", {"removed": []})
     with _owned(cli) as root:
         for number in numbers:
             remove(OsDisk(), root, number)

@@ -24,16 +24,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.command import ELSEWHERE, Cli, Question, agreed, on_terminal, verdict_of
+from quire.cli.command import ELSEWHERE, Cli, Question, agreed, on_terminal, result_of
 from quire.cli.job_progress import Display
 from quire.cli.output import Look, Note, json_parts, text_parts
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
-from quire.service.commands import Command, Done
-from quire.service.discover import find_owner
+from quire.service.commands import CommandResult, RemoteCommand
+from quire.service.sockets import find_owner
 
 if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
@@ -44,13 +43,12 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "stores": ("create", "drop", "rename"),
     "snapshots": ("create", "drop", "fork"),
     "retention": ("set_", "clear", "apply"),
-    "checkpoint": ("checkpoint", "merge", "evict", "hydrate"),
+    "checkpoint": ("checkpoint", "merge", "evict", "hydrate", "restore"),
     "verify": ("verify",),
-    "restore": ("restore",),
     "gc": ("gc",),
     "jobs": ("retry", "cancel"),
     "feed": ("drop", "resume"),
-    "namespace": ("create", "drop"),
+    "objects": ("create_namespace", "drop_namespace"),
     "kv": ("get", "put", "delete", "scan", "stats", "compact", "verify", "backup", "list_backups", "restore"),
     "stream": ("append", "read", "segments", "info", "seal", "tier", "checkpoint", "verify", "retention"),
     "sqlite": ("import_", "export", "follow", "unfollow"),
@@ -63,7 +61,7 @@ PATHS = {
     "sqlite.import_": "file",
     "sqlite.export": "out",
     "sqlite.follow": "file",
-    "restore.restore": "file",
+    "checkpoint.restore": "file",
     "verify.verify": "report",
 }
 """Function → its argument that is a path (rule 3)."""
@@ -116,11 +114,11 @@ def _is_listed(function: str) -> bool:
     return name in FUNCTIONS.get(module, ())
 
 
-def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: Look) -> Done:
+def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: Look) -> CommandResult:
     """The answer of the owner, after what it wanted to know of the person."""
     answer = ""
     while True:
-        command = Command(
+        command = RemoteCommand(
             function,
             json.dumps(given).encode(),
             os.urandom(16),
@@ -136,12 +134,12 @@ def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: 
         answer = "yes" if agreed(done.question, done.otherwise) else "no"
 
 
-def _watched(owner: Client, cli: Cli, command: Command) -> Done:
+def _watched(owner: Client, cli: Cli, command: RemoteCommand) -> CommandResult:
     """Wait for the owner; on a terminal the jobs that it runs are shown meanwhile."""
     if not on_terminal():
         return owner.run_command(command)
 
-    ended: list[Done | BaseException] = []
+    ended: list[CommandResult | BaseException] = []
     over = threading.Event()
 
     def ask() -> None:
@@ -153,9 +151,9 @@ def _watched(owner: Client, cli: Cli, command: Command) -> Done:
             over.set()
 
     threading.Thread(target=ask, name="quire-away", daemon=True).start()
-    with cli.reader() as manifest, Display(SimpleNamespace(manifest=manifest)) as display:
+    with cli.reader() as manifest, Display(manifest) as display:
         while not over.wait(LOOK_SECONDS):
-            display.look()
+            display.refresh()
     if isinstance(ended[0], BaseException):
         raise ended[0]
     return ended[0]
@@ -175,8 +173,8 @@ def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
         if not lines:
             break
         done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, Look(0, False))
-        told = json.loads(done.out)
-        first, count = (told["first"] if first < 0 else first), count + told["count"]
+        answer = json.loads(done.out)
+        first, count = (answer["first"] if first < 0 else first), count + answer["count"]
     note: Note = appended(given["database"], max(first, 0), count)
     for part in json_parts(note) if cli.as_json else text_parts(note, Look.of(sys.stdout)):
         sys.stdout.write(part)
@@ -184,7 +182,7 @@ def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
 
 
 # ── there ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_here(store: Store, command: Command) -> Done:
+def run_here(store: Store, command: RemoteCommand) -> CommandResult:
     """Run a command for somebody else: what `quire serve` lends to its service."""
     if not _is_listed(command.function):
         raise InvalidInput(
@@ -194,27 +192,27 @@ def run_here(store: Store, command: Command) -> Done:
     body = getattr(import_module(f"quire.cli.{module}"), name)
     before = ELSEWHERE.set(command.answer)
     try:
-        verdict = verdict_of(body(AtOwner(store.path, command.as_json, store), **json.loads(command.arguments)))
-        shown, look = verdict.shown, Look(command.width, command.colours)
+        result = result_of(body, AtOwner(store.path, command.as_json, store), json.loads(command.arguments))
+        shown, look = result.shown, Look(command.width, command.colours)
         if shown is None:
-            return Done(code=verdict.code)
-        return Done(_joined(json_parts(shown) if command.as_json else text_parts(shown, look)), verdict.code)
+            return CommandResult(code=result.code)
+        return CommandResult(_joined(json_parts(shown) if command.as_json else text_parts(shown, look)), result.code)
     except Question as question:
-        return Done(question=question.question, otherwise=question.otherwise)
+        return CommandResult(question=question.question, otherwise=question.otherwise)
     finally:
         ELSEWHERE.reset(before)
 
 
 def _joined(parts: Any) -> str:
-    found, size = [], 0
+    texts, size = [], 0
     for part in parts:
         size += len(part)
         if size > ANSWER_CHARACTERS_MAX:
             raise InvalidInput(
                 "this is too much for one answer", hint="ask for less with --limit", max=ANSWER_CHARACTERS_MAX
             )
-        found.append(part)
-    return "".join(found)
+        texts.append(part)
+    return "".join(texts)
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ class AtOwner(Cli):
     store: Any = None
 
     def reader(self) -> ManifestStore:
-        lent: Any = Lent(self.store.manifest)
+        lent: Any = KeepOpen(self.store.manifest)
         return lent  # type: ignore[no-any-return]
 
     def owner(self, **options: Any) -> Store:
@@ -233,14 +231,14 @@ class AtOwner(Cli):
             raise Conflict(
                 "the owner keeps the grace for its readers", hint="leave `--now` out, or stop the owner first"
             )
-        lent: Any = Lent(self.store)
+        lent: Any = KeepOpen(self.store)
         return lent  # type: ignore[no-any-return]
 
     def keeper(self) -> Store | Client:
         return self.owner()
 
 
-class Lent:
+class KeepOpen:
     """Something open that its user does not close."""
 
     def __init__(self, lent: Any) -> None:

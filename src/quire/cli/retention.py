@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec.structs import replace
 
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, CliResult, agreed, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.durations import duration, seconds_of
-from quire.cli.exit_codes import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, plain, size
+from quire.cli.errors import OK, PROBLEMS
+from quire.cli.formatting import count_of, duration, moment, seconds_of, size
 from quire.cli.job_progress import bar, failure_of
-from quire.cli.lookup import Database, Yes, names_of, title_of
+from quire.cli.lookup import Database, Yes, names_in, title_of
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.cli.snapshots import share_clause, share_json, share_later, share_words, snapshot_json
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
+from quire.core.json_values import plain
 from quire.manifest.records import JobKind, RetentionRecord
 from quire.manifest.retention import check_policy, has_rules
 from quire.store.shares import ExclusiveShare, snapshots_share
@@ -62,25 +62,19 @@ class _Going:
     share: ExclusiveShare
 
 
-def add_to(app: Group) -> None:
-    """Register these commands, as a group."""
-    group = Group("Choose which snapshots are kept and taken automatically.")
-    command(group, "show", example="quire retention show shop")(show)
-    command(group, "set", example="quire retention set shop --hourly 24 --daily 7 --schedule hourly")(set_)
-    command(group, "clear", example="quire retention clear shop")(clear)
-    command(group, "plan", example="quire retention plan shop")(plan)
-    command(group, "apply", example="quire retention apply --all --yes")(apply)
-    app.add("retention", group)
+group = Group("retention")
 
 
 # ── the policy ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("show", group, example="quire retention show shop")
 def show(cli: Cli, database: Database) -> Facts:
     """Show the rules of a database."""
     with cli.reader() as manifest:
-        found = manifest.retention.plan(database)
-    return Facts(lines=_facts(database, found), data=_policy_json(database, found))
+        policy_plan = manifest.retention.plan(database)
+    return Facts(lines=_facts(database, policy_plan), data=_policy_json(database, policy_plan))
 
 
+@command("set", group, example="quire retention set shop --hourly 24 --daily 7 --schedule hourly")
 def set_(
     cli: Cli,
     database: Database,
@@ -123,16 +117,17 @@ def set_(
         retention = store.manifest.retention
         policy = check_policy(replace(retention.get(database) or RetentionRecord(), **changes))
         retention.set(database, policy)
-        found = retention.plan(database)
-    return Facts(lines=_facts(database, found), data=_policy_json(database, found))
+        policy_plan = retention.plan(database)
+    return Facts(lines=_facts(database, policy_plan), data=_policy_json(database, policy_plan))
 
 
 def _schedules(text: str) -> list[str]:
     if text in ("", "none"):
         return []
-    return list(dict.fromkeys(each.strip() for each in text.split(",")))
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
+@command("clear", group, example="quire retention clear shop")
 def clear(cli: Cli, database: Database) -> Note:
     """Remove the retention rules of a database.
 
@@ -147,40 +142,42 @@ def clear(cli: Cli, database: Database) -> Note:
 
 
 # ── what it does ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("plan", group, example="quire retention plan shop")
 def plan(cli: Cli, database: Database) -> Report:
     """Show which snapshots would be dropped now, and why."""
     with cli.reader() as manifest:
-        found = manifest.retention.plan(database)
-        share = _share_of(manifest, found)
-    closing = [_verdict_text(found)]
-    if found.dropped:
-        closing.append(f"Only {'it holds' if len(found.dropped) == 1 else 'they hold'}: {share_words(share)}.")
+        policy_plan = manifest.retention.plan(database)
+        share = _share_of(manifest, policy_plan)
+    closing = [_verdict_text(policy_plan)]
+    if policy_plan.dropped:
+        closing.append(f"Only {'it holds' if len(policy_plan.dropped) == 1 else 'they hold'}: {share_words(share)}.")
         closing.append(
-            f"Drop them now: `quire retention apply {shlex.quote(database)}{' --force' if found.needs_force else ''}`."
+            f"Drop them now: `quire retention apply {shlex.quote(database)}{' --force' if policy_plan.needs_force else ''}`."
         )
     table = Listing(
         columns=[">id", "snapshot", "created", "verdict", "why"],
-        rows=[Row(_cells(each, found), None) for each in found.decisions],
+        rows=[Row(_cells(decision, policy_plan), None) for decision in policy_plan.decisions],
         empty=f"{database} has no snapshots",
         closing="\n".join(closing),
     )
     data = {
-        **_policy_json(database, found),
-        "decisions": [_decision_json(each, database) for each in found.decisions],
+        **_policy_json(database, policy_plan),
+        "decisions": [_decision_json(decision, database) for decision in policy_plan.decisions],
         "share": share_json(share),
     }
     return Report(parts=[table], data=data)
 
 
-def _cells(each: Decision, found: RetentionPlan) -> list[str]:
-    snapshot, why = each.snapshot, each.why
-    if found.policy is not None and why.startswith("younger than"):
-        why = f"younger than {duration(found.policy.keep_seconds)}"  # as it was typed
-    verdict = "keep" if each.keep else "drop"
+def _cells(decision: Decision, policy_plan: RetentionPlan) -> list[str]:
+    snapshot, why = decision.snapshot, decision.why
+    if policy_plan.policy is not None and why.startswith("younger than"):
+        why = f"younger than {duration(policy_plan.policy.keep_seconds)}"  # as it was typed
+    verdict = "keep" if decision.keep else "drop"
     return [str(snapshot.snapshot_id), snapshot.name or "-", moment(snapshot.created_at_ms), verdict, why]
 
 
 # ── doing it ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("apply", group, example="quire retention apply --all --yes")
 def apply(
     cli: Cli,
     database: AnyDatabase = "",
@@ -188,7 +185,7 @@ def apply(
     dry_run: DryRun = False,
     force: Annotated[bool, Option("--force", help="Even if no snapshot is left.")] = False,
     yes: Yes = False,
-) -> Note | Verdict | Report | Listing:
+) -> Note | CliResult | Report | Listing:
     """Drop the snapshots that no rule keeps, now.
 
     Of a database, or of all that have a policy: each gets a job if there is something to drop (`quire jobs ls`).
@@ -201,35 +198,37 @@ def apply(
 
 
 # ── one ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note | Verdict:
+def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
     """Drop what no rule of a database keeps."""
     with cli.owner() as store:
         manifest = store.manifest
-        found = manifest.retention.plan(database)
-        if not found.dropped:
-            return Note(text=f"nothing to drop: {_verdict_text(found)}", data={"database": database, "dropped": []})
-        if found.needs_force and not force:
+        policy_plan = manifest.retention.plan(database)
+        if not policy_plan.dropped:
+            return Note(
+                text=f"nothing to drop: {_verdict_text(policy_plan)}", data={"database": database, "dropped": []}
+            )
+        if policy_plan.needs_force and not force:
             raise WouldDropEverything(
                 "no rule keeps any snapshot of the database; nothing was dropped",
                 hint=f"keep more (`quire retention set {shlex.quote(database)} …`), or say `--force`",
                 database=database,
-                snapshots=len(found.dropped),
+                snapshots=len(policy_plan.dropped),
             )
-        going = _Going(database, found, _share_of(manifest, found))
-        if not yes and not agreed(_question(going), "nothing was dropped"):
-            return Verdict(Note(text="nothing was dropped", data={"database": database, "dropped": []}), PROBLEMS)
+        going = _Going(database, policy_plan, _share_of(manifest, policy_plan))
+        if not yes:
+            confirm(_question(going), "nothing was dropped", {"database": database, "dropped": []})
         job = _ended(store, going, force)
-        dropped = _gone(manifest, found)
-    total = count_of(len(found.decisions), "snapshot")
+        dropped = _gone(manifest, policy_plan)
+    total = count_of(len(policy_plan.decisions), "snapshot")
     text = f"dropped {len(dropped):,} of {total} of {database}{share_later(going.share)}"
-    data = {"database": database, "dropped": [snapshot_json(each, database) for each in dropped]}
+    data = {"database": database, "dropped": [snapshot_json(info, database) for info in dropped]}
     return Note(text=text, data={**data, "share": share_json(going.share), "job_id": job.job_id})
 
 
 def _ended(store: Store, going: _Going, force: bool) -> Job:
     """The job of one database, run now; raises the error it failed with."""
-    found = _run([going], store, force)
-    if not found:
+    jobs = _run([going], store, force)
+    if not jobs:
         job_id, worker = _holder(store.manifest, going.plan.db_id)
         hint = f"`quire jobs show {job_id}` says how far it is, `quire jobs cancel {job_id}` ends it"
         raise JobAlreadyPending(
@@ -239,9 +238,9 @@ def _ended(store: Store, going: _Going, force: bool) -> Job:
             job_id=job_id,
             worker=worker,
         )
-    if (failure := failure_of(found[0], f"the retention of {going.database}")) is not None:
+    if (failure := failure_of(jobs[0], f"the retention of {going.database}")) is not None:
         raise failure
-    return found[0]
+    return jobs[0]
 
 
 def _run(going: list[_Going], store: Store, force: bool, title: str = "") -> list[Job]:
@@ -262,32 +261,31 @@ def _holder(manifest: ManifestStore, db_id: int) -> tuple[int, str]:
     return 0, ""
 
 
-def _gone(manifest: ManifestStore, found: RetentionPlan) -> list[SnapshotInfo]:
+def _gone(manifest: ManifestStore, policy_plan: RetentionPlan) -> list[SnapshotInfo]:
     """What is gone of that which was to go."""
-    left = {each.snapshot_id for each in manifest.snapshots.of(found.db_id)}
-    return [each for each in found.dropped if each.snapshot_id not in left]
+    left = {info.snapshot_id for info in manifest.snapshots.of(policy_plan.db_id)}
+    return [info for info in policy_plan.dropped if info.snapshot_id not in left]
 
 
 def _question(going: _Going) -> str:
-    found = going.plan
-    names = ", ".join(title_of(each) for each in found.dropped[:NAMED_MAX])
-    more = f" and {len(found.dropped) - NAMED_MAX:,} more" if len(found.dropped) > NAMED_MAX else ""
-    every = "EVERY snapshot" if found.drops_everything else count_of(len(found.dropped), "snapshot")
-    return f"drop {every} of {going.database} ({names}{more}), {share_clause(going.share, len(found.dropped))}?"
+    policy_plan = going.plan
+    names = ", ".join(title_of(info) for info in policy_plan.dropped[:NAMED_MAX])
+    more = f" and {len(policy_plan.dropped) - NAMED_MAX:,} more" if len(policy_plan.dropped) > NAMED_MAX else ""
+    every = "EVERY snapshot" if policy_plan.drops_everything else count_of(len(policy_plan.dropped), "snapshot")
+    return f"drop {every} of {going.database} ({names}{more}), {share_clause(going.share, len(policy_plan.dropped))}?"
 
 
 # ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _look(manifest: ManifestStore) -> tuple[int, list[_Going]]:
     """How many databases have a policy, and those of which something would go."""
-    with manifest.read() as txn:
-        names = names_of(txn)
+    names = names_in(manifest)
     known, going = 0, []
     for db_id, _ in manifest.retention.databases():
         with suppress(UnknownDatabase):  # it has just been dropped
-            found = manifest.retention.plan(db_id)
+            policy_plan = manifest.retention.plan(db_id)
             known += 1
-            if found.dropped:
-                going.append(_Going(names.get(db_id) or f"#{db_id}", found, _share_of(manifest, found)))
+            if policy_plan.dropped:
+                going.append(_Going(names.get(db_id) or f"#{db_id}", policy_plan, _share_of(manifest, policy_plan)))
     return known, going
 
 
@@ -298,17 +296,17 @@ def _plan_all(cli: Cli) -> Listing:
     rows = [
         Row(
             [
-                each.database,
-                f"{len(each.plan.decisions):,}",
-                f"{len(each.plan.dropped):,}{' (all)' if each.plan.drops_everything else ''}",
-                size(each.share.size_bytes),
+                item.database,
+                f"{len(item.plan.decisions):,}",
+                f"{len(item.plan.dropped):,}{' (all)' if item.plan.drops_everything else ''}",
+                size(item.share.size_bytes),
             ],
-            {**_policy_json(each.database, each.plan), "share": share_json(each.share)},
+            {**_policy_json(item.database, item.plan), "share": share_json(item.share)},
         )
-        for each in going
+        for item in going
     ]
     closing = [f"{len(rows):,} of {count_of(known, 'database')} with a policy would lose {_number(going)}."]
-    if alone := [each for each in going if each.plan.needs_force]:
+    if alone := [item for item in going if item.plan.needs_force]:
         closing.append(f"{count_of(len(alone), 'database')} would have none left: only with `--force`.")
     closing.append("Drop them now: `quire retention apply --all`.")
     return Listing(
@@ -319,25 +317,25 @@ def _plan_all(cli: Cli) -> Listing:
     )
 
 
-def _apply_all(cli: Cli, force: bool, yes: bool) -> Verdict:
+def _apply_all(cli: Cli, force: bool, yes: bool) -> CliResult:
     """Drop what no rule keeps, of every database that has a policy."""
     with cli.owner() as store:
         manifest = store.manifest
         known, going = _look(manifest)
-        refused = [each for each in going if each.plan.needs_force and not force]
-        chosen = [each for each in going if force or not each.plan.needs_force]
+        refused = [item for item in going if item.plan.needs_force and not force]
+        chosen = [item for item in going if force or not item.plan.needs_force]
         if chosen and not yes and not agreed(_question_of_all(chosen, refused), "nothing was dropped"):
-            return Verdict(_told(known, [], refused, [], {}, "nothing was dropped"), PROBLEMS)
+            return CliResult(_apply_report(known, [], refused, [], {}, "nothing was dropped"), PROBLEMS)
         jobs = _run(chosen, store, force, f"retention of {count_of(len(chosen), 'database')}") if chosen else []
         mine = {job.db_id for job in jobs}
-        taken = {each.database: _holder(manifest, each.plan.db_id) for each in chosen if each.plan.db_id not in mine}
+        taken = {item.database: _holder(manifest, item.plan.db_id) for item in chosen if item.plan.db_id not in mine}
     nothing = "" if chosen else "nothing was dropped" if refused else _nothing(known)
-    told = _told(known, chosen, refused, jobs, taken, nothing)
-    return Verdict(told, PROBLEMS if refused or told.data["failed"] else OK)
+    report = _apply_report(known, chosen, refused, jobs, taken, nothing)
+    return CliResult(report, PROBLEMS if refused or report.data["failed"] else OK)
 
 
 def _question_of_all(chosen: list[_Going], refused: list[_Going]) -> str:
-    every = sum(each.plan.drops_everything for each in chosen)
+    every = sum(item.plan.drops_everything for item in chosen)
     words = f"drop {_number(chosen)} of {count_of(len(chosen), 'database')}"
     if every:
         words += f" (EVERY snapshot of {every:,} of them)"
@@ -346,7 +344,7 @@ def _question_of_all(chosen: list[_Going], refused: list[_Going]) -> str:
     return f"{words}, {share_clause(_sum(chosen), 2)}?"
 
 
-def _told(
+def _apply_report(
     known: int,
     chosen: list[_Going],
     refused: list[_Going],
@@ -355,14 +353,14 @@ def _told(
     instead: str,
 ) -> Report:
     """The outcome of a run: a sentence (`instead` where there was none), and a table of the databases that lost nothing."""
-    names = {each.plan.db_id: each.database for each in chosen}
+    names = {item.plan.db_id: item.database for item in chosen}
     done = {job.db_id: job.result for job in jobs if job.state.name == "SUCCEEDED"}
     errors = [(job, job.record.error or "it was cancelled") for job in jobs if job.db_id not in done]
-    share = _sum(each for each in chosen if each.plan.db_id in done)
+    share = _sum(item for item in chosen if item.plan.db_id in done)
     dropped = sum(result["dropped"] for result in done.values())
     text = f"dropped {count_of(dropped, 'snapshot')} of {count_of(len(done), 'database')}{share_later(share)}"
     rows = [
-        *([each.database, "refused", "no rule keeps any of its snapshots: say `--force`"] for each in refused),
+        *([item.database, "refused", "no rule keeps any of its snapshots: say `--force`"] for item in refused),
         *([names[job.db_id], "failed", error] for job, error in errors),
         *([name, "left", f"job {job_id} is at it" if job_id else ENDED] for name, (job_id, _) in taken.items()),
     ]
@@ -375,7 +373,7 @@ def _told(
             for job in jobs
             if job.db_id in done
         ],
-        "refused": [{"database": each.database, "snapshots": len(each.plan.dropped)} for each in refused],
+        "refused": [{"database": item.database, "snapshots": len(item.plan.dropped)} for item in refused],
         "failed": [{"database": names[job.db_id], "job_id": job.job_id, "error": error} for job, error in errors],
         "taken": [{"database": name, "job_id": job_id, "worker": worker} for name, (job_id, worker) in taken.items()],
         "share": share_json(share),
@@ -392,29 +390,29 @@ def _nothing(known: int) -> str:
 
 
 def _number(going: list[_Going]) -> str:
-    return count_of(sum(len(each.plan.dropped) for each in going), "snapshot")
+    return count_of(sum(len(item.plan.dropped) for item in going), "snapshot")
 
 
 def _sum(going: Iterable[_Going]) -> ExclusiveShare:
     """What they hold alone, each database by itself: what two of them share, and nobody else, is not counted."""
-    shares = [each.share for each in going]
+    shares = [item.share for item in going]
     return ExclusiveShare(
-        chunks=sum(each.chunks for each in shares),
-        deltas=sum(each.deltas for each in shares),
-        wal_segments=sum(each.wal_segments for each in shares),
-        size_bytes=sum(each.size_bytes for each in shares),
+        chunks=sum(share.chunks for share in shares),
+        deltas=sum(share.deltas for share in shares),
+        wal_segments=sum(share.wal_segments for share in shares),
+        size_bytes=sum(share.size_bytes for share in shares),
     )
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _facts(database: str, found: RetentionPlan) -> list[tuple[str, str]]:
-    rules = _rules(found.policy)
-    schedules = ", ".join(found.policy.schedules) if found.policy else ""
+def _facts(database: str, policy_plan: RetentionPlan) -> list[tuple[str, str]]:
+    rules = _rules(policy_plan.policy)
+    schedules = ", ".join(policy_plan.policy.schedules) if policy_plan.policy else ""
     return [
         ("database", database),
         ("keeps", "; ".join(rules) or "every snapshot (no rules)"),
         ("makes", f"{schedules} snapshots" if schedules else "no automatic snapshots"),
-        ("now", _verdict_text(found)),
+        ("now", _verdict_text(policy_plan)),
     ]
 
 
@@ -434,9 +432,9 @@ def _rules(policy: RetentionRecord | None) -> list[str]:
     return rules
 
 
-def _verdict_text(found: RetentionPlan) -> str:
+def _verdict_text(policy_plan: RetentionPlan) -> str:
     """How many would stay, how many would go."""
-    total, going = len(found.decisions), len(found.dropped)
+    total, going = len(policy_plan.decisions), len(policy_plan.dropped)
     if not total:
         return "no snapshots"
     if not going:
@@ -444,23 +442,23 @@ def _verdict_text(found: RetentionPlan) -> str:
     return f"{total - going:,} of {count_of(total, 'snapshot')} kept, {going:,} would be dropped"
 
 
-def _policy_json(database: str, found: RetentionPlan) -> dict[str, Any]:
+def _policy_json(database: str, policy_plan: RetentionPlan) -> dict[str, Any]:
     """The rules of a database, and what they would do."""
     return {
-        "db_id": found.db_id,
+        "db_id": policy_plan.db_id,
         "database": database,
-        "policy": plain(found.policy),
-        "snapshots": len(found.decisions),
-        "would_drop": len(found.dropped),
-        "drops_everything": found.drops_everything,
+        "policy": plain(policy_plan.policy),
+        "snapshots": len(policy_plan.decisions),
+        "would_drop": len(policy_plan.dropped),
+        "drops_everything": policy_plan.drops_everything,
     }
 
 
-def _decision_json(each: Decision, database: str) -> dict[str, Any]:
-    return {**snapshot_json(each.snapshot, database), "keep": each.keep, "why": each.why}
+def _decision_json(decision: Decision, database: str) -> dict[str, Any]:
+    return {**snapshot_json(decision.snapshot, database), "keep": decision.keep, "why": decision.why}
 
 
-def _share_of(manifest: ManifestStore, found: RetentionPlan) -> ExclusiveShare:
+def _share_of(manifest: ManifestStore, policy_plan: RetentionPlan) -> ExclusiveShare:
     """What only those hold that would go."""
     with manifest.read() as txn:
-        return snapshots_share(txn, found.db_id, [each.snapshot_id for each in found.dropped])
+        return snapshots_share(txn, policy_plan.db_id, [info.snapshot_id for info in policy_plan.dropped])

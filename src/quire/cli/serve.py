@@ -13,21 +13,17 @@ import time
 from typing import Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declarations import Group, Option, command
+from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of
-from quire.cli.job_progress import LOOK_SECONDS, until_interrupted
+from quire.cli.job_progress import LOOK_SECONDS
 from quire.cli.lookup import Log, log_to
-from quire.cli.output import Note
+from quire.cli.output import Note, until_interrupted
 from quire.cli.remote import run_here
 from quire.core.events import emit
 from quire.service.commands import install
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "serve", example="quire serve --http 127.0.0.1:7448")(serve)
-
-
+@command("serve", example="quire serve --http 127.0.0.1:7448")
 def serve(
     cli: Cli,
     listen: Annotated[
@@ -82,14 +78,14 @@ def serve(
                 tls_key_file=pair[1],
             )
             servers.append(store.serve_http(http, credentials))
-        addresses = [each.address for each in servers]
+        addresses = [server.address for server in servers]
         _say(cli, addresses)
         while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
             time.sleep(LOOK_SECONDS)
-        figures = [each.figures() for each in servers]
-        for each in servers:
-            each.close()
-    calls, refused = sum(each.calls for each in figures), sum(each.refused for each in figures)
+        figures = [server.figures() for server in servers]
+        for server in servers:
+            server.close()
+    calls, refused = sum(figure.calls for figure in figures), sum(figure.refused for figure in figures)
     text = f"served {count_of(calls, 'call')}, refused {refused:,}"
     return Note(text=text, data={"addresses": addresses, "calls": calls, "refused": refused})
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import chain_text, count_of, moment, plain, size, span, tags_text
+from quire.cli.formatting import chain_text, count_of, moment, size, span, tags_text
 from quire.cli.lookup import (
     At,
     Database,
@@ -30,6 +29,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import Facts, Listing, Note, Report, Row
 from quire.core.errors import UnknownSnapshot
+from quire.core.json_values import plain
 from quire.manifest import tables as t
 from quire.manifest.records import WalState
 from quire.manifest.retention import LENT_TAGS, SCHEDULE_TAG, WINDOW_TAG
@@ -51,19 +51,11 @@ NOW = "now"
 """The word for a database as it is, where a snapshot is asked for."""
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    group = Group("Create, list, compare and drop snapshots.")
-    command(group, "create", example="quire snapshot create shop monday --tag by=ann")(create)
-    command(group, "ls", example="quire snapshot ls shop")(ls)
-    command(group, "show", example="quire snapshot show shop monday")(show)
-    command(group, "drop", example="quire snapshot drop shop monday --yes")(drop)
-    command(group, "diff", example="quire snapshot diff shop monday")(diff)
-    app.add("snapshot", group)
-    command(app, "fork", example="quire fork shop shop-test --at monday")(fork)
+group = Group("snapshot")
 
 
 # ── making and dropping ───────────────────────────────────────────────────────────────────────────────────────────────
+@command("create", group, example="quire snapshot create shop monday --tag by=ann")
 def create(
     cli: Cli,
     database: Database,
@@ -79,25 +71,11 @@ def create(
         tags = tags_of(tag, reserved=SCHEDULE_TAG)
     with cli.keeper() as store:
         settled(store, database)
-        made = store.snapshot(database, name, tags=tags)
-    return Note(text=f"created snapshot {title_of(made)} of {database}", data=snapshot_json(made, database))
+        created = store.snapshot(database, name, tags=tags)
+    return Note(text=f"created snapshot {title_of(created)} of {database}", data=snapshot_json(created, database))
 
 
-def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note | Verdict:
-    """Drop a snapshot. Data that only it holds is deleted, a minute later at the earliest."""
-    with cli.owner() as store:
-        found = snapshot_named(store.manifest, database, snapshot)
-        with store.manifest.read() as txn:
-            share = snapshots_share(txn, found.db_id, [found.snapshot_id])
-        if not yes and not agreed(
-            f"drop snapshot {title_of(found)} of {database}, {share_clause(share)}?", "nothing was dropped"
-        ):
-            return Verdict(Note(text="nothing was dropped", data={"dropped": None, "share": None}), PROBLEMS)
-        store.manifest.snapshots.drop(found.db_id, found.snapshot_id)
-    text = f"dropped snapshot {title_of(found)} of {database}{share_later(share)}"
-    return Note(text=text, data={"dropped": snapshot_json(found, database), "share": share_json(share)})
-
-
+@command("fork", example="quire fork shop shop-test --at monday")
 def fork(
     cli: Cli,
     database: Database,
@@ -111,22 +89,22 @@ def fork(
     epoch (3:4711, as exports print it) or a moment (15m ago, or a date).
     """
     with cli.keeper() as store:
-        found = store.database(database)
-        if found.kind.name != "LSM":
-            need_pages(found, "can be forked")
+        info = store.database(database)
+        if info.kind.name != "LSM":
+            need_pages(info, "can be forked")
         version = version_of(store, database, at)
         if version.at is not None:
-            need_pages(found, "can be forked between snapshots")
+            need_pages(info, "can be forked between snapshots")
         settled(store, database)
         tags = tags_of(tag, reserved="")
         if version.at is None:
             snapshot_id = version.snapshot.snapshot_id if version.snapshot else None
-            made = store.fork(database, new, at=snapshot_id, tags=tags)
+            created = store.fork(database, new, at=snapshot_id, tags=tags)
         else:
-            made = _forked_back(cli, store, database, new, version.at)
+            created = _forked_back(cli, store, database, new, version.at)
             if tags:
-                made = store.set_options(new, tags={**made.tags, **tags})
-    return Note(text=f"created {made.name} with id {made.db_id}, as {database} {version.then}", data=made)
+                created = store.set_options(new, tags={**created.tags, **tags})
+    return Note(text=f"created {created.name} with id {created.db_id}, as {database} {version.then}", data=created)
 
 
 def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: Epoch | datetime) -> DatabaseInfo:
@@ -142,13 +120,14 @@ def _forked_back(cli: Cli, store: Store | Client, database: str, new: str, at: E
 
 
 # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("ls", group, example="quire snapshot ls shop")
 def ls(cli: Cli, database: Database) -> Listing:
     """List the snapshots of a database, oldest first."""
     with cli.reader() as manifest:
-        found = manifest.snapshots.of(database)
+        infos = manifest.snapshots.of(database)
     return Listing(
         columns=[">id", "name", "created", ">size", "about"],
-        rows=[Row(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in found],
+        rows=[Row(_cells(snapshot), snapshot_json(snapshot, database)) for snapshot in infos],
         empty=f"{database} has no snapshots: `quire snapshot create {database} NAME` creates one",
     )
 
@@ -163,37 +142,38 @@ def _cells(snapshot: SnapshotInfo) -> list[str]:
     ]
 
 
+@command("show", group, example="quire snapshot show shop monday")
 def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
     """Show a snapshot: its size, its exclusive data, its forks and tags."""
     with cli.reader() as manifest:
-        found = snapshot_named(manifest, database, snapshot)
-        detail = manifest.snapshots.describe(found.db_id, found.snapshot_id)
+        info = snapshot_named(manifest, database, snapshot)
+        detail = manifest.snapshots.describe(info.db_id, info.snapshot_id)
         now = manifest.clock.now_ms()
         with manifest.read() as txn:
-            share = snapshots_share(txn, found.db_id, [found.snapshot_id])
+            share = snapshots_share(txn, info.db_id, [info.snapshot_id])
             children = [
                 record.name
                 for _, record in txn.databases()
-                if (record.parent_db_id, record.parent_snapshot_id) == (found.db_id, found.snapshot_id)
+                if (record.parent_db_id, record.parent_snapshot_id) == (info.db_id, info.snapshot_id)
             ]
-    pages = f"{count_of(found.size_pages, 'page')}, {size(found.size_pages * found.page_size)}"
-    expires = f"{moment(found.expires_at_ms)}, in {span(found.expires_at_ms - now)}" if found.expires_at_ms else "never"
+    pages = f"{count_of(info.size_pages, 'page')}, {size(info.size_pages * info.page_size)}"
+    expires = f"{moment(info.expires_at_ms)}, in {span(info.expires_at_ms - now)}" if info.expires_at_ms else "never"
     lines = [
-        ("snapshot", f"{title_of(found)} of {database}, {found.kind.name.lower()}"),
-        ("created", f"{moment(found.created_at_ms)}, {span(now - found.created_at_ms)} ago"),
+        ("snapshot", f"{title_of(info)} of {database}, {info.kind.name.lower()}"),
+        ("created", f"{moment(info.created_at_ms)}, {span(now - info.created_at_ms)} ago"),
         ("expires", expires),
-        ("version", f"lsn {found.anchor_lsn:,}, generation {found.generation:,}"),
+        ("version", f"lsn {info.anchor_lsn:,}, generation {info.generation:,}"),
         ("size", pages),
         ("chunks", f"{count_of(detail.artifacts, 'artifact')} in {count_of(detail.slots, 'slot')}, "
                    f"{size(detail.chunk_bytes)}"),
-        ("WAL", f"{count_of(found.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
+        ("WAL", f"{count_of(info.pins, 'segment')} pinned, {size(detail.wal_bytes)}"),
         ("exclusive", share_words(share) if share.artifacts else "nothing: everything is shared"),
         ("forks", ", ".join(children) or "none"),
-        *([("is", whom)] if (whom := purpose(found.tags)) else []),
-        ("tags", tags_text(found.tags) or "none"),
+        *([("is", whom)] if (whom := purpose(info.tags)) else []),
+        ("tags", tags_text(info.tags) or "none"),
     ]  # fmt: skip
     data = {
-        **snapshot_json(found, database),
+        **snapshot_json(info, database),
         "slots": detail.slots,
         "artifacts": detail.artifacts,
         "chunk_bytes": detail.chunk_bytes,
@@ -204,9 +184,24 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
     return Facts(lines=lines, data=data)
 
 
+@command("drop", group, example="quire snapshot drop shop monday --yes")
+def drop(cli: Cli, database: Database, snapshot: Snapshot, yes: Yes = False) -> Note:
+    """Drop a snapshot. Data that only it holds is deleted, a minute later at the earliest."""
+    with cli.owner() as store:
+        info = snapshot_named(store.manifest, database, snapshot)
+        with store.manifest.read() as txn:
+            share = snapshots_share(txn, info.db_id, [info.snapshot_id])
+        if not yes:
+            question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}?"
+            confirm(question, "nothing was dropped", {"dropped": None, "share": None})
+        store.manifest.snapshots.drop(info.db_id, info.snapshot_id)
+    text = f"dropped snapshot {title_of(info)} of {database}{share_later(share)}"
+    return Note(text=text, data={"dropped": snapshot_json(info, database), "share": share_json(share)})
+
+
 # ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
-class Version:
+class DiffSide:
     """One side of a comparison; snapshot 0 is the database as it is now."""
 
     database: str
@@ -222,6 +217,7 @@ class Version:
         return f"{self.database} at snapshot {name}"
 
 
+@command("diff", group, example="quire snapshot diff shop monday")
 def diff(
     cli: Cli,
     database: Database,
@@ -238,97 +234,103 @@ def diff(
     with cli.reader() as manifest:
         first = _version(manifest, database, before)
         second = _version(manifest, of or database, after)
-        found = manifest.snapshots.diff(
+        difference = manifest.snapshots.diff(
             first.database, first.snapshot_id or None, second.snapshot_id or None, other=second.database
         )
-        added, removed = _bytes(manifest, found)
-        unsealed = [each.database for each in (first, second) if not each.snapshot_id and _is_open(manifest, each)]
-    lines = _summary(first, second, found, added, removed)
+        added, removed = _bytes(manifest, difference)
+        unsealed = [side.database for side in (first, second) if not side.snapshot_id and _is_open(manifest, side)]
+    lines = _summary(first, second, difference, added, removed)
     if unsealed:
         lines.append(("not included", f"the open WAL segment of {unsealed[0]}, which its owner seals within a minute"))
     facts = Facts(lines=lines, data=None)
     data = {
         "before": asdict(first),
         "after": asdict(second),
-        "same": found.same,
+        "same": difference.same,
         "unsealed": bool(unsealed),
-        **plain(found),
+        **plain(difference),
     }
-    if not found.slots:
+    if not difference.slots:
         return Report(parts=[facts], data=data)
-    shown = found.slots[:limit] if limit else found.slots
-    left = len(found.slots) - len(shown)
+    shown = difference.slots[:limit] if limit else difference.slots
+    left = len(difference.slots) - len(shown)
     slots = Listing(
         columns=[">slot", ">pages", "before", "after"],
-        rows=[Row(_slot_cells(each), None) for each in shown],
+        rows=[Row(_slot_cells(slot), None) for slot in shown],
         closing=f"{left:,} more slots: `--limit 0` shows all" if left else "",
     )
     return Report(parts=[facts, slots], data=data)
 
 
-def _version(manifest: ManifestStore, database: str, text: str) -> Version:
+def _version(manifest: ManifestStore, database: str, text: str) -> DiffSide:
     try:
-        found = snapshot_named(manifest, database, text)
+        info = snapshot_named(manifest, database, text)
     except UnknownSnapshot:
         if text != NOW:
             raise
         with manifest.read() as txn:
             wal = txn.wal_state(txn.database_id(database))
-        return Version(database, wal.size_pages if wal else 0)
-    return Version(database, found.size_pages, found.snapshot_id, found.name)
+        return DiffSide(database, wal.size_pages if wal else 0)
+    return DiffSide(database, info.size_pages, info.snapshot_id, info.name)
 
 
-def _is_open(manifest: ManifestStore, version: Version) -> bool:
+def _is_open(manifest: ManifestStore, version: DiffSide) -> bool:
     """Whether a database has a WAL segment that nobody has sealed yet: it is being written, or its owner crashed."""
     with manifest.read() as txn:
         rows = txn.scan(t.WAL_CATALOG, txn.database_id(version.database))
         return any(row.state is WalState.OPEN for _, row in rows)
 
 
-def _bytes(manifest: ManifestStore, found: SnapshotDiff) -> tuple[int, int]:
+def _bytes(manifest: ManifestStore, difference: SnapshotDiff) -> tuple[int, int]:
     with manifest.read() as txn:
-        added, removed = (sum(artifact_bytes(txn, key) for key in keys) for keys in (found.added, found.removed))
+        added, removed = (
+            sum(artifact_bytes(txn, key) for key in keys) for keys in (difference.added, difference.removed)
+        )
         return added, removed
 
 
-def _summary(first: Version, second: Version, found: SnapshotDiff, added: int, removed: int) -> list[tuple[str, str]]:
+def _summary(
+    first: DiffSide, second: DiffSide, difference: SnapshotDiff, added: int, removed: int
+) -> list[tuple[str, str]]:
     lines = [("before", first.text), ("after", second.text)]
-    if found.same:
+    if difference.same:
         return [*lines, ("differs", "nothing: both are the same version")]
     chunks = [
         f"{len(keys):,} only {where} ({size(bytes_)})"
-        for keys, where, bytes_ in ((found.removed, "before", removed), (found.added, "after", added))
+        for keys, where, bytes_ in ((difference.removed, "before", removed), (difference.added, "after", added))
         if keys
     ]
     pins = [
         f"{count_of(len(pins), 'segment')} only {where} ({size(sum(pin.used_bytes for pin in pins))})"
-        for pins, where in ((found.pins_removed, "before"), (found.pins_added, "after"))
+        for pins, where in ((difference.pins_removed, "before"), (difference.pins_added, "after"))
         if pins
     ]
     differ = (
-        f"{len(found.slots):,} {'differs' if len(found.slots) == 1 else 'differ'}" if found.slots else "none differs"
+        f"{len(difference.slots):,} {'differs' if len(difference.slots) == 1 else 'differ'}"
+        if difference.slots
+        else "none differs"
     )
     return [
         *lines,
         ("slots", differ),
         ("chunks", ", ".join(chunks) or "no difference"),
-        ("pages", _pages_text(found, max(first.size_pages, second.size_pages))),
+        ("pages", _pages_text(difference, max(first.size_pages, second.size_pages))),
         ("WAL", ", ".join(pins) or "no difference"),
     ]
 
 
-def _pages_text(found: SnapshotDiff, size_pages: int) -> str:
-    besides = ", besides what is in the WAL" if found.pins_added or found.pins_removed else ""
-    known = sum(len(each.pages) for each in found.slots if each.pages is not None)
-    if found.pages == known and any(each.pages is None for each in found.slots):
+def _pages_text(difference: SnapshotDiff, size_pages: int) -> str:
+    besides = ", besides what is in the WAL" if difference.pins_added or difference.pins_removed else ""
+    known = sum(len(slot.pages) for slot in difference.slots if slot.pages is not None)
+    if difference.pages == known and any(slot.pages is None for slot in difference.slots):
         return "any of the slots: nobody has opened the database yet, so its page size is open"
-    return f"{count_of(min(found.pages, size_pages) if size_pages else found.pages, 'page')} at most{besides}"
+    return f"{count_of(min(difference.pages, size_pages) if size_pages else difference.pages, 'page')} at most{besides}"
 
 
-def _slot_cells(each: SlotDiff) -> list[str]:
-    origin = (each.after or each.before)[0].origin_db_id
-    pages = "all" if each.pages is None else f"{len(each.pages):,}"
-    return [f"{each.slot:,}", pages, *(chain_text(chain, origin) or "-" for chain in (each.before, each.after))]
+def _slot_cells(slot: SlotDiff) -> list[str]:
+    origin = (slot.after or slot.before)[0].origin_db_id
+    pages = "all" if slot.pages is None else f"{len(slot.pages):,}"
+    return [f"{slot.slot:,}", pages, *(chain_text(chain, origin) or "-" for chain in (slot.before, slot.after))]
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,9 +348,9 @@ def purpose(tags: Mapping[str, str]) -> str:
     return "for time travel" if WINDOW_TAG in tags else ""
 
 
-def snapshot_json(each: SnapshotInfo, database: str) -> dict[str, Any]:
+def snapshot_json(info: SnapshotInfo, database: str) -> dict[str, Any]:
     """A snapshot, with the name of its database."""
-    return {**plain(each), "database": database}
+    return {**plain(info), "database": database}
 
 
 def share_json(share: ExclusiveShare) -> dict[str, Any]:

@@ -9,23 +9,24 @@ Rules
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import quire
-from quire.cli.command import ELSEWHERE, Cli, Verdict, on_terminal
+from quire.cli.command import ELSEWHERE, Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK
-from quire.cli.formatting import count_of, plain, size, visible
-from quire.cli.job_progress import until_interrupted
+from quire.cli.errors import OK
+from quire.cli.formatting import count_of, size, visible
+from quire.cli.job_progress import Bars
 from quire.cli.lookup import At, Database, Log, log_to, need_pages, settled, version_of
-from quire.cli.output import Note
+from quire.cli.output import Note, until_interrupted
 from quire.core.errors import InvalidInput, StoreLocked
+from quire.core.json_values import plain
+from quire.sqlite.exporting import export_file
+from quire.sqlite.follow import Followed, Follower
+from quire.sqlite.importing import import_file
+from quire.sqlite.shell import run_shell
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from quire.sqlite.follow import Followed
     from quire.store.store import Store
 
 INTERVAL_SECONDS_MIN = 0.01
@@ -34,18 +35,11 @@ File = Annotated[str, Argument(metavar="FILE", help="The SQLite database file.")
 Name = Annotated[str, Argument(metavar="[DB]", help="The database's name here.", show_default="as the file is called")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    group = Group("Import, export, follow and query SQLite databases.")
-    command(group, "import", example="quire sqlite import ./shop.db")(import_)
-    command(group, "export", example="quire sqlite export shop ./monday.db --at monday")(export)
-    command(group, "follow", example="quire sqlite follow ./app.db app")(follow)
-    command(group, "unfollow", example="quire sqlite unfollow app")(unfollow)
-    command(group, "shell", example="quire sqlite shell shop --at monday")(shell)
-    app.add("sqlite", group)
+group = Group("sqlite")
 
 
 # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("import", group, example="quire sqlite import ./shop.db")
 def import_(
     cli: Cli,
     file: File,
@@ -57,9 +51,7 @@ def import_(
     It becomes a new database, or a new version of one: then only the pages that differ are written. Other programs may use the
     file meanwhile. What was written is read back and compared.
     """
-    from quire.sqlite.importing import import_file
-
-    with cli.owner(upkeep=True) as store, Bars() as bars:
+    with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
     total = size(done.size_pages * done.page_size)
     if done.created:
@@ -72,6 +64,7 @@ def import_(
     return Note(text=f"{text}\n{done.note}" if done.note else text, data=done)
 
 
+@command("export", group, example="quire sqlite export shop ./monday.db --at monday")
 def export(
     cli: Cli,
     database: Database,
@@ -84,13 +77,11 @@ def export(
 
     The file appears when it is whole, synced, and was read back and compared.
     """
-    from quire.sqlite.exporting import export_file
-
     with cli.owner(upkeep=True) as store:
         need_pages(store.database(database), "can be exported")
         version = version_of(store.manifest, database, at)
         settled(store, database)
-        with Bars() as bars:
+        with Bars(in_bytes=True) as bars:
             done = export_file(
                 store.pages,
                 database,
@@ -107,6 +98,7 @@ def export(
 
 
 # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("follow", group, example="quire sqlite follow ./app.db app")
 def follow(
     cli: Cli,
     file: File,
@@ -122,8 +114,6 @@ def follow(
 
     Beside a `quire serve` of the store the server does it, until `quire sqlite unfollow DB`, also after its next start.
     """
-    from quire.sqlite.follow import Follower
-
     log_to(log)
     if not interval >= INTERVAL_SECONDS_MIN:
         hint = f"say {INTERVAL_SECONDS_MIN} or more"
@@ -133,7 +123,7 @@ def follow(
             kept = store.followers.follow(file, name, interval_seconds=interval)
         text = f"the server follows {kept.path} as {kept.database}; `quire sqlite unfollow {kept.database}` ends it"
         return Note(text=text, data=kept)
-    with cli.owner(upkeep=True) as store, Bars() as bars:
+    with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         follower = Follower(
             manifest=store.manifest, pages=store.pages, root=store.path, path=file, name=name, progress=bars
         )
@@ -148,6 +138,7 @@ def follow(
     return Note(text=followed_text(follower.done, file, follower.name), data=data)
 
 
+@command("unfollow", group, example="quire sqlite unfollow app")
 def unfollow(cli: Cli, database: Database) -> Note:
     """Stop following a SQLite file. The database stays."""
     with cli.owner() as store:
@@ -172,6 +163,7 @@ def followed_text(done: Followed, file: str, name: str) -> str:
 
 
 # ── by hand ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("shell", group, example="quire sqlite shell shop --at monday")
 def shell(
     cli: Cli,
     database: Database,
@@ -179,13 +171,11 @@ def shell(
         list[str], Argument(metavar="[SQL]...", help="Run these instead of asking.", show_default=False)
     ] = [],  # noqa: B006 - nobody changes it
     at: At = "",
-) -> Verdict:
+) -> CliResult:
     """Open SQLite's shell on a database or a version of it.
 
     An earlier version is for reading, and so is every one while another process owns the store.
     """
-    from quire.sqlite.shell import run_shell
-
     with _at_hand(cli) as store:
         need_pages(store.database(database), "have a shell")
         version = version_of(store.manifest, database, at)
@@ -194,16 +184,16 @@ def shell(
             settled(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
-        told = f"{database} {version.text}{', for reading: another process owns the store' if beside else ''}"
+        title = f"{database} {version.text}{', for reading: another process owns the store' if beside else ''}"
         try:
-            code = run_shell(connection, visible(told), statements)
+            code = run_shell(connection, visible(title), statements)
         except InvalidInput as error:
             if type(error.__cause__).__name__ == "ReadOnlyError":
                 error.hint = _where_to_write(database, at, beside=beside)
             raise
         finally:
             connection.close()
-    return Verdict(None, code or OK)
+    return CliResult(None, code or OK)
 
 
 def _where_to_write(database: str, at: str, *, beside: bool) -> str:
@@ -221,51 +211,3 @@ def _at_hand(cli: Cli) -> Store:
         return cli.owner(upkeep=True)
     except StoreLocked:
         return quire.open(cli.path, "r")
-
-
-# ── what people see meanwhile ─────────────────────────────────────────────────────────────────────────────────────────
-class Bars:
-    """A bar for what is being done (rule 2), with its rate and the time left. It is a `quire.sqlite.importing.Progress`."""
-
-    def __init__(self) -> None:
-        self._wanted = on_terminal()
-        self._closing = ExitStack()
-        self._progress: Progress | None = None
-        self._bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Bars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        if not self._wanted:
-            return
-        progress = self._progress or self._start()
-        if doing not in self._bars:
-            self._bars[doing] = progress.add_task(doing, total=total)
-        progress.update(self._bars[doing], completed=done, total=total)
-        if done >= total:
-            progress.remove_task(self._bars.pop(doing))
-
-    def _start(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns: list[Any] = [
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        ]
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        return self._closing.enter_context(self._progress)

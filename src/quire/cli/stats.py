@@ -7,29 +7,25 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
-from quire.cli.checkpoint import DryRun, Runner, need_runner
-from quire.cli.command import Cli, Verdict
-from quire.cli.declarations import Group, Option, command
-from quire.cli.exit_codes import OK
-from quire.cli.formatting import plain, size
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import Option, command
+from quire.cli.errors import OK
+from quire.cli.formatting import size
 from quire.cli.job_progress import bar
+from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import Facts, Listing, Note, Report, Row
+from quire.core.json_values import plain
 from quire.durable.space import measure
+from quire.jobs.stats.job import Usage, blocks, usage, with_disk
 from quire.manifest.metrics import RollingCollector, rolling
 
 if TYPE_CHECKING:
     from quire.durable.space import Space
-    from quire.jobs.stats.job import Usage
     from quire.manifest.metrics import RollingMetric
     from quire.manifest.store import ManifestStore
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "stats", example="quire stats --snapshots")(stats)
-    command(app, "metrics", example="quire metrics")(metrics)
-
-
+@command("stats", example="quire stats --snapshots")
 def stats(
     cli: Cli,
     snapshots: Annotated[bool, Option("--snapshots", help="Also list each snapshot.")] = False,
@@ -41,35 +37,34 @@ def stats(
     Also its WAL, how well it compresses, what the last day has written, and in which tier it lies. A database is counted with
     its snapshots. `alone` is what dropping it would free; `on disk` is what its files take, as `du` says.
     """
-    from quire.jobs.stats.job import usage, with_disk
-
     need_runner(runner)
     if dry_run:
         with cli.reader() as manifest:
             return _outlook(manifest)
     if runner:
-        with cli.owner() as store, bar("stats") as told:
-            found = store.heavy.stats(runner=runner, progress=told)
+        with cli.owner() as store, bar("stats") as report:
+            usages = store.heavy.stats(runner=runner, progress=report)
             with store.manifest.read() as txn:
                 damaged = txn.damaged_databases()
     else:
         with cli.reader() as manifest, manifest.read() as txn:
-            found, damaged = usage(txn, manifest.clock.now_ms()), txn.damaged_databases()
+            usages, damaged = usage(txn, manifest.clock.now_ms()), txn.damaged_databases()
     space = measure(os.path.abspath(cli.path))
-    found = with_disk(found, space)
-    shown = [each for each in found if snapshots or not each.snapshot]
+    usages = with_disk(usages, space)
+    shown = [usage_row for usage_row in usages if snapshots or not usage_row.snapshot]
     return Listing(
         columns=["database", ">size", ">alone", ">shared", ">WAL", ">on disk", ">compression", ">last day", "tiers"],
-        rows=[Row(_cells(each), {**plain(each), "compression": round(each.compression, 3)}) for each in shown],
+        rows=[
+            Row(_cells(usage_row), {**plain(usage_row), "compression": round(usage_row.compression, 3)})
+            for usage_row in shown
+        ],
         empty="no databases",
-        closing=_on_disk(found, damaged, space),
+        closing=_on_disk(usages, damaged, space),
     )
 
 
 def _outlook(manifest: ManifestStore) -> Report:
     """What there is to be added up. Nothing is changed by it anyway."""
-    from quire.jobs.stats.job import blocks
-
     with manifest.read() as txn:
         counts = {"fact": 0, "holding": 0}
         for block in blocks(txn, manifest.clock.now_ms()):
@@ -79,30 +74,31 @@ def _outlook(manifest: ManifestStore) -> Report:
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)
 
 
-def _on_disk(found: list[Usage], damaged: Collection[int], space: Space) -> str:
-    """What the store's directory takes, and what of it is no database's in the list."""
+def _on_disk(usages: list[Usage], damaged: Collection[int], space: Space) -> str:
+    """What the store's directory takes, and how much of it belongs to no listed database."""
     others = {name: amount for name, amount in sorted(space.others.items()) if name != "store"}
-    unlisted = space.databases.keys() - {usage.db_id for usage in found}
+    unlisted = space.databases.keys() - {usage_row.db_id for usage_row in usages}
     others["damaged databases"] = sum(space.databases[db_id] for db_id in unlisted.intersection(damaged))
     others["dropped databases"] = sum(space.databases[db_id] for db_id in unlisted.difference(damaged))
     others["other files"] = space.others.get("store", 0)
-    told = ", ".join(f"{name} {size(amount)}" for name, amount in others.items() if amount)
-    return f"on disk: {size(space.total_bytes)} in all; beside the databases: {told}"
+    parts = ", ".join(f"{name} {size(amount)}" for name, amount in others.items() if amount)
+    return f"on disk: {size(space.total_bytes)} in all; beside the databases: {parts}"
 
 
-def _cells(each: Usage) -> list[str]:
-    tiers = ", ".join(f"{name.replace('_', ' ')} {size(amount)}" for name, amount in sorted(each.tiers.items()))
-    name = f"  {each.snapshot}" if each.snapshot else each.database
-    ratio = f"{each.compression:.2f}" if each.chunk_bytes else "-"
-    amounts = (each.size_bytes, each.exclusive_bytes, each.shared_bytes, each.wal_bytes)
-    disk = "-" if each.snapshot else size(each.disk_bytes)
-    return [name, *(size(amount) for amount in amounts), disk, ratio, size(each.churn_bytes), tiers or "-"]
+def _cells(usage_row: Usage) -> list[str]:
+    tiers = ", ".join(f"{name.replace('_', ' ')} {size(amount)}" for name, amount in sorted(usage_row.tiers.items()))
+    name = f"  {usage_row.snapshot}" if usage_row.snapshot else usage_row.database
+    ratio = f"{usage_row.compression:.2f}" if usage_row.chunk_bytes else "-"
+    amounts = (usage_row.size_bytes, usage_row.exclusive_bytes, usage_row.shared_bytes, usage_row.wal_bytes)
+    disk = "-" if usage_row.snapshot else size(usage_row.disk_bytes)
+    return [name, *(size(amount) for amount in amounts), disk, ratio, size(usage_row.churn_bytes), tiers or "-"]
 
 
+@command("metrics", example="quire metrics")
 def metrics(
     cli: Cli,
     prometheus: Annotated[bool, Option("--prometheus", help="As Prometheus reads it, and `/metrics` says it.")] = False,
-) -> Listing | Note | Verdict:
+) -> Listing | Note | CliResult:
     """Show the rolling metrics that the manifest keeps.
 
     WAL lag, latency of checkpoints and merges, snapshots.
@@ -119,7 +115,7 @@ def metrics(
             if cli.as_json:
                 return Note(text="", data={"prometheus": text})
             sys.stdout.write(text)  # as it is: this is for a program
-            return Verdict(None, OK)
+            return CliResult(None, OK)
         with manifest.read() as txn:
             kept = rolling(txn)
     return Listing(

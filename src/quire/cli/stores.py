@@ -1,4 +1,4 @@
-"""Commands about a store and its databases: init, ls, info, create, drop, rename."""
+"""Commands about a store and its databases: init, ls, info, create, drop, rename; db set-status and db set."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec.structs import replace
 
 import quire
-from quire.cli.command import Cli, Verdict, agreed
+from quire.cli.command import Cli, confirm
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import PROBLEMS
-from quire.cli.formatting import article, count_of, moment, size
+from quire.cli.formatting import article, count_of, moment, size, tags_text
+from quire.cli.lookup import Database, Yes, tags_of
 from quire.cli.output import Facts, Listing, Note, Row
+from quire.core.errors import InvalidInput
 from quire.core.reader_info import reader_text
 from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
@@ -26,16 +27,7 @@ if TYPE_CHECKING:
 Name = Annotated[str, Argument(metavar="NAME", help="The database's name.")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    command(app, "init", example="quire init ./data")(init)
-    command(app, "ls", example="quire ls --store ./data")(ls)
-    command(app, "info", example="quire info --json")(info)
-    command(app, "create", example="quire create shop --kind pages")(create)
-    command(app, "drop", example="quire drop shop --yes")(drop)
-    command(app, "rename", example="quire rename shop store")(rename)
-
-
+@command("init", example="quire init ./data")
 def init(
     cli: Cli,
     path: Annotated[
@@ -58,76 +50,79 @@ def init(
     if object_store:
         check_objects_url(object_store)
         open_store(object_store).close()  # refuses what cannot work, before anything is made
-    found = look(OsDisk(), target) is Found.STORE
+    exists = look(OsDisk(), target) is Found.STORE
     settings = StoreSettings(object_store=object_store) if object_store else None
-    with quire.open(target, "r" if found else "rw", settings=settings) as store:
-        text = f"{store.path} is already a store" if found else f"created a store in {store.path}"
-        return Note(text=text, data={"path": store.path, "created": not found, "object_store": store.objects_url})
+    with quire.open(target, "r" if exists else "rw", settings=settings) as store:
+        text = f"{store.path} is already a store" if exists else f"created a store in {store.path}"
+        return Note(text=text, data={"path": store.path, "created": not exists, "object_store": store.objects_url})
 
 
+@command("ls", example="quire ls --store ./data")
 def ls(cli: Cli) -> Listing:
     """List the databases of a store."""
     with StoreReader(cli.path) as store:
-        found = store.databases()
-    followed = any(database.follows for database in found)  # else the column would take room from the others
+        databases = store.databases()
+    followed = any(database.follows for database in databases)  # else the column would take room from the others
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
-        rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in found],
+        rows=[Row([*_cells(database), *([database.follows] if followed else [])], database) for database in databases],
         empty="no databases: create one with `quire create NAME --kind pages`",
     )
 
 
-def _cells(each: DatabaseInfo) -> list[str]:
-    status = each.status.name.lower().replace("_", "-")
-    return [each.name, each.kind.name.lower(), status, str(each.snapshots), moment(each.created_at_ms), origin(each)]
+def _cells(info: DatabaseInfo) -> list[str]:
+    status = info.status.name.lower().replace("_", "-")
+    return [info.name, info.kind.name.lower(), status, str(info.snapshots), moment(info.created_at_ms), origin(info)]
 
 
-def origin(each: DatabaseInfo) -> str:
+def origin(info: DatabaseInfo) -> str:
     """What a database was forked from: a name, or the id of a parent that has none any more."""
-    return each.parent or (f"#{each.parent_db_id}, dropped" if each.parent_db_id else "")
+    return info.parent or (f"#{info.parent_db_id}, dropped" if info.parent_db_id else "")
 
 
+@command("info", example="quire info --json")
 def info(cli: Cli) -> Facts:
     """Show a summary of a store."""
     with StoreReader(cli.path) as store:
-        found = store.info()
-    databases = ", ".join(f"{count:,} {kind}" for kind, count in found.databases.items() if count) or "none"
-    changes = f"{found.oldest_change:,} to {found.newest_change:,}" if found.oldest_change else "none"
+        summary = store.info()
+    databases = ", ".join(f"{count:,} {kind}" for kind, count in summary.databases.items() if count) or "none"
+    changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
     artifacts = (
-        count_of(found.chunks, "chunk"),
-        count_of(found.deltas, "delta"),
-        count_of(found.wal_segments, "WAL segment"),
+        count_of(summary.chunks, "chunk"),
+        count_of(summary.deltas, "delta"),
+        count_of(summary.wal_segments, "WAL segment"),
     )
     return Facts(
         lines=[
-            ("store", found.path),
-            ("id", f"{found.store_id} (schema {found.schema})"),
-            ("objects", found.object_store),
-            ("owner", _owner_text(found)),
-            ("databases", databases + (f"; {found.dropped:,} dropped" if found.dropped else "")),
-            ("snapshots", f"{found.snapshots:,}"),
+            ("store", summary.path),
+            ("id", f"{summary.store_id} (schema {summary.schema})"),
+            ("objects", summary.object_store),
+            ("owner", _owner_text(summary)),
+            ("databases", databases + (f"; {summary.dropped:,} dropped" if summary.dropped else "")),
+            ("snapshots", f"{summary.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
-            ("unreferenced", f"{count_of(found.unreferenced, 'artifact')} awaiting deletion"),
-            ("jobs", f"{found.jobs:,}"),
-            *([("follows", count_of(found.followed_files, "SQLite file"))] if found.followed_files else []),
+            ("unreferenced", f"{count_of(summary.unreferenced, 'artifact')} awaiting deletion"),
+            ("jobs", f"{summary.jobs:,}"),
+            *([("follows", count_of(summary.followed_files, "SQLite file"))] if summary.followed_files else []),
             ("change feed", changes),
-            ("manifest", f"{size(found.manifest_bytes)} in a map of {size(found.map_bytes)}"),
-            ("readers", f"{count_of(found.readers, 'slot')} in use"),
-            ("on disk", size(found.disk_bytes)),
-            *[("reader", reader_text(each)) for each in found.page_readers],
+            ("manifest", f"{size(summary.manifest_bytes)} in a map of {size(summary.map_bytes)}"),
+            ("readers", f"{count_of(summary.readers, 'slot')} in use"),
+            ("on disk", size(summary.disk_bytes)),
+            *[("reader", reader_text(reader)) for reader in summary.page_readers],
         ],
-        data=found,
+        data=summary,
     )
 
 
-def _owner_text(found: StoreInfo) -> str:
+def _owner_text(summary: StoreInfo) -> str:
     """Who may write the objects: an epoch, a session, and whether the bucket has confirmed them."""
-    if found.owner_state == "not needed":
-        return f"epoch {found.owner_epoch:,}; objects are local to the store"
-    session = f", session {found.owner_session:,}" if found.owner_session else ""
-    return f"epoch {found.owner_epoch:,}{session}, {found.owner_state}"
+    if summary.owner_state == "not needed":
+        return f"epoch {summary.owner_epoch:,}; objects are local to the store"
+    session = f", session {summary.owner_session:,}" if summary.owner_session else ""
+    return f"epoch {summary.owner_epoch:,}{session}, {summary.owner_state}"
 
 
+@command("create", example="quire create shop --kind pages")
 def create(
     cli: Cli,
     name: Name,
@@ -138,30 +133,31 @@ def create(
 ) -> Note:
     """Create a database."""
     with cli.keeper() as store:
-        made = store.create(name, kind, namespace=namespace)
-    text = f"created {made.name}, {article(made.kind.name.lower())} database with id {made.db_id}"
-    return Note(text=text, data=made)
+        created = store.create(name, kind, namespace=namespace)
+    text = f"created {created.name}, {article(created.kind.name.lower())} database with id {created.db_id}"
+    return Note(text=text, data=created)
 
 
+@command("drop", example="quire drop shop --yes")
 def drop(
     cli: Cli,
     name: Name,
     snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
-    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-) -> Note | Verdict:
+    yes: Yes = False,
+) -> Note:
     """Drop a database. Its name is free at once; its space is freed when nothing refers to it."""
     with cli.keeper() as store:
-        found = store.database(name)
+        info = store.database(name)
         if not yes:
-            also = f" with {count_of(found.snapshots, 'snapshot')}" if snapshots and found.snapshots else ""
-            question = f"drop {found.kind.name.lower()} database {name}{also}?"
-            if not agreed(question, "nothing was dropped"):
-                return Verdict(Note(text="nothing was dropped", data={"dropped": None}), PROBLEMS)
+            also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
+            question = f"drop {info.kind.name.lower()} database {name}{also}?"
+            confirm(question, "nothing was dropped", {"dropped": None})
         dropped = store.drop(name, snapshots=snapshots)
     left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # a database goes with all of its snapshots
     return Note(text=f"dropped {name}", data={"dropped": left})
 
 
+@command("rename", example="quire rename shop store")
 def rename(
     cli: Cli,
     old: Annotated[str, Argument(metavar="OLD", help="The current name.")],
@@ -171,3 +167,44 @@ def rename(
     with cli.keeper() as store:
         renamed = store.rename(old, new)
     return Note(text=f"renamed {old} to {new}", data=renamed)
+
+
+# ── status, tags, compression ─────────────────────────────────────────────────────────────────────────────────────────
+db = Group("db")
+
+
+@command("set-status", db, example="quire db set-status shop read_only")
+def set_status(
+    cli: Cli,
+    database: Database,
+    status: Annotated[str, Argument(metavar="STATUS", help="active, or read_only: every write is refused.")],
+) -> Note:
+    """Make a database read-only, or writable again.
+
+    Applies to all kinds of databases, at once, also in programs that have it open. Maintenance continues.
+    """
+    with cli.keeper() as store:
+        changed = store.set_status(database, status.replace("-", "_").lower())
+    return Note(text=f"{changed.name} is {changed.status.name.lower()}", data=changed)
+
+
+@command("set", db, example="quire db set shop --tag team=sales")
+def set_options(
+    cli: Cli,
+    database: Database,
+    tag: Annotated[list[str], Option("--tag", metavar="KEY=VALUE", help="Set a tag; repeatable.")] = [],  # noqa: B006
+    untag: Annotated[list[str], Option("--untag", metavar="KEY", help="Remove a tag.")] = [],  # noqa: B006
+    compression: Annotated[
+        str, Option(metavar="NAME", help="none or zstd, for chunks from now on.", show_default="as it is")
+    ] = "",
+) -> Note:
+    """Change the tags of a database or a fork, or how its chunks are compressed from now on."""
+    if not (tag or untag or compression):
+        raise InvalidInput("no change was given", hint="give --tag, --untag or --compression", database=database)
+    with cli.keeper() as store:
+        tags = None
+        if tag or untag:
+            tags = {key: value for key, value in store.database(database).tags.items() if key not in untag}
+            tags |= tags_of(tag, reserved="")
+        changed = store.set_options(database, tags=tags, compression=compression)
+    return Note(text=f"{changed.name}: {tags_text(changed.tags) or 'no tags'}", data=changed)

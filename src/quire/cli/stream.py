@@ -20,14 +20,14 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli import manifest_log
-from quire.cli.command import Cli, Verdict
+from quire.cli.command import Cli, CliResult
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, pairs, size, span
 from quire.cli.job_progress import failure_of
 from quire.cli.lookup import Database, Follow
 from quire.cli.output import Facts, Listing, Note, Row
-from quire.cli.tailing import follow as go_on
+from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, StoreLocked
 from quire.durable.files import OsDisk
@@ -53,22 +53,7 @@ MOVES = ("compress", "upload", "evict", "hydrate")
 Limit = Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")]
 
 
-def add_to(app: Group) -> None:
-    """Register these commands."""
-    group = Group("Append to streams, read them, move them between tiers.")
-    command(group, "append", example="quire stream append clicks 'ann bought apples' --create")(append)
-    command(group, "read", example="quire stream read clicks --from 1 --limit 10")(read)
-    command(group, "tail", example="quire stream tail clicks -n 5")(tail)
-    command(group, "ls", example="quire stream ls clicks")(segments)
-    command(group, "info", example="quire stream info clicks")(info)
-    command(group, "seal", example="quire stream seal clicks")(seal)
-    command(group, "tier", example="quire stream tier clicks upload")(tier)
-    command(group, "checkpoint", example="quire stream checkpoint clicks")(checkpoint)
-    command(group, "verify", example="quire stream verify clicks")(verify)
-    command(group, "repair", example="quire stream repair clicks")(repair)
-    command(group, "mirror", example="quire stream mirror clicks ./clicks-copy")(manifest_log.mirror)
-    command(group, "retention", example="quire stream retention clicks --days 30")(retention)
-    app.add("stream", group)
+group = Group("stream")
 
 
 @contextmanager
@@ -78,6 +63,7 @@ def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
 
 
 # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("append", group, example="quire stream append clicks 'ann bought apples' --create")
 def append(
     cli: Cli,
     database: Database,
@@ -88,7 +74,7 @@ def append(
     with _open(cli, database, create=create) as stream:
         first = stream.hot.next_record
         if record:
-            stream.append([each.encode("utf-8", "surrogateescape") for each in record])
+            stream.append([text.encode("utf-8", "surrogateescape") for text in record])
         else:
             while lines := [line.rstrip(b"\n") for line in islice(sys.stdin.buffer, LINES_PER_APPEND)]:
                 stream.append(lines).result()
@@ -102,6 +88,7 @@ def appended(database: str, first: int, count: int) -> Note:
     return Note(text=text, data={"first": first, "count": count})
 
 
+@command("read", group, example="quire stream read clicks --from 1 --limit 10")
 def read(
     cli: Cli,
     database: Database,
@@ -114,13 +101,14 @@ def read(
     def rows() -> Iterator[Row]:
         with _open(cli, database) as stream:
             begin = stream.first_record if start is None else start
-            ends = [each for each in (stop, begin + limit if limit else None) if each is not None]
+            ends = [record_id for record_id in (stop, begin + limit if limit else None) if record_id is not None]
             yield from map(_record, stream.read(begin, min(ends, default=None)))  # no more is read than is shown
 
     return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no such records")
 
 
-def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | Verdict:
+@command("tail", group, example="quire stream tail clicks -n 5")
+def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | CliResult:
     """Show the last records; with --follow also those to come.
 
     With --follow and -n 0 only those to come.
@@ -129,7 +117,8 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
     if follow:
         with _beside(cli, database) as (beside, first, end):
             beside.position = max(first, end - limit)
-            return go_on(cli, columns, lambda: map(_record, beside.new()))
+            follow_rows(columns, lambda: map(_record, beside.new()), as_json=cli.as_json)
+        return CliResult(None, OK)
 
     def rows() -> Iterator[Row]:
         with ExitStack() as closing:
@@ -174,12 +163,13 @@ def _record(record: StreamRecord) -> Row:
 
 
 # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("ls", group, example="quire stream ls clicks")
 def segments(cli: Cli, database: Database) -> Listing:
     """List the segments of a stream, and where their copies are."""
     with _open(cli, database) as stream:
-        found = [_segment(each, SystemClock().now_ms()) for each in stream.ledger.view]
+        rows = [_segment(segment, SystemClock().now_ms()) for segment in stream.ledger.view]
     columns = [">id", ">first", ">records", ">size", ">compressed", "sealed", "tiers"]
-    return Listing(columns=columns, rows=found, empty=f"{database} has no segments")
+    return Listing(columns=columns, rows=rows, empty=f"{database} has no segments")
 
 
 def _segment(segment: StreamSegment, now_ms: int) -> Row:
@@ -208,29 +198,31 @@ def _segment(segment: StreamSegment, now_ms: int) -> Row:
     return Row(cells, data)
 
 
+@command("info", group, example="quire stream info clicks")
 def info(cli: Cli, database: Database) -> Facts:
     """Show a stream in numbers."""
     with _open(cli, database) as stream:
-        found = stream.info()
-    held = ", ".join(f"{name} at {each.position}" for name, each in sorted(found.consumers.items()))
+        figures = stream.info()
+    held = ", ".join(f"{name} at {consumer.position}" for name, consumer in sorted(figures.consumers.items()))
     lines = [
-        ("records", f"{found.records:,}, from {found.first_record:,} to before {found.end_record:,}"),
-        ("hot", f"{count_of(found.hot_segments, 'segment')}, {size(found.hot_bytes)}"),
-        ("warm", f"{count_of(found.warm_segments, 'segment')}, {size(found.warm_bytes)}"),
-        ("remote", f"{count_of(found.remote_segments, 'segment')}, {size(found.remote_bytes)}"),
+        ("records", f"{figures.records:,}, from {figures.first_record:,} to before {figures.end_record:,}"),
+        ("hot", f"{count_of(figures.hot_segments, 'segment')}, {size(figures.hot_bytes)}"),
+        ("warm", f"{count_of(figures.warm_segments, 'segment')}, {size(figures.warm_bytes)}"),
+        ("remote", f"{count_of(figures.remote_segments, 'segment')}, {size(figures.remote_bytes)}"),
         ("consumers", held or "none"),
-        ("retention", _words(found.retention)),
-        ("manifest log", found.mode),
+        ("retention", _words(figures.retention)),
+        ("manifest log", figures.mode),
     ]
-    if found.needs_repair:
-        lost = ", ".join(map(str, found.needs_repair))
+    if figures.needs_repair:
+        lost = ", ".join(map(str, figures.needs_repair))
         lines.append(
             ("needs repair", f"segments {lost}: their objects are gone; put them back, or let retention take them")
         )
-    return Facts(lines=lines, data=found)
+    return Facts(lines=lines, data=figures)
 
 
 # ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@command("seal", group, example="quire stream seal clicks")
 def seal(cli: Cli, database: Database) -> Note:
     """Seal the open segment, so that it can be tiered."""
     with _open(cli, database) as stream:
@@ -241,6 +233,7 @@ def seal(cli: Cli, database: Database) -> Note:
     return Note(text=text, data={"sealed": count, "newly": count - before})
 
 
+@command("tier", group, example="quire stream tier clicks upload")
 def tier(
     cli: Cli,
     database: Database,
@@ -258,6 +251,7 @@ def tier(
     return Note(text=f"{move}: {what} of {database}", data={"move": move, "count": count})
 
 
+@command("checkpoint", group, example="quire stream checkpoint clicks")
 def checkpoint(cli: Cli, database: Database) -> Note:
     """Publish sealed segments as chunks, as they are.
 
@@ -280,64 +274,70 @@ def published(store: Store, database: str) -> Note:
     return Note(text=text, data=result)
 
 
+@command("verify", group, example="quire stream verify clicks")
 def verify(
     cli: Cli,
     database: Database,
     shallow: Annotated[bool, Option("--shallow", help="Do not read objects whole.")] = False,
-) -> Verdict:
+) -> CliResult:
     """Verify every copy of every segment."""
     with _open(cli, database) as stream:
-        found = list(problems(stream, deep=not shallow))
+        damage = list(problems(stream, deep=not shallow))
         count = len(stream.ledger.view.segments)
     rows = [
         Row(
-            [each.rule, "leak" if each.leak else "damage", f"{each.what} ({pairs(each.where)})"],
+            [problem.rule, "leak" if problem.leak else "damage", f"{problem.what} ({pairs(problem.where)})"],
             {
-                "rule": each.rule,
-                "what": each.what,
-                "where": {k: str(v) for k, v in each.where.items()},
-                "leak": each.leak,
+                "rule": problem.rule,
+                "what": problem.what,
+                "where": {k: str(v) for k, v in problem.where.items()},
+                "leak": problem.leak,
             },
         )
-        for each in found
+        for problem in damage
     ]
     shown = Listing(
         columns=["rule", "kind", "what"], rows=rows, empty=f"{database} is sound: {count_of(count, 'segment')} read"
     )
-    return Verdict(shown, PROBLEMS if any(not each.leak for each in found) else OK)
+    return CliResult(shown, PROBLEMS if any(not problem.leak for problem in damage) else OK)
 
 
+@command("repair", group, example="quire stream repair clicks")
 def repair(
     cli: Cli,
     database: Database,
     apply: Annotated[bool, Option("--apply", help="Apply the repair; otherwise it is only shown.")] = False,
-) -> Verdict:
+) -> CliResult:
     """Rebuild the manifest log of a stream that does not open.
 
     From its chunks here and in tier 2, from LMDB, and from segments and objects. Nothing is removed: what is damaged or in the
     way goes to quarantine. Exit code 1 if something cannot be saved.
     """
     with cli.owner() as store:
-        found = store.streams.repair(database, apply=apply)
-        if apply and found.steps:
+        plan = store.streams.repair(database, apply=apply)
+        if apply and plan.steps:
             store.stream(database)  # says so if that was not enough
     rows = [
         Row([kind, what], {"kind": kind, "what": what})
-        for kind, told in (("note", found.notes), ("done" if apply else "to do", found.steps), ("lost", found.lost))
-        for what in told
+        for kind, lines in (("note", plan.notes), ("done" if apply else "to do", plan.steps), ("lost", plan.lost))
+        for what in lines
     ]
-    first, end = found.records
-    kept = f"{count_of(found.segments, 'segment')}, records {first} to before {end}"
-    more = "" if apply or not found.steps else f"; `quire stream repair {shlex.quote(database)} --apply` does it"
+    first, end = plan.records
+    kept = f"{count_of(plan.segments, 'segment')}, records {first} to before {end}"
+    more = "" if apply or not plan.steps else f"; `quire stream repair {shlex.quote(database)} --apply` does it"
     shown = Listing(
         columns=["", "what"],
         rows=rows,
         empty=f"{database} needs no repair: {kept}",
         closing=f"{kept}{more}" if rows else "",
     )
-    return Verdict(shown, PROBLEMS if found.lost else OK)
+    return CliResult(shown, PROBLEMS if plan.lost else OK)
 
 
+command("mirror", group, example="quire stream mirror clicks ./clicks-copy")(manifest_log.mirror)
+
+
+@command("retention", group, example="quire stream retention clicks --days 30")
 def retention(
     cli: Cli,
     database: Database,

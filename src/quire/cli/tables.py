@@ -105,10 +105,10 @@ def _fitted(cells: Sequence[str], plan: Plan) -> Iterator[str]:
         below = [(plan.titles[-1], cells[-1])]  # a word that the last column has no room for
         columns[-1] = [""]
     for number in range(max(map(len, columns))):
-        yield _line([each[number] if number < len(each) else "" for each in columns], plan.widths, plan.right)
-    told = [f"{title}: {cell}" for title, cell in below if cell not in ("", "-")]
-    together = "; ".join(told)
-    for part in [together] if told and width_of(together) <= plan.width - INDENT else told:
+        yield _line([column[number] if number < len(column) else "" for column in columns], plan.widths, plan.right)
+    texts = [f"{title}: {cell}" for title, cell in below if cell not in ("", "-")]
+    together = "; ".join(texts)
+    for part in [together] if texts and width_of(together) <= plan.width - INDENT else texts:
         first, *others = wrapped(part, plan.width - INDENT - BETWEEN)
         yield " " * INDENT + first
         yield from (" " * (INDENT + BETWEEN) + line for line in others)
@@ -144,7 +144,7 @@ def width_of(text: str) -> int:
     if text.isascii():
         return len(text)
 
-    return sum(0 if combining(each) else 1 + (east_asian_width(each) in "WF") for each in text)
+    return sum(0 if combining(character) else 1 + (east_asian_width(character) in "WF") for character in text)
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -163,7 +163,7 @@ def wrapped(text: str, width: int) -> list[str]:
             line = word.lstrip(" ")
         else:
             line += word
-    return [each.replace(GLUE, " ") for each in (*lines, line)]
+    return [text.replace(GLUE, " ") for text in (*lines, line)]
 
 
 def _longest_word(text: str) -> int:

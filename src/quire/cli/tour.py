@@ -1,15 +1,11 @@
 """The command `tour`: a small store at work in ten seconds, written to be read as an example of the API.
 
-Rules
-  1. It can be run again and again: what is there is used, what the last run left for trying out is dropped first, so the
-     store grows only by its change feed and its audit.
-  2. It touches only databases it has made, which it knows by their tag: in a store of somebody's own it is harmless.
-  3. For the burst it makes catalog rows, not objects: the chunks of warehouse have no bytes. So warehouse is dropped when it
-     has been measured, and its rows go at once; what shop holds is real, and goes as the collector lets it.
-  4. Everything it says it has measured or read back.
+It can be run again and again: databases that exist are used, and what the last run left for trying out is dropped first, so the
+store grows only by its change feed and its audit. It touches only databases that it has created, which it knows by their tag.
+The burst writes catalog rows without objects: the chunks of warehouse have no bytes, so warehouse is dropped when it has been
+measured. Everything the tour says it has measured or read back.
 
-Each step is a function of the store, those about versions in `tour_versions`, about
-streams, key-value databases and Spark in `tour_engines`; `Guide` is how they talk to people.
+Each step is a function of the store; those about databases are in `tour_steps`.
 """
 
 from __future__ import annotations
@@ -19,18 +15,19 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import quire
 from quire.cli import tour_steps as steps
-from quire.cli.command import Cli, Verdict
-from quire.cli.declarations import Group, Option, command
-from quire.cli.exit_codes import OK, PROBLEMS
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import Option, command
+from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
-from quire.cli.formatting import count_of, moment, size
-from quire.cli.output import Facts, Look, Tree, tree_lines
+from quire.cli.formatting import count_of, moment, size, visible
+from quire.cli.job_progress import bar
+from quire.cli.output import Facts, Listing, Look, Row, Tree, text_parts, tree_lines, wrapped, write_out
 from quire.cli.tour_steps import FORK, SHOP
 from quire.core.clock import SystemClock
 from quire.core.errors import NameTaken, QuireError, UnknownArtifact
@@ -44,11 +41,9 @@ from quire.manifest.ops.refs import RemoveArtifact
 from quire.manifest.ops.slots import CollectLeaf, SetSlots
 from quire.manifest.records import ChunkRecord, DbStatus, LeafRef, Residency
 from quire.manifest.slots import Leaf, Link, pack_leaf
-from quire.manifest.tables import CHUNK_CATALOG, LIVE_LEAF, TABLES
+from quire.manifest.tables import CHUNK_CATALOG, TABLES
 
 if TYPE_CHECKING:
-    from rich.console import JustifyMethod
-
     from quire.cli.output import Node
     from quire.manifest.guard import ManifestGuard
     from quire.service.values import DatabaseInfo
@@ -59,6 +54,8 @@ DATABASES = ((SHOP, "pages"), (WAREHOUSE, "pages"), (steps.CLICKS, "stream"), (s
 TAGS = {"made by": "quire tour"}
 DIRECTORY = "./quire-data"
 """Where the tour goes when nobody says where: never the current directory itself."""
+INDENT = "  "
+GREEN, RED = "32", "31"
 BURST_OPS = 5_000
 BATCH_OPS = 10
 CLOCK = SystemClock()
@@ -77,14 +74,10 @@ NEXT = (
 """What to try next: real commands."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "tour", example="quire tour --store ./quire-data", store=DIRECTORY)(tour)
-
-
+@command("tour", example="quire tour --store ./quire-data", store=DIRECTORY)
 def tour(
     cli: Cli, spark: Annotated[bool, Option("--spark", help="Run jobs and queries on Spark as well.")] = False
-) -> Verdict:
+) -> CliResult:
     """Watch a store at work, step by step. Makes the store if need be; can be run again and again."""
     guide = Guide(quiet=cli.as_json)
     began = CLOCK.monotonic()
@@ -113,14 +106,14 @@ def tour(
     facts["seconds"] = round(CLOCK.monotonic() - began, 2)
     guide.farewell(cli.path, facts["seconds"])
     code = PROBLEMS if facts["problems"] else OK
-    return Verdict(Facts(lines=[], data=facts) if cli.as_json else None, code)
+    return CliResult(Facts(lines=[], data=facts) if cli.as_json else None, code)
 
 
 # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def register(store: Store, guide: Guide) -> list[str]:
     """Databases of all kinds; those that are there stay, what the last tour left for trying out goes."""
     guide.title("Databases", "page databases, streams and key-value sets, all in one manifest")
-    present = {each.name: each for each in store.databases()}
+    present = {info.name: info for info in store.databases()}
     for name in (*(name for name, _ in DATABASES), FORK):
         if name in present and not _is_tours(store, present[name]):
             raise NameTaken(
@@ -130,31 +123,19 @@ def register(store: Store, guide: Guide) -> list[str]:
             )
     if FORK in present:
         store.drop(FORK, snapshots=True)
-    if SHOP in present and _is_hollow(store, present[SHOP]):
-        store.drop(SHOP, snapshots=True)
-        del present[SHOP]
     for name, kind in DATABASES:
-        found = present.get(name) or store.create(name, kind, tags=TAGS)
-        guide.say(f"{found.name:<12}{found.kind.name.lower():<10}{'exists' if name in present else 'created'}")
-    return [each.name for each in store.databases()]
+        info = present.get(name) or store.create(name, kind, tags=TAGS)
+        guide.say(f"{info.name:<12}{info.kind.name.lower():<10}{'exists' if name in present else 'created'}")
+    return [info.name for info in store.databases()]
 
 
-def _is_tours(store: Store, found: DatabaseInfo) -> bool:
+def _is_tours(store: Store, info: DatabaseInfo) -> bool:
     """Whether a database is the tour's own: its tag says so, or for the fork that of its parent, dropped or not."""
-    if found.name != FORK:
-        return found.tags == TAGS
+    if info.name != FORK:
+        return info.tags == TAGS
     with store.manifest.read() as txn:
-        parent = txn.database(found.parent_db_id)
+        parent = txn.database(info.parent_db_id)
     return parent is not None and parent.tags == TAGS
-
-
-def _is_hollow(store: Store, found: DatabaseInfo) -> bool:
-    """Whether a tour of before there was a page engine has made it up, or one of before there was SQLite has filled it."""
-    if found.page_size:
-        with store.pages.open(found.db_id).open_snapshot() as reader:
-            return reader.size_pages > 0 and not reader.read_page(0).startswith(b"SQLite format 3")
-    with store.manifest.read() as txn:
-        return any(txn.raw_scan(LIVE_LEAF, found.db_id))
 
 
 def _without_bytes(store: Store) -> set[int]:
@@ -171,14 +152,14 @@ def burst(store: Store, guide: Guide) -> dict[str, Any]:
     generation = manifest.reserve_generation(warehouse)
     record = _chunk(lsn=generation)
     guards: list[ManifestGuard] = []
-    with guide.progress("committing", BURST_OPS) as advance, Onlooker(store, BATCH_OPS) as onlooker:
+    with bar("committing") as report, Onlooker(store, BATCH_OPS) as onlooker:
         began = CLOCK.monotonic()
         for first in range(0, BURST_OPS, BATCH_OPS):
             guards.append(
                 manifest.submit([PutChunk(warehouse, first + n, generation, record) for n in range(BATCH_OPS)])
             )
             if not len(guards) % 100:
-                advance(100 * BATCH_OPS)
+                report(len(guards) * BATCH_OPS, BURST_OPS)
         for guard in guards:
             guard.result()
         seconds = CLOCK.monotonic() - began
@@ -248,10 +229,10 @@ def one_bad_batch(store: Store, guide: Guide) -> str:
     refusal = ""
     for number, guard in enumerate(guards, 1):
         try:
-            guide.say(f"batch {number}: committed as change {guard.result().sequence:,}", "green")
+            guide.say(f"batch {number}: committed as change {guard.result().sequence:,}", GREEN)
         except QuireError as error:
             refusal = type(error).__name__
-            guide.say(f"batch {number}: {refusal}: {error.what}", "red")
+            guide.say(f"batch {number}: {refusal}: {error.what}", RED)
     return refusal
 
 
@@ -274,8 +255,8 @@ def show_changes(store: Store, guide: Guide) -> int:
     head = store.info().newest_change
     with store.manifest.read() as txn:
         rows = [
-            [f"{each.sequence:,}", moment(each.committed_at_ms), summary(each)]
-            for each in txn.changes(max(1, head - 4))
+            [f"{change.sequence:,}", moment(change.committed_at_ms), summary(change)]
+            for change in txn.changes(max(1, head - 4))
         ]
     guide.table([">sequence", "committed", "operations"], rows)
     return head
@@ -288,9 +269,9 @@ def check(store: Store, guide: Guide) -> list[str]:
     problems = [str(problem) for problem in store.manifest.check()]
     seconds = CLOCK.monotonic() - began
     for problem in problems[:5]:
-        guide.say(problem, "red")
+        guide.say(problem, RED)
     if not problems:
-        guide.say(f"all rules hold (checked in {seconds:.2f} s)", "green")
+        guide.say(f"all rules hold (checked in {seconds:.2f} s)", GREEN)
     return problems
 
 
@@ -331,59 +312,32 @@ class Onlooker:
 
 
 class Guide:
-    """Tells people what happens; says nothing when a program listens."""
+    """Writes the steps to stdout as people read them; writes nothing with --json."""
 
     def __init__(self, *, quiet: bool) -> None:
-        from rich.console import Console
-
-        self._console = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+        self._quiet = quiet
+        look = Look.of(sys.stdout)
+        self._look = Look(get_terminal_size().columns - len(INDENT), look.colours)  # a pipe is 80 columns wide here
 
     def title(self, title: str, text: str) -> None:
         """A step begins."""
-        from rich.text import Text
-
-        self._console.print()
-        self._console.print(Text.assemble((title, "bold cyan"), " · ", (text, "dim")))
+        self._write("")
+        self._write(f"{self._look.styled(title, '1;36')} · {self._look.styled(text, '2')}")
 
     def say(self, text: str, style: str = "") -> None:
         """One line about the step."""
-        from rich.padding import Padding
-        from rich.text import Text
-
-        self._console.print(Padding(Text(text, style=style), (0, 0, 0, 2), expand=False))
+        for line in wrapped(visible(text), self._look.width):
+            self._write(INDENT + (self._look.styled(line, style) if style else line))
 
     def table(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Rows, the last column as wide as there is room; columns that begin with `>` are aligned to the right."""
-        from rich.box import SIMPLE_HEAD
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for name in columns:
-            justify: JustifyMethod = "right" if name.startswith(">") else "left"
-            table.add_column(name.removeprefix(">"), justify=justify, no_wrap=name != columns[-1])
-        for row in rows:
-            table.add_row(*(Text(cell, overflow="ellipsis", no_wrap=True) for cell in row))
-        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        """Rows under columns; those that begin with `>` are aligned to the right."""
+        for line in text_parts(Listing(columns=columns, rows=[Row(row, None) for row in rows]), self._look):
+            self._write(INDENT + line.rstrip("\n"))
 
     def tree(self, root: Node) -> None:
         """A lineage, as `quire tree` draws it."""
-        from rich.text import Text
-
-        look = Look(self._console.width - 2, self._console.is_terminal and not self._console.no_color)
-        for line in tree_lines(Tree(roots=[root], data=None), look):
-            self._console.print(Text.from_ansi(f"  {line}"), soft_wrap=True)
-
-    @contextmanager
-    def progress(self, text: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar with the rate and the time that is left; only on a terminal."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(f"  {text}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
-            task = progress.add_task(text, total=total)
-            yield lambda count: progress.advance(task, count)
+        for line in tree_lines(Tree(roots=[root], data=None), self._look):
+            self._write(INDENT + line)
 
     def farewell(self, path: str, seconds: float) -> None:
         """What to try next."""
@@ -392,5 +346,9 @@ class Guide:
         if shutil.which("quire") is None:
             self.say(f"(quire is here: {os.path.relpath(sys.argv[0])})")
         for line in NEXT:
-            self.say(f"quire {line} {where}", "bold")
-        self._console.print()
+            self.say(f"quire {line} {where}", "1")
+        self._write("")
+
+    def _write(self, line: str) -> None:
+        if not self._quiet:
+            write_out([line + "\n"])

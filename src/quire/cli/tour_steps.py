@@ -13,7 +13,7 @@ from quire.cli.checkpoint import sentence
 from quire.cli.formatting import count_of, moment, size, span
 from quire.cli.gc import at_zero
 from quire.cli.jobs import state_text, summary
-from quire.cli.lookup import names_of
+from quire.cli.lookup import names_in
 from quire.cli.tree import nodes_of
 from quire.core.clock import SystemClock
 from quire.manifest.records import RetentionRecord
@@ -45,7 +45,7 @@ CHANGED = "select count(*) from (select * from product except select * from old.
 def sqlite(store: Store, guide: Guide) -> dict[str, Any]:
     """Transactions write rows, a snapshot keeps them, a reader is never disturbed."""
     guide.title("SQLite", "shop is a SQLite database; its pages live in the store")
-    earlier = {each.name: each.snapshot_id for each in store.manifest.snapshots.of(SHOP)}
+    earlier = {snapshot.name: snapshot.snapshot_id for snapshot in store.manifest.snapshots.of(SHOP)}
     if SNAPSHOT in earlier:
         store.manifest.snapshots.drop(SHOP, earlier[SNAPSHOT])
     shop = store.sqlite(SHOP)
@@ -101,7 +101,7 @@ def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
     """The WAL becomes chunks: a job, which is what `quire checkpoint shop` runs."""
     guide.title("Checkpoint", "what is in the log becomes immutable chunks, or deltas over them")
     job = store.checkpoint(SHOP)
-    guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "red")
+    guide.say(sentence(job, SHOP), "" if job.state.name == "SUCCEEDED" else "31")
     with store.manifest.read() as txn:
         chain = " + ".join(f"{link.kind.name.lower()}:{link.generation}" for link in txn.chain(job.db_id, 0))
     shop = store.sqlite(SHOP)
@@ -120,24 +120,24 @@ def branch(store: Store, guide: Guide) -> dict[str, Any]:
     then = store.sqlite(SHOP, at=SNAPSHOT)
     now = store.sqlite(SHOP)
     try:
-        prices = [each.execute(MILK).get for each in (then, now, fork)]
+        prices = [connection.execute(MILK).get for connection in (then, now, fork)]
         guide.say(f"{FORK}, forked and opened in {fork_ms} ms, sells milk for {prices[2]}")
         guide.say(f"shop@{SNAPSHOT} for {prices[0]}, shop for {prices[1]}: three versions, read side by side")
         now.execute(f"attach 'file:{SHOP}?at={SNAPSHOT}' as old")
         rows = now.execute(CHANGED).get
         guide.say(f"rows of shop that are not in shop@{SNAPSHOT}, by SQL over both: {rows}")
-        sound = all(each.execute("pragma integrity_check").get == "ok" for each in (then, now, fork))
+        sound = all(connection.execute("pragma integrity_check").get == "ok" for connection in (then, now, fork))
     finally:
-        for each in (then, now, fork):
-            each.close()
-    found = store.manifest.snapshots.diff(SHOP, SNAPSHOT)
-    guide.say(f"they differ in {count_of(found.pages, 'page')} at most: no page was read for that")
+        for connection in (then, now, fork):
+            connection.close()
+    difference = store.manifest.snapshots.diff(SHOP, SNAPSHOT)
+    guide.say(f"they differ in {count_of(difference.pages, 'page')} at most: no page was read for that")
     return {
         "fork": FORK,
         "milliseconds": fork_ms,
         "prices": prices,
         "rows": rows,
-        "pages": found.pages,
+        "pages": difference.pages,
         "integrity": "ok" if sound else "damaged",
     }
 
@@ -161,13 +161,13 @@ def retention(store: Store, guide: Guide) -> dict[str, int]:
     plan = rules.plan(SHOP)
     rows = [
         [
-            str(each.snapshot.snapshot_id),
-            each.snapshot.name or "-",
-            moment(each.snapshot.created_at_ms),
-            "keep" if each.keep else "drop",
-            each.why,
+            str(decision.snapshot.snapshot_id),
+            decision.snapshot.name or "-",
+            moment(decision.snapshot.created_at_ms),
+            "keep" if decision.keep else "drop",
+            decision.why,
         ]
-        for each in plan.decisions
+        for decision in plan.decisions
     ]
     guide.table([">id", "snapshot", "created", "verdict", "why"], rows)
     dropped = rules.apply(plan)
@@ -180,16 +180,15 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
     guide.title("Jobs and the collector", "what nobody refers to any more goes a minute later")
     store.maintain()
     now = CLOCK.now_ms()
-    with store.manifest.read() as txn:
-        names = names_of(txn)
+    names = names_in(store.manifest)
     jobs = store.manifest.jobs.jobs()
     rows = [
-        [str(each.job_id), each.kind.name.lower(), names.get(each.db_id, "-"), state_text(each), summary(each, now)]
-        for each in jobs[-4:]
+        [str(job.job_id), job.kind.name.lower(), names.get(job.db_id, "-"), state_text(job), summary(job, now)]
+        for job in jobs[-4:]
     ]
     guide.table([">id", "kind", "database", "state", "what"], rows)
     waiting = at_zero(store.manifest, int(store.settings.maintenance.delete_grace_seconds * 1000))
-    total = sum(each.size_bytes for each in waiting)
+    total = sum(zero.size_bytes for zero in waiting)
     if waiting:
         goes = f"the first goes in {span(max(waiting[0].due_at_ms - now, 0))}"
         guide.say(f"{count_of(len(waiting), 'artifact')} at zero, {size(total)}: {goes}")
@@ -199,13 +198,13 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
 def audit(store: Store, guide: Guide) -> int:
     """What happened to shop, for people who ask later."""
     guide.title("Audit", "what happened, written by the transaction that did it")
-    found = store.manifest.audit(SHOP)
+    entries = store.manifest.audit(SHOP)
     rows = []
-    for each in found[-4:]:
-        action = each.action.name.lower()
-        rows.append([moment(each.at_ms), WORDS.get(action, action), each.subject or f"#{each.number}"])
+    for entry in entries[-4:]:
+        action = entry.action.name.lower()
+        rows.append([moment(entry.at_ms), WORDS.get(action, action), entry.subject or f"#{entry.number}"])
     guide.table(["when", "what", "subject"], rows)
-    return len(found)
+    return len(entries)
 
 
 def _since(began: float) -> float:
@@ -253,7 +252,7 @@ def key_values(store: Store, guide: Guide) -> dict[str, Any]:
     write_ms = round((CLOCK.monotonic() - began) * 1000, 1)
     with sessions.snapshot() as before:
         sessions.write({b"u00001": None, b"u00002": b"empty"})
-        kept, now = (sum(1 for _ in each.scan(prefix=b"u0000")) for each in (before, sessions))
+        kept, now = (sum(1 for _ in version.scan(prefix=b"u0000")) for version in (before, sessions))
     guide.say(f"{KEYS:,} pairs in one batch, durable after {write_ms} ms")
     guide.say(f"keys u0000…: {kept} in the snapshot, {now} after one was deleted")
     sessions.compact()
@@ -278,7 +277,7 @@ def spark(store: Store, guide: Guide) -> dict[str, Any]:
         totals = [{"database": row[0], "rows": row["count(id)"], "sum": round(row["sum(price)"], 2)} for row in rows]
         guide.table(
             ["database", ">products", ">sum of prices"],
-            [[each["database"], f"{each['rows']:,}", f"{each['sum']:,.2f}"] for each in totals],
+            [[total["database"], f"{total['rows']:,}", f"{total['sum']:,.2f}"] for total in totals],
         )
         old = {"database": SHOP, "from": SNAPSHOT, "table": "product"}
         began = CLOCK.monotonic()

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.command import Cli
-from quire.cli.declarations import Group, Option, command
-from quire.cli.formatting import count_of, moment, plain, size
+from quire.cli.declarations import Option, command
+from quire.cli.formatting import count_of, moment, size
 from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
 from quire.core.errors import InvalidInput, ManifestDamaged, UnknownDatabase
+from quire.core.json_values import plain
 from quire.store.shares import ExclusiveShare, live_share, snapshots_share
 
 if TYPE_CHECKING:
@@ -43,11 +44,7 @@ class Known:
     everything: bool
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "tree", example="quire tree --sizes")(tree)
-
-
+@command("tree", example="quire tree --sizes")
 def tree(
     cli: Cli,
     everything: Annotated[bool, Option("--all", help="Show all snapshots.")] = False,

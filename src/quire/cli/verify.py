@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from quire.cli.checkpoint import DryRun, Runner, need_runner
-from quire.cli.command import Cli, Verdict
-from quire.cli.declarations import Group, Option, command
-from quire.cli.durations import seconds_of
-from quire.cli.exit_codes import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.command import Cli, CliResult
+from quire.cli.declarations import Option, command
+from quire.cli.errors import OK, PROBLEMS
+from quire.cli.formatting import count_of, moment, seconds_of, size
 from quire.cli.job_progress import Bench, failure_of
+from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.manifest.verification import told
 
@@ -29,11 +28,7 @@ LISTED = 50
 """Damaged artifacts that are shown to people; `--report` and `--json` have them all."""
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "verify", example="quire verify --max-age 7d --max-duration 1h")(verify)
-
-
+@command("verify", example="quire verify --max-age 7d --max-duration 1h")
 def verify(
     cli: Cli,
     max_age: Annotated[
@@ -50,7 +45,7 @@ def verify(
     ] = False,
     runner: Runner = "",
     dry_run: DryRun = False,
-) -> Report | Verdict:
+) -> Report | CliResult:
     """Read every stored byte and compare it with the manifest.
 
     Chunks, deltas, write-ahead logs, streams and their logs, key-value tables, logs, snapshots and backups, and the
@@ -64,30 +59,30 @@ def verify(
             return _outlook(manifest, age)
 
     with cli.owner(upkeep=True) as store:
-        bench, ran, found = Bench(store), [], []
+        bench, ran, swept = Bench(store), [], []
         counted: list[dict[str, Any]] = []
 
         def work() -> None:
             ran.append(store.heavy.verify(max_age_seconds=age, max_duration_seconds=longest, runner=runner))
             if orphans or sweep:
-                found.append(store.heavy.sweep(delete=sweep, runner=runner))
+                swept.append(store.heavy.sweep(delete=sweep, runner=runner))
             if audit:
                 counted.extend(store.heavy.recount(runner=runner))
 
         bench.watch(work)
-        for job in (*ran, *found):
+        for job in (*ran, *swept):
             if (failure := failure_of(job, f"the {job.kind.name.lower()}")) is not None:
                 raise failure
         damage = [*store.heavy.damaged(), *counted]
-        strays = [{"state": "ORPHANED", **each} for each in (found[0].result["orphans"] if found else [])]
+        strays = [{"state": "ORPHANED", **orphan} for orphan in (swept[0].result["orphans"] if swept else [])]
         if report:
             store.heavy.write_report(report, [*counted, *strays])
-    return _verdict(ran[0].result, damage, strays, found[0].result if found else {})
+    return _verdict(ran[0].result, damage, strays, swept[0].result if swept else {})
 
 
 def _verdict(
     result: dict[str, Any], damage: list[dict[str, Any]], strays: list[dict[str, Any]], swept: dict[str, Any]
-) -> Verdict:
+) -> CliResult:
     facts = {
         "looked at": f"{count_of(result['verified'] + result['missing'] + result['altered'], 'artifact')}, "
         f"{size(result['bytes'])}",
@@ -108,10 +103,17 @@ def _verdict(
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
     rows = [
-        Row([each["state"].lower(), each.get("artifact") or each["what"], size(each.get("size_bytes", 0))], each)
-        for each in damage[:LISTED]
+        Row(
+            [
+                artifact["state"].lower(),
+                artifact.get("artifact") or artifact["what"],
+                size(artifact.get("size_bytes", 0)),
+            ],
+            artifact,
+        )
+        for artifact in damage[:LISTED]
     ]
-    rows += [Row(["damaged", line, ""], each) for line, each in zip(files, result.get("problems", []))][:LISTED]
+    rows += [Row(["damaged", line, ""], problem) for line, problem in zip(files, result.get("problems", []))][:LISTED]
     left = len(damage) + len(files) - len(rows)
     listing = Listing(
         columns=["state", "artifact", ">size"],
@@ -124,14 +126,14 @@ def _verdict(
         _kinds(result.get("kinds", {})),
         listing,
     ]
-    return Verdict(Report(parts=parts, data=data), PROBLEMS if damage or logs or files else OK)
+    return CliResult(Report(parts=parts, data=data), PROBLEMS if damage or logs or files else OK)
 
 
 def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
     """What was read, by kind."""
     rows = [
-        Row([kind, f"{each['files']:,}", size(each["bytes"]), f"{each['problems']:,}"], {"kind": kind, **each})
-        for kind, each in kinds.items()
+        Row([kind, f"{counts['files']:,}", size(counts["bytes"]), f"{counts['problems']:,}"], {"kind": kind, **counts})
+        for kind, counts in kinds.items()
     ]
     return Listing(columns=["kind", ">files", ">size", ">problems"], rows=rows, empty="nothing to read")
 

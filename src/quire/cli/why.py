@@ -7,12 +7,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.command import Cli
-from quire.cli.declarations import Argument, Group, command
+from quire.cli.declarations import Argument, command
 from quire.cli.formatting import size
 from quire.cli.output import Facts, Listing, Report, Row
 from quire.core.errors import InvalidInput, NotFound, ObjectNotFound, Unavailable
 from quire.core.reader_info import ReaderInfo
-from quire.service.discover import find_owner
+from quire.service.sockets import find_owner
 from quire.store.layout import objects_url
 from quire.store.object_location import open_place
 from quire.store.why import readers_at
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
 
 
-def add_to(app: Group) -> None:
-    """Register this command."""
-    command(app, "why", example="quire why pages/00000001/wal/00000001.seg")(why)
-
-
+@command("why", example="quire why pages/00000001/wal/00000001.seg")
 def why(
     cli: Cli,
     subject: Annotated[
@@ -48,7 +44,7 @@ def why(
         facts.append(("on disk", size(answer.disk_bytes)))
     if answer.kind in ("segment", "base", "delta"):
         facts.append(("references", str(answer.references)))
-    rows = [Row([each.kind, each.name, each.what, each.release], each) for each in answer.holders]
+    rows = [Row([holder.kind, holder.name, holder.what, holder.release], holder) for holder in answer.holders]
     columns = ["held by", "name", "because", "released by"]
     return Report(
         parts=(Facts(lines=facts, data=None), Listing(columns=columns, rows=rows, empty="nothing holds it")),

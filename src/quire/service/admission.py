@@ -26,7 +26,7 @@ import pyarrow.flight as flight
 from quire.core.clock import Clock
 from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError
 from quire.core.events import emit
-from quire.service.messages import Access
+from quire.service.messages import Role
 from quire.service.tokens import Tokens
 from quire.service.wire import TOKEN_HEADER, TRACE_HEADER, VERSION_HEADER, version_error, write_form
 
@@ -100,12 +100,12 @@ class Refusals:
 class Admission(flight.ServerMiddleware):  # type: ignore[misc]
     """What the caller of one call may do, and the trace that he is in."""
 
-    def __init__(self, access: Access, trace: str = "") -> None:
+    def __init__(self, access: Role, trace: str = "") -> None:
         self.access = access
         self.trace = trace
 
 
-class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Looks at every call first. Without tokens everybody who gets this far is admitted: a file permission let him."""
 
     def __init__(self, tokens: Tokens | None, refusals: Refusals) -> None:
@@ -114,9 +114,9 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> Admission:
         """Check version, kind and token of a call before anything else; count and report refusals (rule 1)."""
-        told = {name.lower(): str(values[0]) for name, values in headers.items() if values}
+        sent = {name.lower(): str(values[0]) for name, values in headers.items() if values}
         method = str(getattr(info.method, "name", info.method)).lower()
-        if (wrong := version_error(told.get(VERSION_HEADER, ""))) is not None:
+        if (wrong := version_error(sent.get(VERSION_HEADER, ""))) is not None:
             self._refusals.add(wrong, method=method)
             raise flight.FlightServerError(wrong.what, extra_info=write_form(wrong))
         if info.method not in OFFERED:
@@ -126,19 +126,19 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             self._refusals.add(wrong_call, method=method)
             raise flight.FlightServerError(wrong_call.what, extra_info=write_form(wrong_call))
         if self._tokens is None:
-            return Admission(Access.ADMIN, told.get(TRACE_HEADER, ""))
-        access = self._tokens.access(told.get(TOKEN_HEADER, ""))
+            return Admission(Role.ADMIN, sent.get(TRACE_HEADER, ""))
+        access = self._tokens.access(sent.get(TOKEN_HEADER, ""))
         if access is None:
-            shown = "a wrong token" if TOKEN_HEADER in told else "no token"
+            shown = "a wrong token" if TOKEN_HEADER in sent else "no token"
             denied = AccessDenied(f"the call shows {shown}", hint="connect with token_file=…")
             self._refusals.add(denied, method=method)
             raise flight.FlightUnauthenticatedError(denied.what, extra_info=write_form(denied))
-        return Admission(access, told.get(TRACE_HEADER, ""))
+        return Admission(access, sent.get(TRACE_HEADER, ""))
 
-    def need(self, context: Any, access: Access, what: str) -> None:
+    def need(self, context: Any, access: Role, what: str) -> None:
         """Raise `AccessDenied` unless the caller may do this."""
         admission = context.get_middleware(MIDDLEWARE)
-        if access is Access.ADMIN and admission.access is not Access.ADMIN:
+        if access is Role.ADMIN and admission.access is not Role.ADMIN:
             denied = AccessDenied(
                 f"{what} needs the admin token", hint="connect with the owner's admin.token", call=what
             )

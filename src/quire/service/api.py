@@ -91,7 +91,7 @@ class StoreApi(Protocol):
 
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallContext:
     """One call, as a handler sees it."""
 
     key: bytes

@@ -52,7 +52,7 @@ from quire.service.wire import (
     VERSION_HEADER,
     WIRE_VERSION,
     ErrorForm,
-    Refused,
+    RemoteError,
     error_of,
     read_answer,
     read_form,
@@ -155,11 +155,12 @@ class Channel:
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def call(
         self, name: str, request: Request, *, timeout: float | None = None, attempt_seconds: float = ATTEMPT_SECONDS
-    ) -> Any:
+    ) -> R:  # type: ignore[type-var] # inferred from the caller's annotation: the type that the action declares
         """The answer to an action, by its name."""
         from quire.service.messages import ACTIONS  # of a manifest's values: executors have none
 
-        return self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds)
+        answer: R = self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds)
+        return answer
 
     def ask(
         self,
@@ -189,7 +190,7 @@ class Channel:
             client = self._connected()
             try:
                 return attempt(client, max(deadline - time.monotonic(), 0.001))
-            except Refused as refused:
+            except RemoteError as refused:
                 if not refused.form.again:
                     raise error_of(refused.form) from None
                 failure: Exception = refused
@@ -267,7 +268,7 @@ def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireEr
         return TimedOut(
             "the owner did not answer in time", hint="it may still do it", call=name, seconds=seconds, uri=uri
         )
-    if isinstance(failure, Refused):
+    if isinstance(failure, RemoteError):
         return error_of(failure.form)
     return Unavailable(
         f"the owner cannot be reached: {_line(failure)}", hint="does it run `quire serve`?", uri=uri, seconds=seconds

@@ -32,15 +32,16 @@ from quire.manifest.ops.base import Op
 from quire.manifest.reads import table_named
 from quire.manifest.records import DbKind, JobKind, JobState
 from quire.manifest.snapshots import SnapshotInfo
+from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service import messages as m
 from quire.service.channel import CALL_SECONDS, Channel
-from quire.service.commands import Command, Done
+from quire.service.commands import CommandResult, RemoteCommand
 from quire.service.pipeline import Pipeline, RemoteGuard
 from quire.service.remote_feed import RemoteFeed
-from quire.service.remote_jobs import LeasedReader, RemoteJobs
+from quire.service.remote_jobs import RemoteJobs, RemotePageReader
 from quire.service.sockets import SCHEME, where_owner_listens
-from quire.service.stream_messages import LogMode
+from quire.service.tickets import LogMode
 from quire.service.values import DatabaseInfo, Hello, StoreInfo
 
 if TYPE_CHECKING:
@@ -131,55 +132,45 @@ class Client:
         self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo:
         """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
-        told = kind.name.lower() if isinstance(kind, DbKind) else kind
-        made: DatabaseInfo = self._channel.call("create", m.Create(name, told, tags or {}, namespace))
-        return made
+        kind_name = kind.name.lower() if isinstance(kind, DbKind) else kind
+        return self._channel.call("create", m.Create(name, kind_name, tags or {}, namespace))
 
     def drop(self, name: str, *, snapshots: bool = False) -> DatabaseInfo:
         """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so."""
-        dropped: DatabaseInfo = self._channel.call("drop", m.Drop(name, snapshots))
-        return dropped
+        return self._channel.call("drop", m.Drop(name, snapshots))
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
         """Give a database another name; the database under its new one."""
-        renamed: DatabaseInfo = self._channel.call("rename", m.Rename(old, new))
-        return renamed
+        return self._channel.call("rename", m.Rename(old, new))
 
     def databases(self) -> list[DatabaseInfo]:
         """The live databases, by name."""
-        found: list[DatabaseInfo] = self._channel.call("databases", m.Nothing())
-        return found
+        return self._channel.call("databases", m.Nothing())
 
     def database(self, name: str) -> DatabaseInfo:
         """A database by name."""
-        found: DatabaseInfo = self._channel.call("database", m.OfDatabase(name))
-        return found
+        return self._channel.call("database", m.OfDatabase(name))
 
     def readers(self, name: str) -> list[ReaderInfo]:
         """Who reads a page database: in the owner's own process, and in others."""
-        readers: list[ReaderInfo] = self._channel.call("readers", m.OfDatabase(name))
-        return readers
+        return self._channel.call("readers", m.OfDatabase(name))
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Keep a database as it is now, under a name or without one."""
-        made: SnapshotInfo = self._channel.call("snapshot.create", m.MakeSnapshot(name, snapshot, tags or {}))
-        return made
+        return self._channel.call("snapshot.create", m.MakeSnapshot(name, snapshot, tags or {}))
 
     def snapshots(self, db: int | str) -> list[SnapshotInfo]:
         """The snapshots of a database, oldest first."""
-        found: list[SnapshotInfo] = self._channel.call("snapshot.list", m.Snapshots(db))
-        return found
+        return self._channel.call("snapshot.list", m.ListSnapshots(db))
 
     def get_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """A snapshot by id or by name."""
-        found: SnapshotInfo = self._channel.call("snapshot.get", m.OfSnapshot(db, snapshot))
-        return found
+        return self._channel.call("snapshot.get", m.OfSnapshot(db, snapshot))
 
     def drop_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
-        dropped: SnapshotInfo = self._channel.call("snapshot.drop", m.OfSnapshot(db, snapshot))
-        return dropped
+        return self._channel.call("snapshot.drop", m.OfSnapshot(db, snapshot))
 
     def fork(
         self,
@@ -191,24 +182,20 @@ class Client:
         compression: str = "",
     ) -> DatabaseInfo:
         """A new database that begins as another one is now, or was at a snapshot; they share what neither has changed."""
-        made: DatabaseInfo = self._channel.call("fork", m.Fork(name, new_name, at, tags or {}, compression))
-        return made
+        return self._channel.call("fork", m.Fork(name, new_name, at, tags or {}, compression))
 
     def set_status(self, name: str, status: str) -> DatabaseInfo:
         """Make a database "read_only", so that every write is refused, or "active" again."""
-        changed: DatabaseInfo = self._channel.call("status", m.SetStatus(name, status))
-        return changed
+        return self._channel.call("status", m.SetStatus(name, status))
 
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
         """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
-        changed: DatabaseInfo = self._channel.call("options", m.SetOptions(name, tags, compression))
-        return changed
+        return self._channel.call("options", m.SetOptions(name, tags, compression))
 
     def view(self, db: int | str, snapshot: int | str, *, upload: bool = False, timeout: float = 600.0) -> SnapshotView:
         """A snapshot as a value that is read without the owner (P16); `upload` for readers that share no disk with it."""
         request = m.OfView(db, snapshot, upload)
-        view: SnapshotView = self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
-        return view
+        return self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend(
         self,
@@ -222,13 +209,11 @@ class Client:
         """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
         `seconds` after the lease was last renewed. With `lease_id` they become part of that lease."""
         request = m.Lend(tuple(databases), float(seconds), lease_id, upload)
-        lent: m.LentViews = self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
-        return lent
+        return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend_kv(self, db: int | str, seconds: float) -> m.LentKv:
         """The same of a key-value set."""
-        lent: m.LentKv = self._channel.call("lease.open_kv", m.LendKv(db, float(seconds)))
-        return lent
+        return self._channel.call("lease.open_kv", m.LendKv(db, float(seconds)))
 
     def renew_lease(self, lease_id: int) -> None:
         """Somebody still reads what was lent. `LeaseExpired` if it is no longer kept."""
@@ -240,10 +225,10 @@ class Client:
 
     def reader(
         self, db: int | str, *, tags: dict[str, str] | None = None, ttl_seconds: float = LEASE_SECONDS
-    ) -> LeasedReader:
+    ) -> RemotePageReader:
         """A lease on the newest durable version of a page database, renewed until it is closed; pages are read through it."""
-        lease = self._channel.call("reader.open", m.OpenReader(db, tags or {}, ttl_seconds))
-        return LeasedReader(self._channel, lease)
+        lease: RemoteReader = self._channel.call("reader.open", m.OpenReader(db, tags or {}, ttl_seconds))
+        return RemotePageReader(self._channel, lease)
 
     # ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, name: str, *, wait: bool = True, timeout: float = 3_600.0) -> Job:
@@ -258,7 +243,7 @@ class Client:
         return self._start(name, JobKind.MERGE, wait, timeout)
 
     def _start(self, name: str, kind: JobKind, wait: bool, timeout: float) -> Job:
-        started: m.Started = self._channel.call("start", m.Start(name, kind))
+        started: m.Started = self._channel.call("start", m.RunJob(name, kind))
         deadline, pause = time.monotonic() + timeout, JOB_POLL_SECONDS
         while True:
             job = self.jobs.get(started.job_id)
@@ -273,8 +258,7 @@ class Client:
 
     def manifest_log_mode(self, mode: str = "") -> str:
         """How much the owner believes the manifest logs of its streams; with `mode` (off, shadow, on) that is changed first."""
-        now: str = self._channel.call("stream.log_mode", LogMode(mode))
-        return now
+        return self._channel.call("stream.log_mode", LogMode(mode))
 
     def submit(
         self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None
@@ -298,24 +282,20 @@ class Client:
         return self._reserve("generation", db_id)
 
     def _reserve(self, what: str, db_id: int = 0) -> int:
-        reserved: int = self._channel.call("reserve", m.Reserve(what, db_id))
-        return reserved
+        return self._channel.call("reserve", m.Reserve(what, db_id))
 
-    def run_command(self, command: Command) -> Done:
+    def run_command(self, command: RemoteCommand) -> CommandResult:
         """Have a command of the command line done at the owner (`commands.py`); it may take as long as it takes."""
-        done: Done = self._channel.call("command", command, timeout=COMMAND_SECONDS, attempt_seconds=COMMAND_SECONDS)
-        return done
+        return self._channel.call("command", command, timeout=COMMAND_SECONDS, attempt_seconds=COMMAND_SECONDS)
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> StoreInfo:
         """The store in numbers."""
-        found: StoreInfo = self._channel.call("info", m.Nothing())
-        return found
+        return self._channel.call("info", m.Nothing())
 
     def figures(self) -> dict[str, Any]:
         """What the owner counts: its service, its manifest's writer, its feed's subscribers, its page engine."""
-        found: dict[str, Any] = self._channel.call("figures", m.Nothing())
-        return found
+        return self._channel.call("figures", m.Nothing())
 
     def scan(
         self,
@@ -349,8 +329,7 @@ class Client:
     ) -> list[tuple[Any, ...]]:
         """Keys that cut a table, or a window of it, into at most `parts` parts; none if it has few rows."""
         ends = [None if key is None else tuple(key) for key in (start, stop)]
-        found: list[tuple[Any, ...]] = self._channel.call("table.cuts", m.TableCuts(table, parts, tuple(prefix), *ends))
-        return found
+        return self._channel.call("table.cuts", m.TableCuts(table, parts, tuple(prefix), *ends))
 
     # ── rows into SQLite ──────────────────────────────────────────────────────────────────────────────────────────────
     def load_rows(
@@ -367,8 +346,7 @@ class Client:
     ) -> int:
         """Insert the parts of a load into a table, in one transaction, once; how many rows (`sqlite/bulk_insert.py`)."""
         request = m.LoadRows(load, database, table, tuple(parts), tuple(columns), overwrite, create)
-        count: int = self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
-        return count
+        return self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
 
     def drop_load(self, load: int) -> None:
         """Forget what a load has sent; nothing, if it is gone."""
@@ -376,16 +354,14 @@ class Client:
 
     def kv_version(self, db: int | str, snapshot: int | str) -> KvVersion:
         """A snapshot of a key-value database: where its tables are."""
-        found: KvVersion = self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
-        return found
+        return self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
 
     def publish_tables(
         self, load: int, database: str, ids: Iterable[int], *, create: bool = False, timeout: float = 3_600.0
     ) -> int:
         """Have the tables of a load in a key-value database, all at once, once; how many rows (`lsm/loading.py`)."""
         request = m.PublishTables(load, database, tuple(ids), create)
-        count: int = self._channel.call("kv.load.publish", request, timeout=timeout, attempt_seconds=timeout)
-        return count
+        return self._channel.call("kv.load.publish", request, timeout=timeout, attempt_seconds=timeout)
 
     def drop_tables(self, load: int) -> None:
         """Forget a load into a key-value database; nothing, if it is over."""

@@ -21,14 +21,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.core.errors import InvalidInput, Unavailable
-from quire.service.api import Asked
+from quire.service.api import CallContext
 from quire.service.tickets import Action, Request
 
 REMEMBERED = 256
 """Commands whose answers are kept: a client asks again within a moment, or never."""
 
 
-class Command(Request, frozen=True):
+class RemoteCommand(Request, frozen=True):
     """A function of the command line and what it is called with, as JSON; `answer` is "yes" or "no" once a person was asked."""
 
     function: str
@@ -41,7 +41,7 @@ class Command(Request, frozen=True):
     answer: str = ""
 
 
-class Done(Request, frozen=True):
+class CommandResult(Request, frozen=True):
     """What to write, and the exit code; or what to ask the person first, and what has not happened if nobody answers."""
 
     out: str = ""
@@ -50,9 +50,9 @@ class Done(Request, frozen=True):
     otherwise: str = ""
 
 
-COMMAND = Action("command", Command, Done, local=True)
+COMMAND = Action("command", RemoteCommand, CommandResult, local=True)
 
-Run = Callable[[Any, Command], Done]
+Run = Callable[[Any, RemoteCommand], CommandResult]
 """(store, command) → what came of it."""
 
 _lent: list[Run] = []
@@ -70,9 +70,9 @@ class CommandHandlers:
         self._store = store
         # guarded by _lock
         self._lock = threading.Lock()
-        self._seen: OrderedDict[bytes, Future[Done]] = OrderedDict()
+        self._seen: OrderedDict[bytes, Future[CommandResult]] = OrderedDict()
 
-    def do_command(self, request: Command, _: Asked) -> Done:
+    def do_command(self, request: RemoteCommand, _: CallContext) -> CommandResult:
         if not _lent:
             raise InvalidInput(
                 "the owner is a program that runs no commands", hint="`quire serve` does", pid=os.getpid()
@@ -83,7 +83,7 @@ class CommandHandlers:
         with self._lock:
             known = self._seen.get(request.key)
             if known is None:
-                mine: Future[Done] = Future()
+                mine: Future[CommandResult] = Future()
                 self._seen[request.key] = mine
                 if len(self._seen) > REMEMBERED:
                     self._seen.popitem(last=False)

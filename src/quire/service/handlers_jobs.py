@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from quire.manifest.ops.local import PutReader
 from quire.manifest.records import JobKind, JobState
 from quire.pages.remote import RemoteReader
 from quire.service import messages as m
-from quire.service.api import Asked, StoreApi
+from quire.service.api import CallContext, StoreApi
 from quire.service.idempotency import once
 
 
@@ -54,7 +55,7 @@ class JobHandlers:
             runner.shutdown(wait=False, cancel_futures=True)
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def do_start(self, request: m.Start, asked: Asked) -> m.Started:
+    def do_start(self, request: m.RunJob, call: CallContext) -> m.Started:
         """Enqueue a checkpoint or merge, and see to it that it is run here if nobody else takes it."""
         jobs, store = self._manifest.jobs, self._store
         if request.kind not in (JobKind.CHECKPOINT, JobKind.MERGE):
@@ -63,7 +64,7 @@ class JobHandlers:
         def do() -> int:
             return start(store.context, request.kind, store.database(request.name).db_id)
 
-        job_id = once(self._manifest, asked.key, "start", (EnqueueJob,), _job_id, do, _same)
+        job_id = once(self._manifest, call.key, "start", (EnqueueJob,), _job_id, do, _same)
         record = jobs.get(job_id).record
         with self._lock:
             if not self._closed:  # else it stays in the queue
@@ -78,16 +79,16 @@ class JobHandlers:
         except QuireError as error:  # the store closes: the job is still in the queue
             emit("debug", "service.job_stopped", job_id=job_id, error=str(error))
 
-    def do_jobs_list(self, request: m.ListJobs, _: Asked) -> list[Job]:
+    def do_jobs_list(self, request: m.ListJobs, _: CallContext) -> list[Job]:
         return self._manifest.jobs.jobs(request.state)
 
-    def do_jobs_get(self, request: m.OfJob, _: Asked) -> Job:
+    def do_jobs_get(self, request: m.OfJob, _: CallContext) -> Job:
         return self._manifest.jobs.get(request.job_id)
 
-    def do_jobs_outstanding(self, request: m.Outstanding, _: Asked) -> int:
+    def do_jobs_outstanding(self, request: m.Outstanding, _: CallContext) -> int:
         return self._manifest.jobs.outstanding(request.db_id, request.kind)
 
-    def do_jobs_enqueue(self, request: m.Enqueue, asked: Asked) -> int:
+    def do_jobs_enqueue(self, request: m.Enqueue, call: CallContext) -> int:
         artifact = None
         if request.artifact is not None:
             origin, kind, number, generation, delta = request.artifact
@@ -104,9 +105,9 @@ class JobHandlers:
                 job_id=request.job_id,
             )
 
-        return once(self._manifest, asked.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)
+        return once(self._manifest, call.key, "jobs.enqueue", (EnqueueJob,), _job_id, do, _same)
 
-    def do_jobs_claim(self, request: m.Claim, asked: Asked) -> Job | None:
+    def do_jobs_claim(self, request: m.Claim, call: CallContext) -> Job | None:
         jobs, worker = self._manifest.jobs, _remote(request.worker)
 
         def do() -> Job | None:
@@ -118,9 +119,9 @@ class JobHandlers:
             job = jobs.get(job_id)
             return job if job.lease is not None and job.lease.worker == worker else None
 
-        return once(self._manifest, asked.key, "jobs.claim", (StartJob,), _job_id, do, again)
+        return once(self._manifest, call.key, "jobs.claim", (StartJob,), _job_id, do, again)
 
-    def do_jobs_renew(self, request: m.RenewJob, _: Asked) -> None:
+    def do_jobs_renew(self, request: m.RenewJob, _: CallContext) -> None:
         jobs = self._manifest.jobs
         jobs.renew(
             jobs.get(request.job_id),
@@ -130,15 +131,15 @@ class JobHandlers:
             lease_seconds=request.lease_seconds,
         )
 
-    def do_jobs_complete(self, request: m.Complete, asked: Asked) -> None:
+    def do_jobs_complete(self, request: m.Complete, call: CallContext) -> None:
         def do() -> None:
             result = _unpacked(request.result)
             job = self._attempt(request.job_id, request.attempt)
             self._manifest.jobs.complete(job, result, ops=request.ops, after=request.after)
 
-        once(self._manifest, asked.key, "jobs.complete", (CompleteJob,), _nothing, do, _nothing)
+        once(self._manifest, call.key, "jobs.complete", (CompleteJob,), _nothing, do, _nothing)
 
-    def do_jobs_fail(self, request: m.Fail, asked: Asked) -> JobState:
+    def do_jobs_fail(self, request: m.Fail, call: CallContext) -> JobState:
         def do() -> JobState:
             job = self._attempt(request.job_id, request.attempt)
             return self._manifest.jobs.fail(job, request.error, permanent=request.permanent)
@@ -146,50 +147,46 @@ class JobHandlers:
         def tell(op: CompleteJob | RequeueJob) -> int:
             return int(op.state if isinstance(op, CompleteJob) else JobState.PENDING)
 
-        return once(self._manifest, asked.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
+        return once(self._manifest, call.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
 
-    def do_jobs_defer(self, request: m.Defer, asked: Asked) -> None:
+    def do_jobs_defer(self, request: m.Defer, call: CallContext) -> None:
         def do() -> None:
             self._manifest.jobs.defer(self._attempt(request.job_id, request.attempt), request.until_ms)
 
-        once(self._manifest, asked.key, "jobs.defer", (RequeueJob,), _nothing, do, _nothing)
+        once(self._manifest, call.key, "jobs.defer", (RequeueJob,), _nothing, do, _nothing)
 
-    def do_jobs_cancel(self, request: m.OfJob, asked: Asked) -> None:
-        def do() -> None:
-            self._manifest.jobs.cancel(request.job_id)
+    def do_jobs_cancel(self, request: m.OfJob, call: CallContext) -> None:
+        cancel = partial(self._manifest.jobs.cancel, request.job_id)
+        once(self._manifest, call.key, "jobs.cancel", (CompleteJob,), _nothing, cancel, _nothing)
 
-        once(self._manifest, asked.key, "jobs.cancel", (CompleteJob,), _nothing, do, _nothing)
-
-    def do_jobs_retry(self, request: m.OfJob, asked: Asked) -> int:
-        def do() -> int:
-            return self._manifest.jobs.retry(request.job_id)
-
-        return once(self._manifest, asked.key, "jobs.retry", (EnqueueJob,), _job_id, do, _same)
+    def do_jobs_retry(self, request: m.OfJob, call: CallContext) -> int:
+        retry = partial(self._manifest.jobs.retry, request.job_id)
+        return once(self._manifest, call.key, "jobs.retry", (EnqueueJob,), _job_id, retry, _same)
 
     # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def do_reader_open(self, request: m.OpenReader, asked: Asked) -> RemoteReader:
+    def do_reader_open(self, request: m.OpenReader, call: CallContext) -> RemoteReader:
         def do() -> RemoteReader:
             return self._store.pages.lease_reader(request.db, request.tags, request.ttl_seconds)
 
         def tell(op: PutReader) -> tuple[int, int]:
             return op.db_id, op.reader_id
 
-        def again(told: tuple[int, int]) -> RemoteReader:
-            return self._store.pages.renew_reader(*told)
+        def again(ids: tuple[int, int]) -> RemoteReader:
+            return self._store.pages.renew_reader(*ids)
 
-        return once(self._manifest, asked.key, "reader.open", (PutReader,), tell, do, again)
+        return once(self._manifest, call.key, "reader.open", (PutReader,), tell, do, again)
 
-    def do_reader_renew(self, request: m.OfReader, _: Asked) -> RemoteReader:
+    def do_reader_renew(self, request: m.OfReader, _: CallContext) -> RemoteReader:
         return self._store.pages.renew_reader(request.db_id, request.reader_id)
 
-    def do_reader_read(self, request: m.ReadPages, _: Asked) -> list[bytes]:
+    def do_reader_read(self, request: m.ReadPages, _: CallContext) -> list[bytes]:
         if len(request.pages) > m.READ_PAGES_MAX:
             raise InvalidInput("so many pages are not read at once", pages=len(request.pages), max=m.READ_PAGES_MAX)
         snapshot = self._store.pages.read_leased(request.db_id, request.reader_id)
         images = snapshot.read_pages(request.pages)
         return [images[page] for page in request.pages]
 
-    def do_reader_close(self, request: m.OfReader, _: Asked) -> None:
+    def do_reader_close(self, request: m.OfReader, _: CallContext) -> None:
         with suppress(UnknownReader):  # the answer to the first closing was lost, say
             self._store.pages.close_reader(request.db_id, request.reader_id)
 
@@ -208,8 +205,8 @@ def _nothing(_: Any) -> None:
     return None
 
 
-def _same(told: int) -> int:
-    return told
+def _same(job_id: int) -> int:
+    return job_id
 
 
 def _unpacked(packed: bytes) -> Any:

@@ -29,7 +29,7 @@ from quire.manifest.store import ManifestStore
 A = TypeVar("A")
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class KeptAnswer(msgspec.Struct, frozen=True, array_like=True):
     """What is kept with a key."""
 
     action: str
@@ -48,33 +48,33 @@ def once(
     """Do a call, or answer it `again` from what was told when it was done. Without a key it is just done."""
     if not key:
         return do()
-    if (told := _told(manifest, key, action)) is not None:
-        return again(told.value)
-    call = KeyedCall(key, effects, lambda effect: msgspec.msgpack.encode(Told(action, tell(effect))))
+    if (kept := _kept_answer(manifest, key, action)) is not None:
+        return again(kept.value)
+    call = KeyedCall(key, effects, lambda effect: msgspec.msgpack.encode(KeptAnswer(action, tell(effect))))
     with keyed(call):
         try:
             answer = do()
         except QuireError:
-            if (told := _told(manifest, key, action)) is None:
+            if (kept := _kept_answer(manifest, key, action)) is None:
                 raise
-            return again(told.value)
-    if call.guard is not None and call.guard.repeated and (told := _told(manifest, key, action)) is not None:
-        return again(told.value)
+            return again(kept.value)
+    if call.guard is not None and call.guard.repeated and (kept := _kept_answer(manifest, key, action)) is not None:
+        return again(kept.value)
     return answer
 
 
-def _told(manifest: ManifestStore, key: bytes, action: str) -> Told | None:
+def _kept_answer(manifest: ManifestStore, key: bytes, action: str) -> KeptAnswer | None:
     """What was kept with a key, while it is kept."""
     with manifest.read() as txn:
         row = txn.get(t.IDEMPOTENCY, key)
     if row is None or row.expires_at_ms <= manifest.clock.now_ms():
         return None
     try:
-        told = msgspec.msgpack.decode(row.result, type=Told)
+        kept = msgspec.msgpack.decode(row.result, type=KeptAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        told = Told("submit", None)  # the answer of a batch has no name of its own
-    if told.action != action:
+        kept = KeptAnswer("submit", None)  # the answer of a batch has no name of its own
+    if kept.action != action:
         raise InvalidInput(
-            "this idempotency key was used for another call", hint="a key belongs to one call", action=told.action
+            "this idempotency key was used for another call", hint="a key belongs to one call", action=kept.action
         )
-    return told
+    return kept

@@ -25,15 +25,15 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.pages.remote import RemoteReader
 from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
-from quire.service.stream_messages import STREAM_ACTIONS
 from quire.service.tickets import KV_IDS as KV_IDS
 from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
 from quire.service.tickets import LOAD_PUT as LOAD_PUT
-from quire.service.tickets import Access as Access
+from quire.service.tickets import STREAM_ACTIONS
 from quire.service.tickets import Action as Action
 from quire.service.tickets import OfLease as OfLease
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Request as Request
+from quire.service.tickets import Role as Role
 from quire.service.tickets import Shelf as Shelf
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
@@ -97,7 +97,7 @@ class SetOptions(Request, frozen=True):
     compression: str = ""
 
 
-class Snapshots(Request, frozen=True):
+class ListSnapshots(Request, frozen=True):
     db: int | str
 
 
@@ -140,7 +140,7 @@ class LentKv(Request, frozen=True):
     version: KvVersion
 
 
-class Start(Request, frozen=True):
+class RunJob(Request, frozen=True):
     """Have a checkpoint or a merge run at the owner."""
 
     name: str
@@ -173,7 +173,7 @@ class Submit(Request, frozen=True):
     queue_seconds: float = 10.0
 
 
-class Outcome(Request, frozen=True):
+class BatchOutcome(Request, frozen=True):
     """What became of a batch: one of the two."""
 
     receipt: Receipt | None = None
@@ -343,16 +343,16 @@ class PublishTables(Request, frozen=True):
 
 
 def _read(name: str, request: type[Request], answer: Any) -> Action:
-    return Action(name, request, answer, Access.READ)
+    return Action(name, request, answer, Role.READ)
 
 
 def _once(name: str, request: type[Request], answer: Any) -> Action:
-    return Action(name, request, answer, Access.ADMIN, keyed=True)
+    return Action(name, request, answer, Role.ADMIN, keyed=True)
 
 
 ACTIONS: dict[str, Action] = {
-    each.name: each
-    for each in (
+    action.name: action
+    for action in (
         _read("hello", Nothing, Hello),
         _read("info", Nothing, StoreInfo),
         _read("figures", Nothing, dict[str, Any]),
@@ -367,15 +367,15 @@ ACTIONS: dict[str, Action] = {
         _once("fork", Fork, DatabaseInfo),
         _once("snapshot.create", MakeSnapshot, SnapshotInfo),
         _once("snapshot.drop", OfSnapshot, SnapshotInfo),
-        _read("snapshot.list", Snapshots, list[SnapshotInfo]),
+        _read("snapshot.list", ListSnapshots, list[SnapshotInfo]),
         _read("snapshot.get", OfSnapshot, SnapshotInfo),
         _read("snapshot.view", OfView, SnapshotView),
         _read("lease.open", Lend, LentViews),
         _read("lease.open_kv", LendKv, LentKv),
         LEASE_RENEW,
         _read("lease.release", OfLease, None),
-        _once("start", Start, Started),
-        Action("submit", Submit, list[Outcome]),
+        _once("start", RunJob, Started),
+        Action("submit", Submit, list[BatchOutcome]),
         Action("reserve", Reserve, int),
         _read("feed.store_id", Nothing, str),
         _read("feed.head", Nothing, int),
@@ -398,7 +398,7 @@ ACTIONS: dict[str, Action] = {
         _once("jobs.defer", Defer, None),
         _once("jobs.cancel", OfJob, None),
         _once("jobs.retry", OfJob, int),
-        Action("reader.open", OpenReader, RemoteReader, Access.READ, keyed=True),
+        Action("reader.open", OpenReader, RemoteReader, Role.READ, keyed=True),
         _read("reader.renew", OfReader, RemoteReader),
         _read("reader.read", ReadPages, list[bytes]),
         _read("reader.close", OfReader, None),

@@ -106,8 +106,8 @@ class Pipeline:
             packed = msgspec.msgpack.encode(batch)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"the batch cannot be sent: {error}") from error
-        told = m.Batch(key or os.urandom(16), msgspec.Raw(packed), result, carried())
-        waiting = _Waiting(told, len(batch), len(packed) + len(result), RemoteGuard())
+        message = m.Batch(key or os.urandom(16), msgspec.Raw(packed), result, carried())
+        waiting = _Waiting(message, len(batch), len(packed) + len(result), RemoteGuard())
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._closed or not self._line or self._has_room(len(batch)), timeout
@@ -159,12 +159,12 @@ class Pipeline:
             return carriage
 
     def _send(self, carriage: list[_Waiting]) -> None:
-        request = m.Submit(tuple([each.batch for each in carriage]))
-        outcomes: list[m.Outcome] = self._channel.call("submit", request, attempt_seconds=ATTEMPT_SECONDS)
-        for each, outcome in zip(carriage, outcomes, strict=True):
-            each.guard.settle(outcome.receipt, error_of(outcome.error) if outcome.error is not None else None)
+        request = m.Submit(tuple([waiting.batch for waiting in carriage]))
+        outcomes: list[m.BatchOutcome] = self._channel.call("submit", request, attempt_seconds=ATTEMPT_SECONDS)
+        for waiting, outcome in zip(carriage, outcomes, strict=True):
+            waiting.guard.settle(outcome.receipt, error_of(outcome.error) if outcome.error is not None else None)
 
     def _fail(self, carriage: list[_Waiting], error: QuireError) -> None:
-        for each in carriage:
-            if not each.guard.is_done():
-                each.guard.settle(None, error)
+        for waiting in carriage:
+            if not waiting.guard.is_done():
+                waiting.guard.settle(None, error)

@@ -34,35 +34,30 @@ class RemoteFeed:
 
     def store_id(self) -> str:
         """Whose feed this is."""
-        found: str = self._channel.call("feed.store_id", m.Nothing())
-        return found
+        return self._channel.call("feed.store_id", m.Nothing())
 
     def head(self) -> int:
         """The last sequence that was committed; 0 before the first."""
-        head: int = self._channel.call("feed.head", m.Nothing())
-        return head
+        return self._channel.call("feed.head", m.Nothing())
 
     def cursors(self) -> list[CursorInfo]:
         """Every cursor, lost ones included."""
-        found: list[CursorInfo] = self._channel.call("feed.cursors", m.Nothing())
-        return found
+        return self._channel.call("feed.cursors", m.Nothing())
 
     def cursor(self, cursor: int | str) -> CursorInfo:
         """A cursor by id or by name."""
-        found: CursorInfo = self._channel.call("feed.cursor", m.OfCursor(cursor))
-        return found
+        return self._channel.call("feed.cursor", m.OfCursor(cursor))
 
     def lag(self) -> dict[str | int, int]:
         """How many changes wait for each live cursor, by its name, or by its id if it has none."""
-        return {each.name or each.cursor_id: each.lag for each in self.cursors() if each.state is CursorState.LIVE}
+        return {info.name or info.cursor_id: info.lag for info in self.cursors() if info.state is CursorState.LIVE}
 
     def register(
         self, start: Start | int = Start.OLDEST, *, name: str = "", ttl_seconds: float = 0, max_lag: int = 0
     ) -> CursorInfo:
         """A new cursor. `start` is clamped to what is retained; the policies are off at 0."""
         first = start.value if isinstance(start, Start) else start
-        made: CursorInfo = self._channel.call("feed.register", m.Register(first, name, float(ttl_seconds), max_lag))
-        return made
+        return self._channel.call("feed.register", m.Register(first, name, float(ttl_seconds), max_lag))
 
     def fetch(
         self,
@@ -76,8 +71,7 @@ class RemoteFeed:
         """At most `limit` changes after the cursor's position, or after `after`: a position the caller has stored itself."""
         wanted = (databases,) if isinstance(databases, int | str) else None if databases is None else tuple(databases)
         named = (tables,) if isinstance(tables, str) else None if tables is None else tuple(tables)
-        page: ChangePage = self._channel.call("feed.fetch", m.Fetch(cursor, limit, after, wanted, named))
-        return page
+        return self._channel.call("feed.fetch", m.Fetch(cursor, limit, after, wanted, named))
 
     def acknowledge(self, cursor: int | str, upto: int) -> None:
         """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
@@ -85,8 +79,7 @@ class RemoteFeed:
 
     def resume(self, cursor: int | str) -> CursorInfo:
         """Let a cursor that was lost go on where it stood, or with the oldest change that is kept."""
-        resumed: CursorInfo = self._channel.call("feed.resume", m.OfCursor(cursor))
-        return resumed
+        return self._channel.call("feed.resume", m.OfCursor(cursor))
 
     def drop(self, cursor: int | str) -> None:
         """The subscriber leaves for good."""

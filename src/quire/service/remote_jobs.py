@@ -56,21 +56,18 @@ class RemoteJobs:
         )
         packed = b"" if payload is None else msgspec.msgpack.encode(payload)
         request = m.Enqueue(kind, db_id, packed, max_attempts, float(delay_seconds), about, job_id)
-        enqueued: int = self._channel.call("jobs.enqueue", request)
-        return enqueued
+        return self._channel.call("jobs.enqueue", request)
 
     def claim(
         self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS
     ) -> Job | None:
         """The oldest job that is due, now leased to `worker`; `None` if there is none."""
         wanted = None if kinds is None else tuple(kinds)
-        job: Job | None = self._channel.call("jobs.claim", m.Claim(worker, wanted, lease_seconds))
-        return job
+        return self._channel.call("jobs.claim", m.Claim(worker, wanted, lease_seconds))
 
     def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
         """This very job, now leased to `worker`; `None` if it is not pending."""
-        job: Job | None = self._channel.call("jobs.claim", m.Claim(worker, None, lease_seconds, job_id))
-        return job
+        return self._channel.call("jobs.claim", m.Claim(worker, None, lease_seconds, job_id))
 
     def renew(
         self, job: Job, worker: str, *, done: int = 0, total: int = 0, lease_seconds: float = LEASE_SECONDS
@@ -87,8 +84,7 @@ class RemoteJobs:
 
     def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
         """The attempt has failed: the job waits for another one, or has failed for good; which."""
-        state: JobState = self._channel.call("jobs.fail", m.Fail(job.job_id, job.record.attempt, error, permanent))
-        return state
+        return self._channel.call("jobs.fail", m.Fail(job.job_id, job.record.attempt, error, permanent))
 
     def defer(self, job: Job, until_ms: int) -> None:
         """It is too early for the job: it waits until then, and has not failed."""
@@ -100,26 +96,22 @@ class RemoteJobs:
 
     def retry(self, job_id: int) -> int:
         """Enqueue a job that failed or was cancelled once more; the new job's id."""
-        again: int = self._channel.call("jobs.retry", m.OfJob(job_id))
-        return again
+        return self._channel.call("jobs.retry", m.OfJob(job_id))
 
     def get(self, job_id: int) -> Job:
         """A job by id."""
-        job: Job = self._channel.call("jobs.get", m.OfJob(job_id))
-        return job
+        return self._channel.call("jobs.get", m.OfJob(job_id))
 
     def jobs(self, state: JobState | None = None) -> list[Job]:
         """All jobs, or those in a state, oldest first."""
-        found: list[Job] = self._channel.call("jobs.list", m.ListJobs(state))
-        return found
+        return self._channel.call("jobs.list", m.ListJobs(state))
 
     def outstanding(self, db_id: int, kind: JobKind) -> int:
         """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
-        job_id: int = self._channel.call("jobs.outstanding", m.Outstanding(db_id, kind))
-        return job_id
+        return self._channel.call("jobs.outstanding", m.Outstanding(db_id, kind))
 
 
-class LeasedReader:
+class RemotePageReader:
     """Reads one version of a database through its owner. Use it as a context manager: it beats until it is closed."""
 
     def __init__(self, channel: Channel, lease: RemoteReader) -> None:
@@ -157,8 +149,7 @@ class LeasedReader:
 
     def renew(self) -> RemoteReader:
         """Say that the reader is alive."""
-        lease: RemoteReader = self._channel.call("reader.renew", m.OfReader(self.db_id, self.reader_id))
-        return lease
+        return self._channel.call("reader.renew", m.OfReader(self.db_id, self.reader_id))
 
     def _beat(self) -> None:
         while not self._over.wait(min(BEAT_SECONDS, self._ttl_seconds / 4)):

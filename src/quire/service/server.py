@@ -34,13 +34,12 @@ from quire.core.tracing import continued, span
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
-from quire.service.admission import MIDDLEWARE, CallLimit, Gate, Refusals
-from quire.service.api import Asked, StoreApi
+from quire.service.admission import MIDDLEWARE, CallLimit, FlightGate, Refusals
+from quire.service.api import CallContext, StoreApi
 from quire.service.handlers import Handlers
-from quire.service.live_servers import listens
-from quire.service.messages import ACTIONS, Access, TableTicket
-from quire.service.sockets import SCHEME, Place, announce, binding, hang_up, place_of, retract
-from quire.service.tables import TableReader
+from quire.service.messages import ACTIONS, Role, TableTicket
+from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract
+from quire.service.tables import TableStream
 from quire.service.tokens import Tokens, ensure_token
 from quire.service.values import ServiceFigures
 from quire.service.wire import read_call, write_answer, write_error, write_form
@@ -72,7 +71,7 @@ class Server:
         self._refusals = Refusals(store.manifest.clock)
         self._service = Service(store, self._refusals, self._stopping)
         self.path = store.path
-        self._place: Place | None = None
+        self._place: SocketPath | None = None
         self._door: Any = None
         self._bound: str | int = 0
         self._pid = os.getpid()
@@ -82,17 +81,17 @@ class Server:
         if address is None or address.startswith(SCHEME):
             if credentials != Credentials():
                 raise InvalidInput("a Unix socket needs neither tokens nor certificates", hint="listen on grpc://…")
-            self._place = Place(address.removeprefix(SCHEME), "") if address else place_of(store.path)
+            self._place = SocketPath(address.removeprefix(SCHEME), "") if address else place_of(store.path)
             self._listen_on_socket(store, self._place)
         else:
             self._listen_on_network(store, address, credentials)
         listens(self)
         emit("info", "service.listening", address=self.address, path=store.path)
 
-    def _listen_on_socket(self, store: StoreApi, place: Place) -> None:
+    def _listen_on_socket(self, store: StoreApi, place: SocketPath) -> None:
         try:
             with binding(place) as path:
-                self._door = _Door(SCHEME + path, Gate(None, self._refusals), self._service)
+                self._door = _Door(SCHEME + path, FlightGate(None, self._refusals), self._service)
                 self._bound = path
             announce(OsDisk(), store.path, place)
         except BaseException:
@@ -111,7 +110,7 @@ class Server:
         )
         # Flight knows TLS by this name.
         location = f"{'grpc+tls' if certificates else 'grpc+tcp'}://{host}:{port}"
-        self._door = _Door(location, Gate(tokens, self._refusals), self._service, certificates)
+        self._door = _Door(location, FlightGate(tokens, self._refusals), self._service, certificates)
         self._bound = self._door.port
         self.address = f"{scheme}://{host}:{self._door.port}"
         if scheme == TCP and host not in ("localhost", "127.0.0.1", "[::1]"):
@@ -200,7 +199,7 @@ class Service:
         )
 
     # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def act(self, name: str, body: Any, gate: Gate, context: Any) -> Iterator[bytes]:
+    def act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Iterator[bytes]:
         """The answer to an action, in parts (rule 3)."""
         with self._counts.lock:
             self._counts.calls += 1
@@ -216,7 +215,7 @@ class Service:
             emit("error", "service.bug", action=name, error=f"{type(error).__name__}: {error}")
             return self._failed(InternalError(f"a bug at the owner: {type(error).__name__}", action=name))
 
-    def _act(self, name: str, body: Any, gate: Gate, context: Any) -> Any:
+    def _act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Any:
         action = ACTIONS.get(name)
         if action is None:
             raise InvalidInput("there is no such action", hint="is the client newer than the owner?", action=name[:60])
@@ -238,7 +237,7 @@ class Service:
 
         limit = self._waits if name in LONG_POLLS else self._calls
         with limit.place(), continued(admission.trace), span("Service.call", action=name, role=role):
-            return self._handlers.of(name)(request, Asked(key, role, is_over))
+            return self._handlers.of(name)(request, CallContext(key, role, is_over))
 
     def _failed(self, error: QuireError, *, again: bool = False) -> Iterator[bytes]:
         with self._counts.lock:
@@ -256,10 +255,10 @@ class Service:
             ticket = msgspec.msgpack.decode(raw, type=TableTicket)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidInput(f"the ticket cannot be read: {error}") from error
-        reader = TableReader(self._manifest, ticket, self._settings.batch_bytes)
+        reader = TableStream(self._manifest, ticket, self._settings.batch_bytes)
         return reader.schema, self._batches(reader)
 
-    def _batches(self, reader: TableReader) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+    def _batches(self, reader: TableStream) -> Iterator[tuple[pa.RecordBatch, bytes]]:
         """Runs in the transport's thread, between two batches it is blocked by the client: rule 2."""
         try:
             with self._streams.place():
@@ -271,9 +270,9 @@ class Service:
                     if self._stopping.is_set():
                         raise Unavailable("the owner is closing", hint="connect again")
         except Exception as error:
-            raise self.told(error) from None
+            raise self.stream_error(error) from None
 
-    def told(self, error: Exception) -> flight.FlightServerError:
+    def stream_error(self, error: Exception) -> flight.FlightServerError:
         """An error as a stream ends with it (rule 3)."""
         if not isinstance(error, QuireError):
             emit("error", "service.bug", action="stream", error=f"{type(error).__name__}: {error}")
@@ -288,7 +287,7 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
     """The Flight server; what Flight has beyond this, the gate refuses."""
 
     def __init__(
-        self, location: str, gate: Gate, service: Service, certificates: list[tuple[bytes, bytes]] | None = None
+        self, location: str, gate: FlightGate, service: Service, certificates: list[tuple[bytes, bytes]] | None = None
     ) -> None:
         self._gate = gate
         self._service = service
@@ -307,14 +306,14 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
         return answer
 
     def list_actions(self, _: Any) -> list[tuple[str, str]]:
-        return [(each.name, f"{each.request.__name__}, {each.access.value}") for each in ACTIONS.values()]
+        return [(action.name, f"{action.request.__name__}, {action.access.value}") for action in ACTIONS.values()]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         try:
-            self._gate.need(context, Access.READ, "do_get")
+            self._gate.need(context, Role.READ, "do_get")
             schema, batches = self._service.stream(ticket.ticket)
         except Exception as error:
-            raise self._service.told(error) from None
+            raise self._service.stream_error(error) from None
         return flight.GeneratorStream(schema, batches)
 
 

@@ -1,4 +1,6 @@
-"""Where an owner listens on its own machine: a socket in the store, or, if the path is too long for one, a pointer to it (K8).
+"""Where an owner listens on its own machine, and how it is found (K8).
+
+The socket is in the store, or, if that path is too long for one, in a directory that a pointer in the store names.
 
 Terms
   place     the path of the socket that clients connect to
@@ -12,7 +14,10 @@ Rules
      it begins to listen is its own, and live, or stale.
   3. A directory for sockets outside the store is ours alone (owner, mode 0700, no link), or it is not used.
 
-Threads: one at a time. Raises `InvalidInput` where the store is served already, `NotWritable` and `StorageFault` of the system.
+`find_owner` is cheap where there is no owner: neither Arrow nor the client is loaded before a process answers at the socket.
+
+Threads: `find_owner`, `listens` and `serving` any; the rest one at a time. Raises `InvalidInput` where the store is served
+already, `NotWritable` and `StorageFault` of the system.
 """
 
 from __future__ import annotations
@@ -22,14 +27,21 @@ import shutil
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from quire.core.errors import InvalidInput, NotWritable, StorageFault
+from quire.core.errors import InvalidInput, NotWritable, StorageFault, Unavailable
 from quire.durable import names
-from quire.durable.files import Disk, read_all, translated, write_atomic
+from quire.durable.files import Disk, OsDisk, read_all, translated, write_atomic
+from quire.durable.locks import is_held
+
+if TYPE_CHECKING:
+    from quire.service.client import Client
 
 SOCKET_BYTES_MAX = 100
 """Of a socket's path: the system's limit is 107, and it must hold the path that the socket is bound under, too."""
@@ -42,7 +54,7 @@ _PRIVATE = ".d"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SocketPath:
     """Where the socket of a store goes."""
 
     path: str
@@ -54,18 +66,18 @@ class Place:
         return SCHEME + self.path
 
 
-def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> Place:
+def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
     """Where the socket of a store goes: makes the directory outside the store if it needs one."""
     inside = os.path.join(root, names.SOCKET)
     if len(os.fsencode(inside)) <= bytes_max:
-        return Place(inside, "")
+        return SocketPath(inside, "")
     digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
     outside = os.path.join(_runtime_directory(), f"{digest}.sock")
     if len(os.fsencode(outside)) > SOCKET_BYTES_MAX:
         raise InvalidInput(
             "no directory is short enough for the socket", hint=f"set {RUNTIME_VARIABLE} or TMPDIR", path=outside
         )
-    return Place(outside, os.path.join(root, names.SOCKET_POINTER))
+    return SocketPath(outside, os.path.join(root, names.SOCKET_POINTER))
 
 
 def _runtime_directory() -> str:
@@ -75,8 +87,8 @@ def _runtime_directory() -> str:
     with translated(path, "making the directory for sockets"):
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise NotWritable(
             "the directory for sockets is not ours alone", hint=f"remove it, or set {RUNTIME_VARIABLE}", path=path
         )
@@ -105,8 +117,24 @@ def where_owner_listens(disk: Disk, root: str) -> str:
         return ""
 
 
+def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client | None:
+    """A client of the process that owns the store and listens (K8); `None` if there is none. A stale socket is no owner."""
+    root = os.path.abspath(os.fspath(path))
+    if not is_held(os.path.join(root, names.LOCK)):
+        return None
+    socket_path = where_owner_listens(OsDisk(), root)
+    if not socket_path or not is_alive(socket_path):
+        return None
+    from quire.service.client import connect  # loads Arrow
+
+    try:
+        return connect(SCHEME + socket_path, timeout=timeout)
+    except Unavailable:
+        return None  # it has just gone
+
+
 @contextmanager
-def binding(place: Place) -> Iterator[str]:
+def binding(place: SocketPath) -> Iterator[str]:
     """The path to bind at; when the block ends well, the socket has its mode and its place (rule 1)."""
     if is_alive(place.path):
         raise InvalidInput("this store is being served already", hint="use that server", address=place.uri)
@@ -124,7 +152,7 @@ def binding(place: Place) -> Iterator[str]:
         shutil.rmtree(private, ignore_errors=True)
 
 
-def announce(disk: Disk, root: str, place: Place) -> None:
+def announce(disk: Disk, root: str, place: SocketPath) -> None:
     """Say where the socket is, if it is not where everybody looks first."""
     if place.pointer:
         write_atomic(disk, place.pointer, place.path.encode())
@@ -137,7 +165,7 @@ def announce(disk: Disk, root: str, place: Place) -> None:
             os.unlink(os.path.join(root, names.SOCKET_POINTER))
 
 
-def retract(place: Place) -> None:
+def retract(place: SocketPath) -> None:
     """The owner no longer listens."""
     for path in (place.path, place.pointer):
         if path:
@@ -172,3 +200,20 @@ def _is_ours(connection: socket.socket, bound: str | int) -> bool:
         return False
     connection.getpeername()
     return True
+
+
+# ── servers of this process ───────────────────────────────────────────────────────────────────────────────────────────
+_lock = threading.Lock()
+_servers: WeakSet[Any] = WeakSet()
+
+
+def listens(server: Any) -> None:
+    """Register a server, which has a `path` and `figures()`: metrics show its figures."""
+    with _lock:
+        _servers.add(server)
+
+
+def serving(path: str) -> list[Any]:
+    """The servers of a store in this process."""
+    with _lock:
+        return [server for server in _servers if server.path == path]

@@ -64,11 +64,11 @@ class _WindowTxn(ReadTxn):
             if more is None:
                 break
             skip = int(bool(keys))  # the step begins with the row that we have
-            found, bodies = more[0][skip:], more[1][skip:]
-            if not found:
+            more_keys, bodies = more[0][skip:], more[1][skip:]
+            if not more_keys:
                 break
             used += sum(map(len, bodies))
-            keys += found
+            keys += more_keys
             values += bodies
             step = max(1, min(STEP_ROWS_MAX, (self._bytes_max - used) * len(keys) // max(used, 1)))
         if self._stop is not None and keys and keys[-1] >= self._stop:
@@ -78,7 +78,7 @@ class _WindowTxn(ReadTxn):
             yield keys, values
 
 
-class TableReader:
+class TableStream:
     """The rows a ticket asks for. Everything wrong with a ticket is said when it is made."""
 
     def __init__(self, manifest: ManifestStore, ticket: TableTicket, batch_bytes: int) -> None:
@@ -144,12 +144,12 @@ def cuts(manifest: ManifestStore, request: TableCuts) -> list[tuple[Any, ...]]:
         if len(keys) < CUT_ROWS_MIN or request.parts < 2 or (stop is not None and keys[-1] >= stop):
             return []
         end = stop or next(txn.raw_scan_back(table))[0]
-        found = [keys[0]]
+        chosen = [keys[0]]
         for point in _points(keys[0], end, request.parts):
             key = next(txn.steps(table, 1, start=point), ([end], []))[0][0]
-            if found[-1] < key < end:
-                found.append(key)
-    return [table.key.unpack(key) for key in found[1:]]
+            if chosen[-1] < key < end:
+                chosen.append(key)
+    return [table.key.unpack(key) for key in chosen[1:]]
 
 
 def _points(first: bytes, last: bytes, parts: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""What executors ask an owner for: rows of tables, and to keep rows that are to be written.
+"""The actions that executors call: rows of tables, leases, parts of loads, streams.
 
 Apart from `messages.py`, whose answers are made of a manifest's values: this module imports where `import lmdb` fails.
 """
@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from quire.stream.remote_read import SharedStream
 
-class Access(Enum):
+
+class Role(Enum):
     """Who may ask."""
 
     READ = "read"
@@ -30,7 +32,7 @@ class Action:
     name: str
     request: type[Request]
     answer: Any
-    access: Access = Access.ADMIN
+    access: Role = Role.ADMIN
     keyed: bool = False
     local: bool = False
     """Only through the Unix socket."""
@@ -70,7 +72,7 @@ class OfLease(Request, frozen=True):
     lease_id: int
 
 
-LEASE_RENEW = Action("lease.renew", OfLease, None, Access.READ)
+LEASE_RENEW = Action("lease.renew", OfLease, None, Role.READ)
 
 
 class TakeIds(Request, frozen=True):
@@ -95,3 +97,58 @@ class Shelf(Request, frozen=True):
 
 
 KV_IDS = Action("kv.load.ids", TakeIds, Shelf)
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Records do not travel here: whoever wants them reads files and objects (`stream/remote_read.py`). Registering leaves an
+# existing consumer where it is, and an acknowledgement only moves forward: both may be repeated.
+class OfStream(Request, frozen=True):
+    """`upload`: have the records in objects first, for readers that share no disk."""
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    upload: bool = False
+
+
+class WaitForRecord(Request, frozen=True):
+    name: str
+    record: int
+    seconds: float
+
+
+class OfConsumer(Request, frozen=True):
+    name: str
+    consumer: str
+
+
+class RegisterConsumer(Request, frozen=True):
+    """`start`: `oldest`, `latest`, or the id of the first record that it wants."""
+
+    name: str
+    consumer: str
+    start: int | str = "oldest"
+
+
+class AckRecords(Request, frozen=True):
+    """A consumer has read everything below `position`."""
+
+    name: str
+    consumer: str
+    position: int
+
+
+class LogMode(Request, frozen=True):
+    """How much manifest logs are believed: `off`, `shadow` or `on`; empty only asks."""
+
+    mode: str = ""
+
+
+STREAM_LOG_MODE = Action("stream.log_mode", LogMode, str)
+STREAM_SHARE = Action("stream.share", OfStream, SharedStream, Role.READ)
+STREAM_WAIT = Action("stream.wait", WaitForRecord, int, Role.READ)
+STREAM_POSITION = Action("stream.position", OfConsumer, int, Role.READ)
+STREAM_REGISTER = Action("stream.register", RegisterConsumer, int)
+STREAM_ACK = Action("stream.ack", AckRecords, None)
+
+STREAM_ACTIONS = (STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK, STREAM_LOG_MODE)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from quire.core.errors import InvalidConfig
 from quire.durable.files import translated
-from quire.service.tickets import Access
+from quire.service.tickets import Role
 
 TOKEN_BYTES_MIN = 16
 TOKEN_BYTES_MAX = 4_096
@@ -68,10 +68,10 @@ class Tokens:
         if self.admin is not None and self.admin == self.read:
             raise InvalidConfig("the tokens for reading and for everything are the same", hint="give each its own file")
 
-    def access(self, header: str) -> Access | None:
+    def access(self, header: str) -> Role | None:
         """What the header `authorization: Bearer …` allows; `None`: nothing. Both are always compared (rule 2)."""
         scheme, _, shown = header.partition(" ")
         given = shown.strip().encode() if scheme.lower() == "bearer" else b""
         is_admin = self.admin is not None and hmac.compare_digest(given, self.admin.encode())
         is_read = self.read is not None and hmac.compare_digest(given, self.read.encode())
-        return Access.ADMIN if is_admin else Access.READ if is_read else None
+        return Role.ADMIN if is_admin else Role.READ if is_read else None

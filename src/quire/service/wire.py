@@ -103,7 +103,7 @@ def _parts(whole: bytes) -> Iterator[bytes]:
         yield bytes(view[start : start + PART_BYTES])
 
 
-class Refused(Exception):  # never leaves the client's channel
+class RemoteError(Exception):  # never leaves the client's channel
     """An answer that is an error."""
 
     def __init__(self, form: ErrorForm) -> None:
@@ -112,9 +112,9 @@ class Refused(Exception):  # never leaves the client's channel
 
 
 def read_answer(whole: bytes, kind: Any) -> Any:
-    """The value of an answer; raises `Refused` with the error that it is."""
+    """The value of an answer; raises `RemoteError` with the error that it is."""
     if whole[:1] == BAD:
-        raise Refused(read_form(whole[1:]))
+        raise RemoteError(read_form(whole[1:]))
     try:
         if whole[:1] != GOOD:
             raise msgspec.DecodeError("it begins with neither 0 nor 1")
@@ -140,7 +140,7 @@ def _portable(value: Any) -> Any:
     if isinstance(value, bytes):
         return value[:TEXT_CHARS_MAX]
     if isinstance(value, list | tuple | set | frozenset) and len(value) <= WHERE_MAX:
-        return [_portable(each) for each in value]
+        return [_portable(item) for item in value]
     return str(value)[:TEXT_CHARS_MAX]
 
 
@@ -170,9 +170,9 @@ def version_error(theirs: str) -> Incompatible | None:
     """What to say to the other side if its version is not ours; `theirs` is empty if it told none."""
     if theirs == str(WIRE_VERSION):
         return None
-    told = f"version {theirs[:20]}" if theirs else "no version"
+    spoken = f"version {theirs[:20]}" if theirs else "no version"
     return Incompatible(
-        f"the other side speaks {told} of quire's protocol, this one version {WIRE_VERSION}",
+        f"the other side speaks {spoken} of quire's protocol, this one version {WIRE_VERSION}",
         hint="use the same version of quire on both sides; other Flight clients send the header x-quire-wire",
         theirs=theirs[:20],
         ours=WIRE_VERSION,

@@ -10,7 +10,7 @@ import pytest
 
 from quire.manifest.ops.base import Counter, ReserveIds
 from quire.service.web import hub as hubs
-from quire.service.web.hub import CHANGES_MAX, QUEUE_MAX, Hub, Place
+from quire.service.web.hub import CHANGES_MAX, QUEUE_MAX, Hub, Subscriber
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.web.world import Asker, Events, web_served
@@ -123,7 +123,7 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
 
 
 def test_a_full_queue_ends_a_place() -> None:
-    place = Place()
+    place = Subscriber()
     assert [place.tell(b"x") for _ in range(QUEUE_MAX + 1)] == [True] * QUEUE_MAX + [False]
     assert place.take() is None
     assert place.dropped

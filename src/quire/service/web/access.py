@@ -14,7 +14,7 @@ Rules
      says so, and a token anywhere else.
   5. A token that is wrong is refused even where none is needed: its owner believes to be somebody.
 
-Threads: any; constant after construction. Raises `Refused`.
+Threads: any; constant after construction. Raises `HttpError`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from quire.core.errors import AccessDenied
-from quire.service.messages import Access
+from quire.service.messages import Role
 from quire.service.tokens import Tokens
-from quire.service.web.answers import Refused
+from quire.service.web.answers import HttpError
 
 LOCALHOST = "localhost"
 
@@ -51,12 +51,12 @@ class WebGate:
         host = headers.get("Host") or ""
         if not self._is_ours(host):
             hint = "ask by address, or add the name to service.http_hosts in quire.toml"
-            raise Refused(HTTPStatus.FORBIDDEN, AccessDenied("the store is not known by this name", hint=hint))
+            raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("the store is not known by this name", hint=hint))
         origin = headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            raise Refused(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
+            raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
         if (headers.get("Sec-Fetch-Site") or "none") not in ("none", "same-origin"):
-            raise Refused(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
+            raise HttpError(HTTPStatus.FORBIDDEN, AccessDenied("a page of another site may not ask"))
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -71,27 +71,27 @@ class WebGate:
             return False
         return True  # a browser shows an address only if that is where it went
 
-    def role(self, headers: Headers) -> Access | None:
+    def role(self, headers: Headers) -> Role | None:
         """What the request's token, or the want of one, allows; `None`: nothing (rules 3 to 5)."""
         shown = headers.get("Authorization")
         if shown is None:
-            return None if self.asks_readers else Access.READ
+            return None if self.asks_readers else Role.READ
         access = self._tokens.access(shown)
         if access is None:
-            raise Refused(HTTPStatus.UNAUTHORIZED, AccessDenied("the token is wrong", hint="see `admin.token`"))
+            raise HttpError(HTTPStatus.UNAUTHORIZED, AccessDenied("the token is wrong", hint="see `admin.token`"))
         return access
 
-    def need(self, role: Access | None, wanted: Access | None) -> None:
+    def need(self, role: Role | None, wanted: Role | None) -> None:
         """Refuse a request that wants more than its role allows; `None` wants nothing."""
         if wanted is None:
             return
         if role is None:
             hint = "show the token that is in the store's read.token or admin.token"
-            raise Refused(HTTPStatus.UNAUTHORIZED, AccessDenied("this needs a token", hint=hint))
-        if wanted is Access.ADMIN and role is not Access.ADMIN:
+            raise HttpError(HTTPStatus.UNAUTHORIZED, AccessDenied("this needs a token", hint=hint))
+        if wanted is Role.ADMIN and role is not Role.ADMIN:
             status = HTTPStatus.UNAUTHORIZED if not self.asks_readers else HTTPStatus.FORBIDDEN
             hint = "show the token that is in the store's admin.token"
-            raise Refused(status, AccessDenied("this needs the admin token", hint=hint))
+            raise HttpError(status, AccessDenied("this needs the admin token", hint=hint))
 
 
 def is_loopback(host: str) -> bool:

@@ -50,7 +50,7 @@ _STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """A whole answer: what is sent, and how."""
 
     body: bytes
@@ -59,7 +59,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request that is not let in, with the status that says why. Never leaves the HTTP side."""
 
     def __init__(self, status: HTTPStatus, error: QuireError) -> None:
@@ -68,9 +68,9 @@ class Refused(Exception):
         self.error = error
 
 
-def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
+def json_answer(value: Any, status: int = HTTPStatus.OK) -> Response:
     """A value as JSON."""
-    return Answer(json_bytes(value), status=status)
+    return Response(json_bytes(value), status=status)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -81,10 +81,10 @@ def json_bytes(value: Any) -> bytes:
     return msgspec.json.encode(_safe(plain(value)))
 
 
-def error_answer(error: QuireError, status: int | None = None) -> Answer:
+def error_answer(error: QuireError, status: int | None = None) -> Response:
     """An error as it is told (rule 2)."""
-    told = {"error": type(error).__name__, "message": error.what, "hint": error.hint}
-    return json_answer(told, status_of(error) if status is None else status)
+    body = {"error": type(error).__name__, "message": error.what, "hint": error.hint}
+    return json_answer(body, status_of(error) if status is None else status)
 
 
 def status_of(error: QuireError) -> HTTPStatus:
@@ -99,9 +99,9 @@ def status_of(error: QuireError) -> HTTPStatus:
 def _safe(value: Any) -> Any:
     """Rule 1, for a plain value."""
     if isinstance(value, dict):
-        return {name: _safe(each) for name, each in value.items()}
+        return {name: _safe(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_safe(each) for each in value]
+        return [_safe(item) for item in value]
     if isinstance(value, int) and abs(value) > NUMBER_MAX:
         return str(value)
     return value

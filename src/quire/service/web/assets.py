@@ -15,7 +15,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import NamedTuple
 
-from quire.service.web.answers import Answer
+from quire.service.web.answers import Response
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -41,21 +41,21 @@ class Asset(NamedTuple):
 @cache
 def assets() -> dict[str, Asset]:
     """Every file of the dashboard by its name."""
-    found = {}
+    by_name = {}
     for file in files("quire.service.web").joinpath("static").iterdir():
         kind = file.name.rpartition(".")[2]
         if kind in TYPES:
             body = file.read_bytes()
-            found[file.name] = Asset(body, TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
-    return found
+            by_name[file.name] = Asset(body, TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return by_name
 
 
-def asset_answer(name: str, known_tag: str | None) -> Answer | None:
+def asset_answer(name: str, known_tag: str | None) -> Response | None:
     """A file, or that it is still the one the browser has; `None` if there is none of this name."""
     asset = assets().get(name)
     if asset is None:
         return None
     headers = {"ETag": asset.tag, "Cache-Control": "no-cache"}
-    if known_tag is not None and asset.tag in (each.strip().removeprefix("W/") for each in known_tag.split(",")):
-        return Answer(b"", asset.content_type, HTTPStatus.NOT_MODIFIED, headers)
-    return Answer(asset.body, asset.content_type, HTTPStatus.OK, headers)
+    if known_tag is not None and asset.tag in (tag.strip().removeprefix("W/") for tag in known_tag.split(",")):
+        return Response(b"", asset.content_type, HTTPStatus.NOT_MODIFIED, headers)
+    return Response(asset.body, asset.content_type, HTTPStatus.OK, headers)

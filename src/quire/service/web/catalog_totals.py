@@ -90,10 +90,10 @@ class Whole:
 
     def total(self, name: str) -> Counter[str]:
         """One of the counters, over all databases."""
-        found: Counter[str] = Counter()
-        for each in self.databases.values():
-            found.update(getattr(each, name))
-        return found
+        totals: Counter[str] = Counter()
+        for survey_of_one in self.databases.values():
+            totals.update(getattr(survey_of_one, name))
+        return totals
 
 
 def survey(txn: ReadTxn) -> Whole:

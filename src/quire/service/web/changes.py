@@ -67,9 +67,9 @@ def cut(value: Any) -> Any:
     {'pages': [0, 1, 2, 3, 4, 5, 6, 7, '… 92 more'], 'op': 'x'}
     """
     if isinstance(value, dict):
-        return {name: cut(each) for name, each in islice(value.items(), 24)}
+        return {name: cut(item) for name, item in islice(value.items(), 24)}
     if isinstance(value, list):
-        short = [cut(each) for each in value[:ITEMS_MAX]]
+        short = [cut(item) for item in value[:ITEMS_MAX]]
         return short if len(value) <= ITEMS_MAX else [*short, f"… {len(value) - ITEMS_MAX:,} more"]
     if isinstance(value, str) and len(value) > TEXT_MAX:
         return value[: TEXT_MAX - 1] + "…"

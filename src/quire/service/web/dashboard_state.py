@@ -66,7 +66,9 @@ class Sight:
 
     def open_figures(self) -> dict[int, DatabaseFigures]:
         """What the page engine counts, of the databases it has open."""
-        return self.cached.get("figures", lambda: {each.db_id: each for each in self.store.pages.figures().databases})
+        return self.cached.get(
+            "figures", lambda: {figures.db_id: figures for figures in self.store.pages.figures().databases}
+        )
 
     def leases(self, db_id: int) -> list[Lease]:
         """The readers of a database, lowest version first."""
@@ -86,7 +88,7 @@ class Sight:
 
     def _versions(self) -> dict[int, tuple[list[Lease], tuple[int, int]]]:
         def make() -> dict[int, tuple[list[Lease], tuple[int, int]]]:
-            return {each.db_id: (each.readers.peek(), each.durable_version()) for each in self.store.pages.stores()}
+            return {pages.db_id: (pages.readers.peek(), pages.durable_version()) for pages in self.store.pages.stores()}
 
         return self.cached.get("versions", make)
 
@@ -114,12 +116,12 @@ class Sight:
             parts = [names.stream_dir(db_id, part) for part in STREAM_PARTS]
         else:
             return []
-        found: list[tuple[str, int]] = []
+        files: list[tuple[str, int]] = []
         for part in parts:
             for folder, _, inside in os.walk(os.path.join(self.store.path, part)):
                 for name in inside:
-                    if len(found) >= FILES_MAX:
-                        return found
+                    if len(files) >= FILES_MAX:
+                        return files
                     path = os.path.join(folder, name)
-                    found.append((os.path.relpath(path, self.store.path), given_bytes(path)))
-        return found
+                    files.append((os.path.relpath(path, self.store.path), given_bytes(path)))
+        return files

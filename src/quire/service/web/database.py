@@ -72,21 +72,24 @@ def database_page(sight: Sight, name: str) -> dict[str, Any]:
 def why(sight: Sight, subject: str) -> dict[str, Any]:
     """What keeps a subject, and what would let it go."""
     with sight.manifest.read() as txn:
-        told: dict[str, Any] = plain(sight.explain(txn, subject))
-    return told
+        explained: dict[str, Any] = plain(sight.explain(txn, subject))
+    return explained
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _snapshots(sight: Sight, db_id: int) -> list[dict[str, Any]]:
     """The newest snapshots, oldest first, each with what its retention policy has in mind for it."""
     plan = sight.manifest.retention.plan(db_id)
-    return [{**plain(each.snapshot), "keep": each.keep, "why": each.why} for each in plan.decisions[-SNAPSHOTS_MAX:]]
+    return [
+        {**plain(decision.snapshot), "keep": decision.keep, "why": decision.why}
+        for decision in plan.decisions[-SNAPSHOTS_MAX:]
+    ]
 
 
 def _audit(sight: Sight, db_id: int) -> list[dict[str, Any]]:
     """What happened to it, newest first."""
     entries = sight.manifest.audit(db_id)
-    return [plain(each) for each in reversed(entries[-AUDIT_MAX:])]
+    return [plain(entry) for entry in reversed(entries[-AUDIT_MAX:])]
 
 
 # ── page databases ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,13 +97,13 @@ def _pages(sight: Sight, info: Any) -> dict[str, Any]:
     readers = _readers(sight, info.db_id)
     with sight.manifest.read() as txn:
         wal = txn.wal_state(info.db_id)
-        lowest = min((each["lsn"] for each in readers), default=None)
+        lowest = min((reader["lsn"] for reader in readers), default=None)
         segments = [_segment(segment_id, row, lowest) for (_, segment_id), row in txn.scan(t.WAL_CATALOG, info.db_id)]
         slots = list(islice(_slots(txn, info.db_id), SLOTS_MAX + 1))
         chains = [
-            _chain(txn, *each) for each in sorted(slots, key=_depth, reverse=True)[:CHAINS_MAX] if len(each[1]) > 1
+            _chain(txn, *slot) for slot in sorted(slots, key=_depth, reverse=True)[:CHAINS_MAX] if len(slot[1]) > 1
         ]
-        cells = [_cell(txn, *each) for each in slots[:SLOTS_MAX]]
+        cells = [_cell(txn, *slot) for slot in slots[:SLOTS_MAX]]
     figures = sight.open_figures().get(info.db_id)
     newest_lsn, size_pages = sight.newest(info.db_id, wal)
     return {

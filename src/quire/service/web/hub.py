@@ -36,7 +36,7 @@ QUEUE_MAX = 32
 SEND_SECONDS = 5.0
 
 
-class Place:
+class Subscriber:
     """One page that listens."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Hub:
         self._places_max = places_max
         self._wanted = threading.Condition()
         # guarded by _wanted
-        self._places: set[Place] = set()
+        self._places: set[Subscriber] = set()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -91,12 +91,12 @@ class Hub:
         """Pages that listen."""
         return len(self._places)
 
-    def join(self) -> Place:
+    def join(self) -> Subscriber:
         """A place for one more page (rule 4)."""
         with self._wanted:
             if self._stopping or len(self._places) >= self._places_max:
                 raise Overloaded("all places for live updates are taken", hint="close a page", places=self._places_max)
-            place = Place()
+            place = Subscriber()
             place.tell(event("hello", {"head": self._sight.manifest.feed.head(), "at_ms": self._sight.clock.now_ms()}))
             self._places.add(place)
             if self._thread is None:
@@ -105,7 +105,7 @@ class Hub:
             self._wanted.notify_all()
             return place
 
-    def leave(self, place: Place, *, dropped: bool = False) -> None:
+    def leave(self, place: Subscriber, *, dropped: bool = False) -> None:
         """The page is gone."""
         with self._wanted:
             if place in self._places:
@@ -145,30 +145,30 @@ class Hub:
     def _follow(self) -> None:
         """Rounds until nobody listens (rules 1 and 2)."""
         seen, clock = self._sight.manifest.feed.head(), self._sight.clock
-        told = clock.monotonic()
+        told_at = clock.monotonic()
         while self._places and not self._stopping:
             try:
                 head = self._sight.manifest.feed.wait(seen, PIECE_SECONDS)
             except TimedOut:
-                if clock.monotonic() - told >= BEAT_SECONDS:
+                if clock.monotonic() - told_at >= BEAT_SECONDS:
                     self._tell("beat", {"head": seen, "at_ms": clock.now_ms()})
-                    told = clock.monotonic()
+                    told_at = clock.monotonic()
                 continue
             self._tell("changes", self._round(seen, head))
-            seen, told = head, clock.monotonic()
+            seen, told_at = head, clock.monotonic()
             with self._wanted:
                 self._wanted.wait_for(lambda: self._stopping, ROUND_SECONDS)
 
     def _round(self, seen: int, head: int) -> dict[str, Any]:
         first = max(seen + 1, head - CHANGES_MAX + 1)
         with self._sight.manifest.read() as txn:
-            found = changes.between(txn, first, head)
-        return {"head": head, "skipped": head - seen - len(found), "changes": found}
+            records = changes.between(txn, first, head)
+        return {"head": head, "skipped": head - seen - len(records), "changes": records}
 
     def _tell(self, name: str, value: Any) -> None:
-        told = event(name, value)
+        message = event(name, value)
         with self._wanted:
-            full = [place for place in self._places if not place.tell(told)]
+            full = [place for place in self._places if not place.tell(message)]
             for place in full:
                 self._places.discard(place)
                 self.dropped += 1

@@ -15,19 +15,23 @@ from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import InfoMetricFamily as Info
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
 from quire.manifest import tables as t
 from quire.manifest.metrics import RollingCollector
 from quire.manifest.records import JobKind, JobState
 from quire.manifest.stats import ManifestCollector
 from quire.pages.metrics import PagesCollector
-from quire.service.live_servers import serving
+from quire.service.sockets import serving
 from quire.service.web.dashboard_state import Sight
 from quire.stream.mlog_metrics import ManifestLogCollector
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric
-
     from quire.lsm.kv import Kv
     from quire.service.web.server import WebFigures
     from quire.stream.stream import Stream
@@ -54,14 +58,11 @@ class StoreCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-        from prometheus_client.core import InfoMetricFamily as Info
-
         yield Info("quire_build", "the version that owns the store", value={"version": version("quire")})
         info, whole = self._sight.info(), self._sight.survey()
         state = Gauge("quire_owner_state", "1 for where the store stands in its bucket", labels=["state"])
-        for each in OWNER_STATES:
-            state.add_metric([each], each == info.owner_state)
+        for state_name in OWNER_STATES:
+            state.add_metric([state_name], state_name == info.owner_state)
         yield state
         yield Gauge("quire_owner_epoch", "takeovers of the store, its creation included", value=info.owner_epoch)
         yield Gauge("quire_owner_session", "openings of this epoch that put objects", value=info.owner_session)
@@ -83,8 +84,8 @@ class StoreCollector(_Collector):
             ("quire_artifacts_verified", "artifacts by what a verification said", "verified", "state"),
         ):
             gauge = Gauge(name, text, labels=[label])
-            for each, count in sorted(whole.total(counter).items()):
-                gauge.add_metric([each], count)
+            for state_name, count in sorted(whole.total(counter).items()):
+                gauge.add_metric([state_name], count)
             yield gauge
         yield Gauge("quire_artifacts_damaged", "artifacts found missing or altered", value=whole.damaged_count)
         disk = shutil.disk_usage(self._sight.store.path)
@@ -94,8 +95,6 @@ class StoreCollector(_Collector):
         yield from self._jobs()
 
     def _space(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
         space = self._sight.space()
         yield Gauge("quire_store_disk_bytes", "what the store's directory takes, as du says", value=space.total_bytes)
         others = Gauge("quire_store_disk_other_bytes", "of it, what is no database's", labels=["part"])
@@ -109,8 +108,6 @@ class StoreCollector(_Collector):
         yield databases
 
     def _jobs(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
         now, oldest = self._sight.clock.now_ms(), 0
         counts: dict[tuple[str, str], int] = {}
         with self._sight.manifest.read() as txn:
@@ -137,9 +134,6 @@ class WebCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
         figures = self._figures()
         yield Counter("quire_http_requests", "requests answered", value=figures.calls)
         yield Counter("quire_http_failed", "requests answered with an error", value=figures.failed)
@@ -152,9 +146,7 @@ class WebCollector(_Collector):
 
 def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegistry:
     """Everything that is exported, in a registry of its own: several stores may be served by one process."""
-    from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-
-    made = CollectorRegistry(auto_describe=False)
+    prometheus = CollectorRegistry(auto_describe=False)
     manifest = sight.manifest
     collectors: tuple[Any, ...] = (
         ManifestCollector(manifest.writer.stats, manifest.env.info, manifest.feed.lag),
@@ -167,18 +159,16 @@ def registry(sight: Sight, figures: Callable[[], WebFigures]) -> CollectorRegist
         StreamCollector(sight),
         WebCollector(figures),
     )
-    for each in collectors:
-        made.register(each)
-    ProcessCollector(registry=made)
-    PlatformCollector(registry=made)
-    return made
+    for collector in collectors:
+        prometheus.register(collector)
+    ProcessCollector(registry=prometheus)
+    PlatformCollector(registry=prometheus)
+    return prometheus
 
 
-def exposition(made: CollectorRegistry) -> tuple[bytes, str]:
+def exposition(prometheus: CollectorRegistry) -> tuple[bytes, str]:
     """(text, content type) as Prometheus reads it."""
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-
-    return generate_latest(made), CONTENT_TYPE_LATEST
+    return generate_latest(prometheus), CONTENT_TYPE_LATEST
 
 
 # ── engines and the Flight service ────────────────────────────────────────────────────────────────────────────────────
@@ -193,10 +183,7 @@ class FlightCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
-        figures = [each.figures() for each in serving(self._sight.store.path)]
+        figures = [server.figures() for server in serving(self._sight.store.path)]
         for name, text, field in (
             ("quire_flight_calls", "calls of clients", "calls"),
             ("quire_flight_failed", "calls answered with an error", "failed"),
@@ -205,11 +192,11 @@ class FlightCollector(_Collector):
             ("quire_flight_batches", "batches of rows sent to clients", "batches_sent"),
             ("quire_flight_rows", "rows sent to clients", "rows_sent"),
         ):
-            yield Counter(name, text, value=sum(getattr(each, field) for each in figures))
+            yield Counter(name, text, value=sum(getattr(figure, field) for figure in figures))
         yield Gauge("quire_flight_servers", "addresses that clients are served on", value=len(figures))
         now = Gauge("quire_flight_now", "what clients are doing at this moment", labels=["what"])
         for what, field in (("calls", "calls_now"), ("waits", "waits_now"), ("streams", "streams_now")):
-            now.add_metric([what], sum(getattr(each, field) for each in figures))
+            now.add_metric([what], sum(getattr(figure, field) for figure in figures))
         yield now
 
 
@@ -221,14 +208,11 @@ class KvCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
-        found: list[tuple[list[str], Any]] = []
+        databases: list[tuple[list[str], Any]] = []
         if self._sight.info().databases["lsm"]:
             known = names_of(self._sight)
             opened = self._sight.store.kvs.databases()
-            found = [([str(db_id), known.get(db_id, "")], each.stats()) for db_id, each in opened.items()]
+            databases = [([str(db_id), known.get(db_id, "")], kv.stats()) for db_id, kv in opened.items()]
         for make, name, text, field in (
             (Gauge, "quire_kv_tables", "tables", "tables"),
             (Gauge, "quire_kv_table_bytes", "bytes of tables", "table_bytes"),
@@ -250,11 +234,11 @@ class KvCollector(_Collector):
             (Gauge, "quire_kv_manifest_version", "the manifest's version: rises with each change", "manifest_version"),
         ):
             family: Any = make(name, f"{text}, by database", labels=LABELS)
-            for labels, stats in found:
+            for labels, stats in databases:
                 family.add_metric(labels, getattr(stats, field))
             yield family
         levels = Gauge("quire_kv_level_tables", "tables in each level, by database", labels=[*LABELS, "level"])
-        for labels, stats in found:
+        for labels, stats in databases:
             for level, count in enumerate(stats.levels):
                 levels.add_metric([*labels, str(level)], count)
         yield levels
@@ -268,27 +252,24 @@ class StreamCollector(_Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current figures."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
-        found: list[tuple[list[str], Any]] = []
+        streams: list[tuple[list[str], Any]] = []
         if self._sight.info().databases["stream"]:
             known = names_of(self._sight)
-            told = [each.info() for each in self._sight.store.streams.streams()]
-            found = [([str(each.stream_id), known.get(each.stream_id, "")], each) for each in told]
+            infos = [stream.info() for stream in self._sight.store.streams.streams()]
+            streams = [([str(info.stream_id), known.get(info.stream_id, "")], info) for info in infos]
         appended = Counter("quire_stream_records", "records ever appended, by stream", labels=LABELS)
         kept = Gauge("quire_stream_records_kept", "records that can be read, by stream", labels=LABELS)
         segments = Gauge("quire_stream_segments", "segments by tier, by stream", labels=[*LABELS, "tier"])
         sizes = Gauge("quire_stream_bytes", "bytes by tier, by stream", labels=[*LABELS, "tier"])
         lag = Gauge("quire_stream_consumer_lag", "records a consumer has not read", labels=[*LABELS, "consumer"])
-        for labels, each in found:
-            appended.add_metric(labels, each.end_record - 1)  # ids begin at 1
-            kept.add_metric(labels, each.records)
+        for labels, info in streams:
+            appended.add_metric(labels, info.end_record - 1)  # ids begin at 1
+            kept.add_metric(labels, info.records)
             for tier in ("hot", "warm", "remote"):
-                segments.add_metric([*labels, tier], getattr(each, f"{tier}_segments"))
-                sizes.add_metric([*labels, tier], getattr(each, f"{tier}_bytes"))
-            for name, consumer in each.consumers.items():
-                lag.add_metric([*labels, name], max(each.end_record - consumer.position, 0))
+                segments.add_metric([*labels, tier], getattr(info, f"{tier}_segments"))
+                sizes.add_metric([*labels, tier], getattr(info, f"{tier}_bytes"))
+            for name, consumer in info.consumers.items():
+                lag.add_metric([*labels, name], max(info.end_record - consumer.position, 0))
         yield from (appended, kept, segments, sizes, lag)
 
 
@@ -299,7 +280,7 @@ def open_kv(sight: Sight, db_id: int) -> Kv | None:
 
 def open_stream(sight: Sight, stream_id: int) -> Stream | None:
     """A stream, if it is open."""
-    return next((each for each in sight.store.streams.streams() if each.info().stream_id == stream_id), None)
+    return next((stream for stream in sight.store.streams.streams() if stream.info().stream_id == stream_id), None)
 
 
 def names_of(sight: Sight) -> dict[int, str]:

@@ -98,7 +98,7 @@ def _database_row(sight: Sight, txn: ReadTxn, info: Any) -> dict[str, Any]:
 
 
 def _cursors(sight: Sight) -> list[dict[str, Any]]:
-    return [{**plain(each), "lag": each.lag} for each in sight.manifest.feed.cursors()]
+    return [{**plain(cursor), "lag": cursor.lag} for cursor in sight.manifest.feed.cursors()]
 
 
 # ── lineage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +107,7 @@ def lineage(sight: Sight) -> dict[str, Any]:
     with sight.manifest.read() as txn:
         records = dict(txn.databases())
         parents = {record.parent_db_id for record in records.values()}
-        shown = [_lineage_row(txn, *each) for each in records.items() if _is_shown(each[0], each[1], parents)]
+        shown = [_lineage_row(txn, *item) for item in records.items() if _is_shown(item[0], item[1], parents)]
     return {"databases": shown[:DATABASES_MAX], "left_out": max(0, len(shown) - DATABASES_MAX)}
 
 
@@ -145,21 +145,21 @@ def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
 def jobs(sight: Sight, db_id: int = 0) -> dict[str, Any]:
     """Outstanding jobs, and the newest of all; of one database if asked for."""
     with sight.manifest.read() as txn:
-        found: dict[int, Job] = {}
+        by_id: dict[int, Job] = {}
         for state in (JobState.IN_FLIGHT, JobState.PENDING):
             for (_, job_id), _ in islice(txn.scan(t.JOBS_BY_STATE, state), OUTSTANDING_MAX):
                 if (record := txn.job(job_id)) is not None:
-                    found[job_id] = Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
+                    by_id[job_id] = Job(job_id, record, txn.get(t.JOB_LEASES, job_id))
         for key, raw in islice(txn.raw_scan_back(t.JOB_QUEUE), JOBS_MAX):
             (job_id,) = t.JOB_QUEUE.key.unpack(key)
-            found.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
+            by_id.setdefault(job_id, Job(job_id, t.JOB_QUEUE.rows.decode(key, raw)))
         names = txn.database_names()
         total = txn.count(t.JOB_QUEUE)
-    shown = [found[job_id] for job_id in sorted(found, reverse=True) if not db_id or found[job_id].db_id == db_id]
+    shown = [by_id[job_id] for job_id in sorted(by_id, reverse=True) if not db_id or by_id[job_id].db_id == db_id]
     return {
         "now_ms": sight.clock.now_ms(),
-        "jobs": [job_row(each, names) for each in shown],
-        "left_out": 0 if db_id else total - len(found),
+        "jobs": [job_row(job, names) for job in shown],
+        "left_out": 0 if db_id else total - len(by_id),
     }
 
 
@@ -191,12 +191,12 @@ def job_row(job: Job, names: dict[int, str]) -> dict[str, Any]:
 def _result(record: JobRecord) -> dict[str, Any]:
     """The figures of what a job answered; lists and texts of it are left to `quire jobs show`."""
     try:
-        found = msgspec.msgpack.decode(record.result) if record.result else {}
+        result = msgspec.msgpack.decode(record.result) if record.result else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         return {}
-    return {name: each for name, each in found.items() if type(each) is int and each}
+    return {name: value for name, value in result.items() if type(value) is int and value}
 
 
 # ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,9 +216,10 @@ def verification(sight: Sight) -> dict[str, Any]:
         for db_id, record in names.items()
         if record.kind is DbKind.PAGES or whole.of(db_id).verified  # sets keep their own files, and other checks
     ]
-    runs = [each for each in jobs(sight)["jobs"] if each["kind"] == plain(JobKind.VERIFY)]
+    runs = [job for job in jobs(sight)["jobs"] if job["kind"] == plain(JobKind.VERIFY)]
     damaged = [
-        {**plain(each), "database": names[each.db_id].name if each.db_id in names else ""} for each in whole.damaged
+        {**plain(artifact), "database": names[artifact.db_id].name if artifact.db_id in names else ""}
+        for artifact in whole.damaged
     ]
     return {
         "now_ms": sight.clock.now_ms(),
@@ -235,11 +236,11 @@ def feed(sight: Sight, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
     """The newest changes, and who follows them."""
     with sight.manifest.read() as txn:
         oldest, head = txn.feed_bounds()
-        found = changes.recent(txn, limit, before=before)
+        records = changes.recent(txn, limit, before=before)
     return {
         "oldest_sequence": oldest,
         "head_sequence": head,
-        "changes": found,
+        "changes": records,
         "cursors": _cursors(sight),
         "now_ms": sight.clock.now_ms(),
     }

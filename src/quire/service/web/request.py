@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 from quire.core.errors import InternalError, InvalidInput, NotFound, QuireError
 from quire.core.events import emit
-from quire.service.messages import Access
-from quire.service.web.answers import Answer, Refused, error_answer
+from quire.service.messages import Role
+from quire.service.web.answers import HttpError, Response, error_answer
 from quire.service.web.assets import POLICY, asset_answer
 from quire.service.web.hub import SEND_SECONDS
-from quire.service.web.routes import Asked, read_query
+from quire.service.web.routes import WebRequest, read_query
 
 if TYPE_CHECKING:
     from quire.service.web.server import Web
@@ -45,7 +45,7 @@ HEADERS = {
 }
 
 
-class Connection(BaseHTTPRequestHandler):
+class HttpConnection(BaseHTTPRequestHandler):
     """The standard library reads the request; everything else is here."""
 
     protocol_version = "HTTP/1.1"
@@ -74,7 +74,7 @@ class Connection(BaseHTTPRequestHandler):
                 self._events()
                 return
             answer = self._respond(method, parts.path, parts.query)
-        except Refused as refused:
+        except HttpError as refused:
             self.web.refusals.add(refused.error, status=int(refused.status), peer=self.client_address[0])
             answer = error_answer(refused.error, refused.status)
         except QuireError as error:
@@ -84,7 +84,7 @@ class Connection(BaseHTTPRequestHandler):
             answer = error_answer(InternalError(f"a bug at the owner: {type(error).__name__}"))
         self._send(answer)
 
-    def _respond(self, method: str, path: str, query: str) -> Answer:
+    def _respond(self, method: str, path: str, query: str) -> Response:
         gate = self.web.gate
         gate.check_site(self.headers)
         if method == "GET" and (asset := self._asset(path)) is not None:
@@ -93,13 +93,13 @@ class Connection(BaseHTTPRequestHandler):
         try:
             route, names = self.web.routes.find(method, path)
         except NotFound:
-            gate.need(role, Access.READ)  # rule 1
+            gate.need(role, Role.READ)  # rule 1
             raise
         gate.need(role, route.access)
         body = self._body() if method == "POST" else b""
-        return route.handler(Asked(names, read_query(query), body, role))
+        return route.handler(WebRequest(names, read_query(query), body, role))
 
-    def _asset(self, path: str) -> Answer | None:
+    def _asset(self, path: str) -> Response | None:
         name = INDEX if path == "/" else path.removeprefix("/static/") if path.startswith("/static/") else ""
         return asset_answer(name, self.headers.get("If-None-Match")) if name else None
 
@@ -108,13 +108,13 @@ class Connection(BaseHTTPRequestHandler):
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             wrong = InvalidInput("the body is not JSON", hint="Content-Type: application/json")
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, wrong)
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, wrong)
         length = self.headers.get("Content-Length") or ""
         if self.headers.get("Transfer-Encoding") or not (length.isascii() and length.isdecimal() and len(length) < 10):
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the length of the body is not said ahead"))
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the length of the body is not said ahead"))
         if int(length) > BODY_BYTES_MAX:
             wrong = InvalidInput("the body is too long", max=BODY_BYTES_MAX)
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, wrong)
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, wrong)
         body = self.rfile.read(int(length))
         self._body_read = True
         return body
@@ -124,7 +124,7 @@ class Connection(BaseHTTPRequestHandler):
         """Send what the hub tells until the page, or the store, is gone."""
         gate = self.web.gate
         gate.check_site(self.headers)
-        gate.need(gate.role(self.headers), Access.READ)
+        gate.need(gate.role(self.headers), Role.READ)
         place = self.web.hub.join()
         self.web.count()
         self.close_connection = True
@@ -147,7 +147,7 @@ class Connection(BaseHTTPRequestHandler):
             self.web.hub.leave(place, dropped=dropped)
 
     # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Response) -> None:
         self.web.count(failed=answer.status >= HTTPStatus.BAD_REQUEST)
         has_body = bool(self.headers.get("Content-Length") or self.headers.get("Transfer-Encoding"))
         if has_body and not getattr(self, "_body_read", False):

@@ -26,7 +26,7 @@ KEYS_MAX = 256
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedValue:
     lock: threading.Lock = field(default_factory=threading.Lock)
     # guarded by `lock`
     value: Any = None
@@ -40,7 +40,7 @@ class Cached:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[object, _Entry] = {}
+        self._entries: dict[object, _CachedValue] = {}
         self._epoch = 0
 
     def get(self, key: object, make: Callable[[], T]) -> T:
@@ -48,7 +48,7 @@ class Cached:
         with self._lock:
             if key not in self._entries and len(self._entries) >= KEYS_MAX:
                 self._entries.clear()
-            entry, epoch = self._entries.setdefault(key, _Entry()), self._epoch
+            entry, epoch = self._entries.setdefault(key, _CachedValue()), self._epoch
         with entry.lock:
             began = self._clock.monotonic()
             if entry.epoch != epoch or began >= entry.until:

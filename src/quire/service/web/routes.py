@@ -20,22 +20,22 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from quire.core.errors import InvalidInput, NotFound, QuireError, StoreUnusable
-from quire.service.messages import Access
+from quire.service.messages import Role
 from quire.service.web import database, overview
-from quire.service.web.answers import Answer, Refused, json_answer
+from quire.service.web.answers import HttpError, Response, json_answer
 from quire.service.web.dashboard_state import Sight
 
 Method = Literal["GET", "POST"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WebRequest:
     """One request: its names, its query, its body, and who asks."""
 
     names: tuple[str, ...]
     query: dict[str, str]
     body: bytes
-    role: Access | None
+    role: Role | None
 
     def number(self, name: str, default: int, largest: int) -> int:
         """A whole number of the query."""
@@ -47,7 +47,7 @@ class Asked:
         return min(int(text), largest)
 
 
-Handler = Callable[[Asked], Answer]
+Handler = Callable[[WebRequest], Response]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Route:
 
     method: Method
     path: str
-    access: Access | None
+    access: Role | None
     """`None`: for everybody who gets this far."""
     handler: Handler
 
@@ -78,7 +78,7 @@ class Routes:
         self._sight = sight
         self._metrics = metrics
         self._asks_readers = asks_readers
-        read, admin = Access.READ, Access.ADMIN
+        read, admin = Role.READ, Role.ADMIN
         self.table = (
             Route("GET", "/healthz", None, self.healthz),
             Route("GET", "/readyz", None, self.readyz),
@@ -107,15 +107,15 @@ class Routes:
                 others.add(route.method)
         if others:
             wrong = InvalidInput(f"this address has {' and '.join(sorted(others))}", method=method)
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, wrong)
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, wrong)
         raise NotFound("there is nothing at this address", hint="docs/dashboard.md lists the addresses")
 
     # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def healthz(self, _: Asked) -> Answer:
+    def healthz(self, _: WebRequest) -> Response:
         """The process answers."""
         return json_answer({"ok": True})
 
-    def readyz(self, _: Asked) -> Answer:
+    def readyz(self, _: WebRequest) -> Response:
         """The store can be read and written. What is wrong is for those who may read: `GET /api/overview`, the log."""
         problem = self._problem()
         if problem is None:
@@ -131,43 +131,43 @@ class Routes:
             return error
         return failure if isinstance(failure, QuireError) else StoreUnusable("it fails") if failure else None
 
-    def metrics(self, _: Asked) -> Answer:
+    def metrics(self, _: WebRequest) -> Response:
         """For Prometheus."""
-        return Answer(*self._metrics())
+        return Response(*self._metrics())
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def me(self, asked: Asked) -> Answer:
+    def me(self, asked: WebRequest) -> Response:
         """Who asks, and what that allows."""
         role = asked.role.value if asked.role is not None else "none"
         return json_answer({"role": role, "asks_readers": self._asks_readers})
 
-    def overview(self, _: Asked) -> Answer:
+    def overview(self, _: WebRequest) -> Response:
         """See `overview.overview`."""
         return self._sight.cached.get("overview", lambda: json_answer(overview.overview(self._sight)))
 
-    def lineage(self, _: Asked) -> Answer:
+    def lineage(self, _: WebRequest) -> Response:
         """See `overview.lineage`."""
         return self._sight.cached.get("lineage", lambda: json_answer(overview.lineage(self._sight)))
 
-    def database(self, asked: Asked) -> Answer:
+    def database(self, asked: WebRequest) -> Response:
         """See `database.database_page`."""
         (name,) = asked.names
         return self._sight.cached.get(("db", name), lambda: json_answer(database.database_page(self._sight, name)))
 
-    def jobs(self, _: Asked) -> Answer:
+    def jobs(self, _: WebRequest) -> Response:
         """See `overview.jobs`."""
         return self._sight.cached.get("jobs", lambda: json_answer(overview.jobs(self._sight)))
 
-    def feed(self, asked: Asked) -> Answer:
+    def feed(self, asked: WebRequest) -> Response:
         """See `overview.feed`."""
         limit, before = asked.number("limit", 50, 200), asked.number("before", 0, 2**63)
         return json_answer(overview.feed(self._sight, limit=limit, before=before))
 
-    def verification(self, _: Asked) -> Answer:
+    def verification(self, _: WebRequest) -> Response:
         """See `overview.verification`."""
         return self._sight.cached.get("verification", lambda: json_answer(overview.verification(self._sight)))
 
-    def why(self, asked: Asked) -> Answer:
+    def why(self, asked: WebRequest) -> Response:
         """See `database.why`."""
         subject = asked.query.get("subject", "")
         if not subject:
@@ -175,23 +175,23 @@ class Routes:
         return json_answer(database.why(self._sight, subject))
 
     # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def make_snapshot(self, asked: Asked) -> Answer:
+    def make_snapshot(self, asked: WebRequest) -> Response:
         """A snapshot of a database as it is now."""
         wanted = _read(asked.body, NewSnapshot)
         return self._done({"snapshot": self._sight.store.snapshot(asked.names[0], wanted.name)}, HTTPStatus.CREATED)
 
-    def retry(self, asked: Asked) -> Answer:
+    def retry(self, asked: WebRequest) -> Response:
         """Enqueue a job that failed or was cancelled once more."""
         _read(asked.body, Empty)
         return self._done({"job_id": self._sight.manifest.jobs.retry(_job_id(asked))}, HTTPStatus.CREATED)
 
-    def cancel(self, asked: Asked) -> Answer:
+    def cancel(self, asked: WebRequest) -> Response:
         """End a job that has not ended."""
         _read(asked.body, Empty)
         self._sight.manifest.jobs.cancel(_job_id(asked))
         return self._done({"job_id": _job_id(asked)})
 
-    def _done(self, value: Any, status: int = HTTPStatus.OK) -> Answer:
+    def _done(self, value: Any, status: int = HTTPStatus.OK) -> Response:
         self._sight.cached.forget()
         return json_answer(value, status)
 
@@ -231,7 +231,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         raise InvalidInput(f"the body cannot be read: {error}") from error
 
 
-def _job_id(asked: Asked) -> int:
+def _job_id(asked: WebRequest) -> int:
     text = asked.names[0]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19):
         raise InvalidInput("a job is named by its number", value=text[:40])

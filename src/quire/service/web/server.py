@@ -39,7 +39,7 @@ from quire.service.web.answers import error_answer
 from quire.service.web.dashboard_state import Explain, Sight, WebStore
 from quire.service.web.hub import Hub
 from quire.service.web.metrics import exposition, registry
-from quire.service.web.request import IDLE_SECONDS, Connection
+from quire.service.web.request import IDLE_SECONDS, HttpConnection
 from quire.service.web.routes import Routes
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class _Listener(socketserver.TCPServer):
         # guarded by _changed
         self._changed = threading.Condition()
         try:
-            super().__init__((host, port), Connection)
+            super().__init__((host, port), HttpConnection)
         except OSError as error:
             raise InvalidInput(
                 f"cannot listen: {error.strerror or error}",
@@ -243,14 +243,14 @@ class _Listener(socketserver.TCPServer):
     def end_connections(self, seconds: float) -> None:
         """Let connections end; after so many seconds hang up on them. Those that say nothing are hung up on at once."""
         with self._changed:
-            for each in self.web.connections:
+            for connection in self.web.connections:
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RD)  # an answer under way is still sent
+                    connection.shutdown(socket.SHUT_RD)  # an answer under way is still sent
             if not self._changed.wait_for(lambda: not self.web.connections, seconds):
                 emit("warning", "web.hung_up", connections=len(self.web.connections))
-                for each in self.web.connections:
+                for connection in self.web.connections:
                     with suppress(OSError):
-                        each.shutdown(socket.SHUT_RDWR)
+                        connection.shutdown(socket.SHUT_RDWR)
                 self._changed.wait_for(lambda: not self.web.connections, 1.0)
 
 

@@ -58,20 +58,20 @@ def _page(sight: Sight, stream_id: int) -> dict[str, Any]:
 
 def _files(sight: Sight, stream_id: int) -> dict[str, dict[str, int]]:
     """Files and bytes of each directory."""
-    found = {part: {"files": 0, "bytes": 0} for part in ("hot", "warm", "manifest")}
+    parts = {part: {"files": 0, "bytes": 0} for part in ("hot", "warm", "manifest")}
     for path, size in sight.files(stream_id, DbKind.STREAM):
-        for part, figures in found.items():
+        for part, figures in parts.items():
             if path.startswith(names.stream_dir(stream_id, part)):
                 figures["files"] += 1
                 figures["bytes"] += size
-    return found
+    return parts
 
 
 def _records(log: LogFiles) -> list[dict[str, Any]]:
     """The newest records, newest first."""
     chunks = log.chunks()
     newest = deque(inspect(log, start_chunk=chunks[-CHUNKS_READ:][0]) if chunks else (), maxlen=RECORDS_MAX)
-    return [cut(plain(each)) for each in reversed(newest)]
+    return [cut(plain(record)) for record in reversed(newest)]
 
 
 def _tiers(index: ManifestIndex) -> dict[str, int]:

@@ -116,7 +116,7 @@ class Records:
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
         """Where records are; no more segments than one answer has room for."""
-        from quire.service.stream_messages import STREAM_SHARE, OfStream
+        from quire.service.tickets import STREAM_SHARE, OfStream
 
         request = OfStream(self.stream, start, stop, upload)
         how = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from quire.core.errors import CursorLost, InvalidInput, UnknownCursor
-from quire.service.stream_messages import (
+from quire.service.tickets import (
     STREAM_ACK,
     STREAM_POSITION,
     STREAM_REGISTER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cli.durations import UNITS, duration, moment_of, seconds_of
+from quire.cli.formatting import UNITS, duration, moment_of, seconds_of
 from quire.core.errors import InvalidInput
 
 
@@ -40,5 +40,5 @@ def test_moments(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["now", "yesterday", "12:00", "2026-13-01", "1", ""])
 def test_what_is_no_moment(text: str) -> None:
-    with pytest.raises(InvalidInput, match="`--since` takes a moment"):
+    with pytest.raises(InvalidInput, match="`--since` takes a time"):
         moment_of(text, "--since", now_ms=0)
