@@ -13,8 +13,7 @@ import pytest
 
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
-from quire.objects.options import StoreOptions
-from quire.objects.retry import RetryPolicy
+from quire.objects.options import RetryPolicy, StoreOptions
 from tests.objects.proxy import FaultyProxy
 
 BUCKET = "quire-tests"

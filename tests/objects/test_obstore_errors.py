@@ -6,9 +6,9 @@ import pytest
 from obstore import exceptions as foreign
 
 from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, StorageFault
-from quire.objects.common import NameIsTaken
-from quire.objects.obstore_errors import ANSWERS, ErrorMeaning, translate
-from quire.objects.retry import Transient
+from quire.objects.api import NameIsTaken
+from quire.objects.obstore_errors import MEANINGS, ErrorMeaning, translate
+from quire.objects.options import Transient
 
 FOREIGN_CLASSES = [
     each for each in vars(foreign).values() if isinstance(each, type) and issubclass(each, foreign.BaseError)
@@ -23,11 +23,11 @@ def outcome(error: Exception) -> Exception:
 
 def test_every_exception_of_obstore_has_a_line_of_its_own() -> None:
     assert len(FOREIGN_CLASSES) >= 12
-    missing = [each.__name__ for each in FOREIGN_CLASSES if each not in ANSWERS]
-    assert not missing, f"obstore has new errors; say in ANSWERS what they mean: {missing}"
+    missing = [each.__name__ for each in FOREIGN_CLASSES if each not in MEANINGS]
+    assert not missing, f"obstore has new errors; say in MEANINGS what they mean: {missing}"
 
 
-@pytest.mark.parametrize("kind", ANSWERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", MEANINGS, ids=lambda kind: kind.__name__)
 def test_translation_is_total(kind: type[Exception]) -> None:
     assert outcome(kind("text")) is not None
 
@@ -82,7 +82,7 @@ def test_signatures_in_urls_do_not_reach_messages() -> None:
 
 
 def test_every_answer_is_used() -> None:
-    assert set(ANSWERS.values()) == set(ErrorMeaning)
+    assert set(MEANINGS.values()) == set(ErrorMeaning)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.errors import InvalidConfig, InvalidName
 from quire.core.object_settings import ObjectSettings
-from quire.objects.api import list_objects
+from quire.objects.api import key_below, list_objects
 from quire.objects.local import LocalStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions, options_of
@@ -136,3 +136,11 @@ def test_credentials_of_quire_toml_may_be_variables(monkeypatch: pytest.MonkeyPa
     assert options.settings == {"access_key_id": "AKIA", "secret_access_key": "s3cret"}
     assert options.region == "x"
     assert "s3cret" not in repr(options)
+
+
+def test_a_key_below_a_prefix_is_checked() -> None:
+    assert key_below("", "a/b") == "a/b"
+    assert key_below("tenant", "a/b") == key_below("tenant/", "a/b") == "tenant/a/b"
+    for prefix, suffix in (("../x", "a"), ("/x", "a"), ("x", "../a"), ("x//y", "a"), ("", "")):
+        with pytest.raises(InvalidName):
+            key_below(prefix, suffix)

@@ -13,7 +13,7 @@ from quire.core.ids import U32_MAX
 from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.durable.object_names import OWNER_FILE, owner_key, parse_owner_key
-from quire.objects.owner_record import (
+from quire.objects.ownership import (
     FILE_BYTES_MAX,
     FORMAT,
     OBJECT_BYTES_MAX,

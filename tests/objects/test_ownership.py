@@ -15,8 +15,16 @@ from quire.durable.files import OsDisk
 from quire.durable.object_names import LEGACY_OWNER, OWNER_FILE, owner_key
 from quire.objects.api import DeletableStore, list_objects
 from quire.objects.guarded import GuardedStore
-from quire.objects.owner_record import OwnerObject, decode_object, encode_object, read_file, recorded_state
-from quire.objects.ownership import EPOCHS_PER_TAKEOVER, Ownership, refuse_fenced
+from quire.objects.ownership import (
+    EPOCHS_PER_TAKEOVER,
+    OwnerObject,
+    Ownership,
+    decode_object,
+    encode_object,
+    read_file,
+    recorded_state,
+    refuse_fenced,
+)
 from quire.testing.clock import ManualClock
 
 STORE = "1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19"

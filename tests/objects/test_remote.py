@@ -25,8 +25,7 @@ from quire.core.errors import (
 from quire.objects import remote
 from quire.objects.api import DeletableStore, ExistingObject, Range, list_objects
 from quire.objects.open import open_store
-from quire.objects.options import StoreOptions
-from quire.objects.retry import RetryPolicy
+from quire.objects.options import RetryPolicy, StoreOptions
 from tests.objects.conftest import BUCKET, QUICK_RETRIES, fresh_url, s3_options
 from tests.objects.proxy import Fault, FaultyProxy, Seen
 

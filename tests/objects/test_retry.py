@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import InvalidConfig, ObjectNotFound, ObjectStoreUnavailable
-from quire.objects.retry import NO_RETRIES, Retrier, RetryPolicy, Transient
+from quire.objects.options import NO_RETRIES, Retrier, RetryPolicy, Transient
 from quire.testing.clock import ManualClock
 
 

@@ -1,20 +1,12 @@
 """The checksums that stand in quire's formats: one name each, the same calling form, running values.
 
-Terms
-  crc32   CRC-32/ISO-HDLC, as in zlib and gzip; where a foreign or inherited layout asks for it
-  crc64   CRC-64/NVME; what quire's own formats use (hardware speed: about 1 µs for 4 KiB)
-  sha256  where an *adversary* or a mix-up of objects is the worry; a crc only finds accidents
+`crc64` is CRC-64/NVME, what quire's own formats use (about 1 µs for 4 KiB); `crc32` is that of zlib, where a foreign or
+inherited layout asks for it; `sha256` is for where an *adversary* or a mix-up of objects is the worry. `crc(a + b) == crc(b,
+crc(a))`, so a value may seed the next part, be a salt, or chain frames; for equal bytes the map from seed to crc is one to
+one. Any C-contiguous buffer will do, and nothing is copied.
 
-Rules
-  1. Running: `crc(a + b) == crc(b, crc(a))`, so a value may seed the next part, be a salt, or chain frames.
-  2. A changed seed always changes the result: for equal bytes the map from seed to crc is one to one.
-  3. Any C-contiguous buffer will do: `bytes`, `bytearray`, `memoryview`, `mmap`, an array. Nothing is copied.
-  4. `crc64_rows` is `crc64` of each row, for many short rows at once; it alone loads numpy, when it is called.
-  5. The native crc64 takes 60 ms to load, more than most commands may take altogether. So the first bytes of a process are
-     done by a table, a byte at a time; with the byte that is one too many (`EARLY_BYTES`), the native one is loaded for good.
-
-Pure functions, any thread; importable on executors (no lmdb). The formats that use them are in `docs/formats/`.
-Raises only what Python raises for a wrong argument (`TypeError`, `BufferError`).
+Pure functions, any thread; importable on executors (no lmdb). The formats that use them are in `docs/formats/`. Raises only
+what Python raises for a wrong argument (`TypeError`, `BufferError`).
 
     >>> hex(crc32(b"123456789")), hex(crc64(b"123456789"))
     ('0xcbf43926', '0xae8b14860a799888')
@@ -43,7 +35,7 @@ CRC64_POLYNOMIAL = 0x9A6C9329AC4BC9B5
 """CRC-64/NVME, reflected: the lowest bit is the highest power."""
 CRC64_MAX = 2**64 - 1
 EARLY_BYTES = 64 * KIB
-"""What is checked by the table (rule 5): about 6 ms of it. Opening a small database and a record or two are well below."""
+"""What is checked by the table: about 6 ms of it. Opening a small database and a record or two are well below."""
 ROWS_PER_BLOCK = 8192
 """`crc64_rows` takes this many rows at a time: its scratch space then stays in the processor's cache."""
 ROWS_BY_ONE = 256
@@ -78,7 +70,8 @@ def sha256(data: Bytes) -> bytes:
 
 # ── one crc64, from two makers ────────────────────────────────────────────────────────────────────────────────────────
 def _early(data: Bytes, value: int) -> int:
-    """Rule 5: by the table while that is little, and then never again. Threads may count a little wrong together."""
+    """The native crc64 takes 60 ms to load, more than most commands may take altogether: the first bytes of a process are done
+    by a table, and with the byte that is one too many the native one is loaded for good. Threads may count a little wrong."""
     global _crc64, _early_bytes
     view = memoryview(data)
     _early_bytes += view.nbytes
@@ -109,7 +102,7 @@ def _crc64_table() -> list[int]:
 
 
 def _native() -> Callable[[Bytes, int], int]:
-    from awscrt import checksums  # rule 5
+    from awscrt import checksums  # 60 ms
 
     # awscrt's function is a Python function around this one: ours stands in its place, at the same price.
     inner = getattr(checksums, "_awscrt", None)
@@ -119,7 +112,7 @@ def _native() -> Callable[[Bytes, int], int]:
 
 @cache
 def _combine() -> Callable[[int, int, int], int] | None:
-    from awscrt import checksums  # rule 5
+    from awscrt import checksums  # 60 ms
 
     return getattr(checksums, "combine_crc64nvme", None)
 

@@ -1,22 +1,15 @@
 """Named places in the code where a test can make the process die, fail or wait.
 
-Terms
-  point   a place that calls `hit("package.step.before")`
-  script  what to do at a point, hit after hit: terms joined by `->`, each `action` or `N*action`. A counted term
-          serves N hits, a bare one serves all the rest; behind the last term nothing happens
-  action  `off` · `kill` (SIGKILL to this process) · `raise:ENOSPC` (an `OSError` of that errno) · `sleep:20`
-          (milliseconds) · in code also any callable, which gets the point's name
-  `*`     stands for every point: `armed("*", "4*off->kill")` dies at the fifth step, whatever it is
+A point calls `hit("package.step.before")`; with nothing armed that is one look at an empty dict. A script says what to do at
+it, hit after hit: terms joined by `->`, each `action` or `N*action`. A counted term serves N hits, a bare one all the rest;
+behind the last term nothing happens. Actions: `off` · `kill` (SIGKILL to this process) · `raise:ENOSPC` (an `OSError` of that
+errno) · `sleep:20` (milliseconds) · in code also any callable, which gets the point's name. `*` stands for every point:
+`armed("*", "4*off->kill")` dies at the fifth step, whatever it is.
 
-Rules
-  1. With nothing armed `hit` costs one look at an empty dict, so points may stand in commit paths.
-  2. Points of the environment variable `QUIRE_FAILPOINTS="name=kill;other=2*off->raise:EIO"` are armed at import: that
-     is how a test reaches a child process.
-  3. Hits are counted only while something is armed; `recording()` arms nothing else and just counts, so that a test can
-     learn how many steps there are and then die at each of them until a clean pass.
+`QUIRE_FAILPOINTS="name=kill;other=2*off->raise:EIO"` arms points at import: that is how a test reaches a child process.
 
-Threads: any; counting and taking a term is under one lock, the action itself runs outside it.
-Raises `InvalidConfig` for a script that does not parse, and at a point what its action says.
+Threads: any; counting and taking a term is under one lock, the action itself runs outside it. Raises `InvalidConfig` for a
+script that does not parse, and at a point what its action says.
 
     >>> with armed("demo.step", "1*off->raise:ENOSPC"):
     ...     hit("demo.step")

@@ -1,17 +1,15 @@
 """The seam between quire and the file system, and the only place that syncs.
 
-Terms
-  durable   after `File.sync` the bytes and the size of a file survive power loss
-  named     after `Disk.sync_dir` the *name* of a new, renamed or removed file survives power loss; syncing the file
-            alone does not make its name durable
+After `File.sync` the bytes and the size of a file survive power loss; after `Disk.sync_dir` the *name* of a new, renamed or
+removed file does, which syncing the file alone does not give. After a failed sync the state on disk is unknown: the caller
+must stop using the file (see `StoreUnusable`).
 
-Rules
-  1. Every durable path goes through a `Disk`, so that `quire.testing` can keep, drop, garble or fail each step.
-  2. `File.write_at` writes everything or raises: a short write is retried by `OsFile`, never seen by callers.
-  3. After a failed `sync` the state on disk is unknown: the caller must stop using the file (see `StoreUnusable`).
-  4. Operating-system errors are translated here, once: ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and
-     EROFS become `NotWritable`; EMFILE and ENFILE `TooManyOpenFiles`; everything else `StorageFault`.
-     `FileNotFoundError` and `FileExistsError` pass unchanged: they are answers, not faults.
+Every durable path goes through a `Disk`, so that `quire.testing` can keep, drop, garble or fail each step, and so that whoever
+wants to know of every sync has one place to look: `OsFile.sync`, `OsFile.write_synced_at` and `OsDisk.sync_dir`.
+
+Operating-system errors are translated here, once: ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and EROFS become
+`NotWritable`; EMFILE and ENFILE `TooManyOpenFiles`; everything else `StorageFault`. `FileNotFoundError` and `FileExistsError`
+pass unchanged: they are answers, not faults.
 
 Objects are confined to no thread: positional reads and writes carry no shared offset.
 """
@@ -104,9 +102,43 @@ class Disk(Protocol):
         """Make the names in a directory durable."""
 
 
+class DiskLayer:
+    """A `Disk` over another one: a subclass changes some operations, the others are the disk's below."""
+
+    def __init__(self, inner: Disk) -> None:
+        self._inner = inner
+
+    def exists(self, path: str) -> bool:
+        return self._inner.exists(path)
+
+    def size(self, path: str) -> int:
+        return self._inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        return self._inner.names(path)
+
+    def make_dirs(self, path: str) -> None:
+        self._inner.make_dirs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self._inner.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self._inner.link(source, target)
+
+    def remove(self, path: str) -> None:
+        self._inner.remove(path)
+
+    def remove_dir(self, path: str) -> None:
+        self._inner.remove_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        self._inner.sync_dir(path)
+
+
 @contextmanager
 def translated(path: str, doing: str) -> Iterator[None]:
-    """Turn operating-system errors into ours (rule 4)."""
+    """Turn operating-system errors into ours."""
     try:
         yield
     except (FileNotFoundError, FileExistsError):
@@ -290,14 +322,14 @@ class OsDisk:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
-        for each in reversed(missing):
-            with translated(each, "making a directory"):
+        for folder in reversed(missing):
+            with translated(folder, "making a directory"):
                 try:
-                    os.mkdir(each)
+                    os.mkdir(folder)
                 except FileExistsError:
-                    if not os.path.isdir(each):
+                    if not os.path.isdir(folder):
                         raise
-            self.sync_dir(os.path.dirname(each))
+            self.sync_dir(os.path.dirname(folder))
 
     def rename(self, source: str, target: str) -> None:
         with translated(target, "renaming"):
@@ -398,6 +430,22 @@ def read_all(disk: Disk, path: str) -> bytes:
         return file.read_at(file.size(), 0)
     finally:
         file.close()
+
+
+def remove_tree(disk: Disk, path: str) -> None:
+    """Remove a file or a directory with what is in it; one that is gone is fine.
+
+    Asking the kernel first keeps us from following a link out.
+    """
+    with suppress(FileNotFoundError):
+        try:
+            disk.remove(path)
+        except StorageFault as fault:
+            if fault.where.get("errno") not in ("EISDIR", "EPERM"):
+                raise
+            for name in disk.names(path):
+                remove_tree(disk, os.path.join(path, name))
+            disk.remove_dir(path)
 
 
 def preallocate(disk: Disk, path: str, size: int) -> File:

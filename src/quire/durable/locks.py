@@ -1,22 +1,13 @@
 """An advisory lock on a file that says who holds it: one owner per store, one process per reader's lease.
 
-Terms
-  holder  the process that has the lock, as it wrote itself into the file: pid, host, start time
+The lock is the kernel's (`flock`), not the file's existence or contents: it ends with the process, however that ends, and a
+file left behind means nothing. The contents (pid, host, start time) are a courtesy for the message and decide nothing. The
+file is never removed: a removed and remade file is two locks. The lock is on an inode, and others look for its path: `verify`
+raises as soon as the two are no longer the same. After `fork()` the lock stays the parent's; in the child every call but
+`close` raises `StoreClosed` (M12).
 
-Rules
-  1. The lock is the kernel's (`flock`), not the file's existence or contents: it ends with the process, however that
-     ends, and a file left behind means nothing. The file is never removed: a removed and remade file is two locks.
-  2. The contents are a courtesy for the message; they may be missing, stale or half written, and decide nothing.
-  3. After `fork()` the lock stays the parent's. The child's copy of the descriptor is closed, never unlocked (unlocking
-     any copy unlocks all), so the parent's lock neither leaks into the child nor dies with it. In the child every call
-     but `close` raises `StoreClosed` (M12).
-  4. The lock is on an inode, and others look for its path: `verify` raises as soon as the two are no longer the same, because
-     whoever comes next locks another file. `acquire` looks once more after it has locked.
-  5. `is_held` probes with a shared lock for an instant; `FileLock.acquire` therefore tries a few times before it
-     believes that the lock is taken.
-
-Threads: any. Local file systems only: `flock` over a network file system is as good as that file system says.
-Raises `StoreLocked` with the holder's pid, `StoreFenced`, `StoreClosed`, and `StorageFault` if the file cannot be opened.
+Threads: any. Local file systems only: `flock` over a network file system is as good as that file system says. Raises
+`StoreLocked` with the holder's pid, `StoreFenced`, `StoreClosed`, and `StorageFault` if the file cannot be opened.
 """
 
 from __future__ import annotations
@@ -118,6 +109,7 @@ class FileLock:
         os.close(fd)
 
     def _forget(self) -> None:
+        """In a forked child: close the copy and never unlock it, because unlocking any copy unlocks all."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -188,7 +180,7 @@ def _inode_of(file: int | str) -> tuple[int, int]:
 
 
 def _open_and_lock(path: str) -> int:
-    """A locked descriptor of the file that the path names (rule 4)."""
+    """A locked descriptor of the file that the path names."""
     for _ in range(ATTEMPTS):
         with translated(path, "opening the lock file"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

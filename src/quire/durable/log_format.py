@@ -1,23 +1,17 @@
 """The bytes of a framed append log: one file header, then frames whose checksums form a chain.
 
-Terms
-  salt     64 random bits, new in each life of a file
-  identity whose file this is: the store, the database and the file's number; in headers of version 2
-  kind     four bytes that say whose log this is, so that one log is never replayed as another
-  link     the checksum at the end of the header and of every frame; the *next* frame's checksum is seeded with it
-  tag      the low half of the salt, in every frame: lets a scan jump from candidate to candidate
-  synced   in each frame: how many bytes of the file were known to be durable when the frame was written
-  mark     a frame without payload; it carries nothing but `synced`. Callers cannot append empty payloads
+Little-endian, no padding, no alignment. The header has a salt, new in each life of a file, a kind of four bytes that says
+whose log this is, and from version 2 on the identity of the file: store, database, number. The *link* is the checksum at the
+end of the header and of every frame. The *tag* is the low half of the salt, in every frame: a scan jumps from candidate to
+candidate. `synced` says in each frame how many bytes of the file were known to be durable when it was written; a *mark* is a
+frame without payload that carries nothing else.
 
-Rules
-  1. Little-endian, no padding, no alignment.
-  2. A frame at `offset` is *valid* if its tag is the log's, its length fits, header size ≤ `synced` ≤ `offset`, and its
-     link equals the crc64 of its head and payload seeded with **the eight bytes just before it**. So validity can be
-     tested at any offset, and yet a frame is valid only behind the very frame it was written behind.
-  3. Sizes are literal and checked at import; the page and the code are compared by a test.
+A frame at `offset` is *valid* if its tag is the log's, its length fits, header size ≤ `synced` ≤ `offset`, and its link equals
+the crc64 of its head and payload seeded with **the eight bytes just before it**. So validity can be tested at any offset, and
+yet a frame is valid only behind the very frame it was written behind.
 
-Pure functions, any thread, no input or output. Format page: `docs/formats/framed-log.md`.
-Raises `Corruption` for a bad header, `FormatTooNew`, `WrongKind`; `OutOfRange` for a payload that is too large.
+Pure functions, any thread, no input or output. Format page: `docs/formats/framed-log.md`. Raises `Corruption` for a bad
+header, `FormatTooNew`, `WrongKind`; `OutOfRange` for a payload that is too large.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Builds *and* parses every file name in a store and the object keys of artifacts (`object_names.py` has the other keys).
 
-Terms
-  path      relative to the store's directory, `/` between parts
-  key       an object's name below its remote namespace's prefix
-  foreign   any other text; parsing it gives `None`, never an exception: listings hold what people put there
+Build and parse are inverse: `parse_path(name.path) == name`, and a text that parses is exactly what the parsed name builds, so
+no two texts mean one thing (no upper-case hex, no other widths, no superfluous zeros). Foreign text gives `None`, never an
+exception: listings hold what people put there. Paths are relative to the store's directory, keys to their namespace's prefix.
+Names of databases, snapshots and cursors are text from people (`check_name`); they never become file names.
 
-Rules
-  1. Build and parse are inverse: `parse_path(name.path) == name`, and a text that parses is exactly what the parsed
-     name builds. So no two texts mean one thing (no upper-case hex, no other widths, no superfluous zeros).
-  2. Ids are checked when a name is built: a database id is never 0.
-  3. Names of databases, snapshots and cursors are text from people (`check_name`); they never become file names.
-
-Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page.
-Raises `OutOfRange` for an id that does not fit, `InvalidInput` for an artifact that has no object, `InvalidName`.
+Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page. Raises
+`OutOfRange` for an id that does not fit, `InvalidInput` for an artifact that has no object, `InvalidName`.
 
     >>> WalSegmentFile(db_id=7, segment_id=31).path
     'pages/00000007/wal/0000001f.seg'
@@ -508,7 +502,7 @@ def _cached(db_id: int, text: str) -> CachedChunkFile | None:
 
 
 def _fits(name: StoreName, path: str) -> bool:
-    """Whether the name can be built again, to the same text (rule 1): ids of 0 or beyond u64 make a path foreign."""
+    """Whether the name can be built again, to the same text: ids of 0 or beyond u64 make a path foreign."""
     try:
         return name.path == path
     except InvalidInput:

@@ -1,28 +1,18 @@
 """Files that engines write to, within a bound: a descriptor is closed when its file is not used, and opened again when it is.
 
 A process has 1,024 descriptors unless it asked for more, and a store may have many more databases than that, each with a log
-that it writes to now and then. So engines open what they write through this `Disk`; what they hold is a `File` as before.
+that it writes to now and then. So engines open what they write through this `Disk`; what they hold is a `File` as before
+(docs/decisions/024-open-files.md).
 
-Terms
-  entry    one file by its path, with all handles that are open on it here
-  closed   the entry has no descriptor; the next use of any of its handles opens them all again
-  dirty    written through a handle and not synced since: what a sync would report must reach the one who wrote, so such a
-           file keeps its descriptors
+A clean file that was not used between two looks, a second apart, is closed. Beyond `limit` open files the one opened longest
+ago is closed, used or not. A *dirty* file, written and not synced since, keeps its descriptors: what a sync would report must
+reach the one who wrote. If all are dirty, the one opened longest ago is synced first; should that fail, its writer is told by
+its next use of the file. All handles of a file are closed and opened together: two handles are there because Linux tells of a
+failed write-back once per handle, and one that was opened behind a write would miss that news.
 
-Rules
-  1. A clean entry that was not used between two looks, a second apart, is closed: an idle database holds no descriptor.
-  2. At most `limit` entries are open, as far as they can be closed: beyond it the one that was opened longest ago is, used or
-     not. If all are dirty, that one is synced first; should that fail, its writer is told by its next use of the file.
-  3. All handles of an entry are closed and opened together: two handles are there because Linux tells of a failed write-back
-     once per handle (pages/segment_file.py, rule 8), and one that was opened behind a write would miss that news.
-  4. A file is opened again only if it is the same one (device and inode). Another one under its path is a `StorageFault`.
-  5. A file whose descriptor was asked for (`fileno`: a map, a lock) stays open until it is closed.
-  6. What `open` opens to be read is not held here: such readers have bounds of their own, and read on when a file is removed.
-     Files that stay as long as somebody has them open (tables of key-value databases) are opened by `open_to_read`.
-
-Why a use needs no lock: it marks the entry as busy before it looks for its handle, and who closes takes the handles away before
-it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it busy and
-gives the handles back. The marks are appends to a list, which are atomic, as is the look at it.
+Why a use needs no lock: it marks the entry as busy before it looks for its handle, and who closes takes the handles away
+before it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it
+busy and gives the handles back. The marks are appends to a list, which are atomic, as is the look at it.
 
 Threads: any. Raises what the disk below raises.
 """
@@ -32,18 +22,20 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from quire.core.errors import StorageFault
 from quire.core.events import emit
-from quire.durable.files import DirectFile, Disk, File, begin_write_back, write_synced
+from quire.durable.files import DirectFile, Disk, DiskLayer, File, begin_write_back, write_synced
 
 LOOK_SECONDS = 1.0
 """Between two looks for what is not used."""
 
 
 class _OpenFile:
-    """See the terms. All but `busy`, `is_dirty` and `was_used` is guarded by the pool's lock."""
+    """One file by its path, with all handles that are open on it here. All but `busy`, `is_dirty` and `was_used` is guarded by
+    the pool's lock."""
 
     __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "path", "was_used")
 
@@ -58,13 +50,13 @@ class _OpenFile:
         self.failure: StorageFault | None = None
 
 
-class OpenFiles:
+class OpenFiles(DiskLayer):
     """A `Disk` whose files to write are kept within a bound; everything else is the disk's below."""
 
     def __init__(self, inner: Disk, limit: int, *, ticking: bool = True) -> None:
         """`ticking=False`: nothing is closed by time; tests call `close_idle`."""
+        super().__init__(inner)
         # constant after construction
-        self._inner = inner
         self._limit = limit
         self._ticking = ticking
         self._stopping = threading.Event()
@@ -87,7 +79,8 @@ class OpenFiles:
         return self._pooled(path, create=create, exclusive=exclusive, write=True)
 
     def open_to_read(self, path: str) -> File:
-        """A file to read that gives its descriptor up while it is not used (rule 6)."""
+        """A file to read that gives its descriptor up while it is not used: for files that stay as long as somebody has them
+        open (tables of key-value databases). Other readers have bounds of their own, and read on when a file is removed."""
         return self._pooled(path, create=False, exclusive=False, write=False)
 
     def _pooled(self, path: str, *, create: bool, exclusive: bool, write: bool) -> PooledFile:
@@ -154,7 +147,7 @@ class OpenFiles:
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close_idle(self) -> int:
-        """Close what was not used since the last look (rule 1); how many files."""
+        """Close what was not used since the last look; how many files."""
         with self._lock:
             idle = [entry for entry in self._open if not entry.was_used and not entry.is_dirty]
             for entry in self._open:
@@ -236,19 +229,6 @@ class OpenFiles:
         if ticker is not None:
             ticker.join()
 
-    # ── the rest of a disk ────────────────────────────────────────────────────────────────────────────────────────────
-    def exists(self, path: str) -> bool:
-        return self._inner.exists(path)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def names(self, path: str) -> list[str]:
-        return self._inner.names(path)
-
-    def make_dirs(self, path: str) -> None:
-        self._inner.make_dirs(path)
-
     def rename(self, source: str, target: str) -> None:
         """As `Disk.rename`; handles that are open on the file go with it."""
         with self._lock:
@@ -256,18 +236,6 @@ class OpenFiles:
             if (entry := self._entries.pop(source, None)) is not None:
                 entry.path = target
                 self._entries[target] = entry
-
-    def link(self, source: str, target: str) -> None:
-        self._inner.link(source, target)
-
-    def remove(self, path: str) -> None:
-        self._inner.remove(path)
-
-    def remove_dir(self, path: str) -> None:
-        self._inner.remove_dir(path)
-
-    def sync_dir(self, path: str) -> None:
-        self._inner.sync_dir(path)
 
 
 class PooledFile(DirectFile):
@@ -330,6 +298,16 @@ class PooledFile(DirectFile):
         finally:
             entry.busy.pop()
 
+    @contextmanager
+    def _in_use(self) -> Iterator[File]:
+        """The file, not closed meanwhile. Calls that are part of every commit or read mark the entry themselves: a context
+        manager costs as much as the system call."""
+        self.entry.busy.append(None)
+        try:
+            yield self.file or self._pool.wake(self)
+        finally:
+            self.entry.busy.pop()
+
     def sync(self) -> None:
         entry = self.entry
         entry.busy.append(None)
@@ -347,59 +325,35 @@ class PooledFile(DirectFile):
             entry.busy.pop()
 
     def size(self) -> int:
-        entry = self.entry
-        entry.busy.append(None)
-        try:
-            return (self.file or self._pool.wake(self)).size()
-        finally:
-            entry.busy.pop()
+        with self._in_use() as file:
+            return file.size()
 
     def truncate(self, size: int) -> None:
-        entry = self.entry
-        entry.busy.append(None)
-        try:
-            file = self.file or self._pool.wake(self)
-            entry.was_used = entry.is_dirty = True
+        with self._in_use() as file:
+            self.entry.was_used = self.entry.is_dirty = True
             file.truncate(size)
-        finally:
-            entry.busy.pop()
 
     def allocate(self, size: int) -> None:
-        entry = self.entry
-        entry.busy.append(None)
-        try:
-            file = self.file or self._pool.wake(self)
-            entry.was_used = entry.is_dirty = True
+        with self._in_use() as file:
+            self.entry.was_used = self.entry.is_dirty = True
             file.allocate(size)
-        finally:
-            entry.busy.pop()
 
     def forget_cached(self) -> None:
-        """As `files.forget_cached`; asks for the descriptor without keeping it (rule 5)."""
-        entry = self.entry
-        entry.busy.append(None)
-        try:
-            with suppress(OSError, AttributeError):
-                os.posix_fadvise((self.file or self._pool.wake(self)).fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            entry.busy.pop()
+        """As `files.forget_cached`; asks for the descriptor without keeping it."""
+        with self._in_use() as file, suppress(OSError, AttributeError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def fileno(self) -> int:
-        entry = self.entry
-        entry.busy.append(None)
-        try:
-            file = self.file or self._pool.wake(self)
-            entry.is_pinned = True  # rule 5
+        with self._in_use() as file:
+            self.entry.is_pinned = True  # a map or a lock needs the descriptor: it stays open until it is closed
             return file.fileno()
-        finally:
-            entry.busy.pop()
 
     def close(self) -> None:
         self._pool.forget(self)
 
 
 def open_to_read(disk: Disk, path: str) -> File:
-    """A file that is kept open to be read for as long as its owner wants, within the bound if the disk has one (rule 6)."""
+    """A file that is kept open to be read for as long as its owner wants, within the bound if the disk has one."""
     return disk.open_to_read(path) if isinstance(disk, OpenFiles) else disk.open(path, write=False)
 
 

@@ -25,9 +25,8 @@ import msgspec
 from quire.core.errors import AlreadyExists, Corruption, NotFound
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.files import Disk, read_all, remove_tree, write_atomic
 from quire.durable.names import QUARANTINE, QuarantinedFile, QuarantineNote, parse_path
-from quire.durable.trees import remove_tree
 
 NOTE_BYTES_MAX = 64 * 1024
 """A note is a few hundred bytes; a larger file is none."""

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.errors import AccessDenied, InvalidInput, QuireError, Unavailable
-from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.names import TEMPORARY, CachedChunkFile, StreamSegmentFile, Tier, WalSegmentFile, object_key
 from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRecord
-from quire.objects.api import ObjectStore
-from quire.objects.namespace import RemoteNamespace
+from quire.objects.api import ObjectStore, key_below
 
 OpenStore = Callable[[str], ObjectStore]
 """Opens (or has open) the object store at a URL."""
@@ -111,8 +110,7 @@ def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord |
         return own_url, suffix
     if namespace is None:
         raise InvalidInput("the artifact's namespace is not in the manifest", namespace_id=row.namespace_id)
-    space = RemoteNamespace(id=NamespaceId(row.namespace_id), url=namespace.url, prefix=namespace.prefix)
-    return namespace.url or own_url, space.key(suffix)
+    return namespace.url or own_url, key_below(namespace.prefix, suffix)
 
 
 # ── what could not be reached ─────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from quire.core.errors import StorageFault
 from quire.core.limits import KIB
-from quire.durable.files import Disk, File, forget_cached
+from quire.durable.files import DiskLayer, File, forget_cached
 
 AHEAD_BYTES = 256 * KIB
 SMALL_BYTES = 8 * KIB
@@ -85,39 +85,9 @@ class AheadFile:
                 self._inner.close()
 
 
-class AheadDisk:
+class AheadDisk(DiskLayer):
     """A `Disk` whose `open` gives such files; what else a log asks of it is the disk's below."""
-
-    def __init__(self, inner: Disk) -> None:
-        self._inner = inner
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
         return AheadFile(file) if write and not create and not exclusive else file
-
-    def exists(self, path: str) -> bool:
-        return self._inner.exists(path)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def names(self, path: str) -> list[str]:
-        return self._inner.names(path)
-
-    def make_dirs(self, path: str) -> None:
-        self._inner.make_dirs(path)
-
-    def rename(self, source: str, target: str) -> None:
-        self._inner.rename(source, target)
-
-    def link(self, source: str, target: str) -> None:
-        self._inner.link(source, target)
-
-    def remove(self, path: str) -> None:
-        self._inner.remove(path)
-
-    def remove_dir(self, path: str) -> None:
-        self._inner.remove_dir(path)
-
-    def sync_dir(self, path: str) -> None:
-        self._inner.sync_dir(path)

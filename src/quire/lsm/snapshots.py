@@ -26,10 +26,9 @@ import msgspec
 
 from quire.core.errors import Corruption, StoreClosed
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, write_atomic
+from quire.durable.files import Disk, remove_tree, write_atomic
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import LsmHome
-from quire.durable.trees import remove_tree
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData, ManifestSstEntry
 from quire.lsm.manifest_format import LOG_NEXT, encode_snapshot

@@ -1,27 +1,19 @@
-"""The one protocol every object store implements, and the values that cross it.
+"""The one protocol every object store implements, the values that cross it, and what all implementations do the same way.
 
-Terms
-  key          names an object inside a store: '/'-separated segments, no leading '/'; see `check_key`
-  create-only  a put that never replaces: either the name was free, or the object under it is *ours* and is adopted
-  identity     what makes two bodies "the same object": judged by the caller, who knows the format, never by comparing
-               bytes (two runs of one plan may compress differently and still be the same artifact, P11)
-  adopt        to accept the object that is already there as the result of this put
+A key is '/'-separated segments without a leading '/' (`check_key`). A prefix is whole segments: `a/b` covers `a/b/c`, not
+`a/bc`. No key may be a prefix of another: a directory cannot also be a file, and a store must be movable from a bucket to a
+path and back.
 
-Rules
-  1. An object is visible whole or not at all, and immutable as far as quire is concerned.
-  2. When `put` returns, the object is durable under its key: for an adopted object too.
-  3. Create-only never overwrites. After a lost answer the retry sees "exists" and asks the caller's `identity`; another
-     identity, or no `identity` at all, is `AlreadyExists`.
-  4. `get`, `get_range` and `get_ranges` return exactly the bytes asked for or raise, never a body cut short.
-  5. `delete` is idempotent: a missing object is a success.
-  6. Listings are sorted by key (byte order of UTF-8), complete for objects that existed throughout, in bounded pages.
-  7. A prefix is whole segments: `a/b` covers `a/b/c`, not `a/bc`. No key may be a prefix of another: a directory cannot
-     also be a file, and a store must be movable from a bucket to a path and back.
+An object is visible whole or not at all, and immutable. When `put` returns it is durable. A *create-only* put never replaces:
+either the name was free, or the caller's `identity` says that the object under it is the one being put, and it is *adopted*.
+The caller knows the format; bytes are never compared, because two runs of one plan may compress differently and still be the
+same artifact (P11). Reads return exactly the bytes asked for or raise. Deleting a missing object is a success. Listings are
+sorted by key (byte order of UTF-8), complete for objects that existed throughout, in bounded pages.
 
 Threads: every implementation may be used from any number of threads at once.
 
-Raises: `InvalidName`, `OutOfRange` (fix the call) · `ObjectNotFound` · `AlreadyExists` · `ObjectStoreUnavailable`
-(retries ran out) · `AccessDenied`, `DiskFull`, `StorageFault` · `ChecksumMismatch` (only where a digest was given).
+Raises: `InvalidName`, `OutOfRange` (fix the call) · `ObjectNotFound` · `AlreadyExists` · `ObjectStoreUnavailable` (retries ran
+out) · `AccessDenied`, `DiskFull`, `StorageFault` · `ChecksumMismatch` (only where a digest was given).
 """
 
 from __future__ import annotations
@@ -32,7 +24,16 @@ from typing import Protocol
 
 import msgspec
 
-from quire.core.errors import ChecksumMismatch, InvalidName, OutOfRange
+from quire.core.errors import (
+    AlreadyExists,
+    ChecksumMismatch,
+    InvalidInput,
+    InvalidName,
+    ObjectNotFound,
+    ObjectStoreUnavailable,
+    OutOfRange,
+)
+from quire.durable.checksums import crc64 as crc64_of
 
 KEY_BYTES_MAX = 1024
 """What S3 and GCS allow for a whole name; ours are ~40 bytes, a configured prefix comes on top."""
@@ -205,6 +206,16 @@ def check_prefix(prefix: str) -> str:
     return check_key(prefix) if prefix else ""
 
 
+def key_below(prefix: str, suffix: str) -> str:
+    """The key of an object below the prefix of a namespace, checked.
+
+    >>> key_below("tenant-7/", "00000001/0000002a/base:00000003")
+    'tenant-7/00000001/0000002a/base:00000003'
+    """
+    prefix = check_prefix(prefix)
+    return check_key(f"{prefix}/{suffix}" if prefix else suffix)
+
+
 def check_listing(prefix: str, start_after: str, page_objects: int) -> str:
     """The checked prefix of a listing, if its other arguments make sense too."""
     if start_after:
@@ -261,3 +272,79 @@ def check_digest_before_put(key: str, data: Buffer, sha256: bytes | None) -> Non
             expected=sha256.hex(),
             actual=actual.hex(),
         )
+
+
+CREATE_ROUNDS = 4
+"""How often a name may be taken and then free before the put gives up: more means that somebody deletes what we put."""
+
+
+class NameIsTaken(Exception):
+    """Inside `objects/` only: the store says that the name is not free."""
+
+
+def create_or_adopt(
+    store: ObjectStore, key: str, create: Callable[[], PutResult], identity: Identity | None
+) -> PutResult:
+    """Create the object, or adopt the one that is there if `identity` says it is the same (P11)."""
+    for _ in range(CREATE_ROUNDS):
+        try:
+            return create()
+        except NameIsTaken:
+            pass
+        try:
+            info = store.head(key)
+            same = identity is not None and identity(ExistingObject(store, info))
+        except ObjectNotFound:
+            # S3 also says "exists" while another create of the same name is under way, which may still fail; or the object was
+            # deleted meanwhile. The name may be free now.
+            continue
+        if same:
+            return PutResult(key=key, size_bytes=info.size_bytes, etag=info.etag, adopted=True)
+        raise AlreadyExists(
+            "an object of this name exists" + ("" if identity is None else " and it is not the one being written"),
+            hint="nothing was overwritten; two writers share a name or a generation: run `quire verify`",
+            store=store.url,
+            key=key,
+            size_bytes=info.size_bytes,
+            etag=info.etag,
+        )
+    raise ObjectStoreUnavailable(
+        "the name kept changing between taken and free", hint="look for a second writer", store=store.url, key=key
+    )
+
+
+def read_verified(store: ObjectStore, key: str, *, size_bytes: int, sha256: bytes | None, crc64: int | None) -> bytes:
+    """The object, if size and digests are as its catalog row says."""
+    if sha256 is None and crc64 is None:
+        raise InvalidInput("a verified read needs a digest: sha256 or crc64", key=key)
+    data = store.get(key)
+    if _difference(data, size_bytes, sha256, crc64) is None:
+        return data
+    data = store.get(
+        key
+    )  # once more: it may have been garbled on the way, and a false alarm about stored data is expensive
+    difference = _difference(data, size_bytes, sha256, crc64)
+    if difference is None:
+        return data
+    what, expected, actual = difference
+    raise ChecksumMismatch(
+        f"the {what} of the object is not the recorded one, in two reads",
+        hint="run `quire verify` to see what else is damaged, then restore the object from a copy of the store",
+        store=store.url,
+        key=key,
+        expected=expected,
+        actual=actual,
+    )
+
+
+def _difference(
+    data: bytes, size_bytes: int, sha256: bytes | None, crc64: int | None
+) -> tuple[str, int | str, int | str] | None:
+    """What differs first: (name, expected, actual), cheapest test first."""
+    if len(data) != size_bytes:
+        return "size", size_bytes, len(data)
+    if crc64 is not None and (actual_crc := crc64_of(data)) != crc64:
+        return "crc64", f"{crc64:016x}", f"{actual_crc:016x}"
+    if sha256 is not None and (actual_sha := hashlib.sha256(data).digest()) != sha256:
+        return "sha256", sha256.hex(), actual_sha.hex()
+    return None

@@ -1,16 +1,10 @@
-"""The one who deletes objects (A3): engines and jobs have object stores without `delete`, and hand names to it.
+"""Deletes objects, as the only one who does (A3): engines and jobs have object stores without `delete`, and hand names to it.
 
-Terms
-  owned    prefixes below which objects are this store's own, by object store
-  line     the owner epochs that this store's manifest has been through: the current one, and its ancestors
-  former   the space of a store that is older than epochs: no prefix, so that others may have objects there too
-
-Rules
-  1. A name goes only if it is owned. Those of ancestors go when this owner's session is confirmed: until then the owner before
-     it, or the original of a copied directory, may still need them. Those of the former space go if it is claimed.
-     One foreign name, and nothing of the call is deleted: what named it is wrong.
-  2. The session is confirmed before every batch of deletes (A2).
-  3. How long an object is kept after nothing needs it is decided by who asks: the grace of the delete job (M8), and of a sweep.
+A name goes only if it is below a prefix that this store owns. Those of its ancestors, the owner epochs before, go when this
+owner's session is confirmed: until then the owner before it, or the original of a copied directory, may still need them. Those
+of the former space, of a store older than epochs and without a prefix, go if it is claimed. One foreign name, and nothing of
+the call is deleted: what named it is wrong. How long an object is kept after nothing needs it is decided by who asks: the
+grace of the delete job (M8), and of a sweep.
 
 Threads: any. Raises `ForeignObject`, what the confirmation raises, and what the object store raises.
 """
@@ -51,7 +45,7 @@ class Collector:
         confirm: Confirm | None = None,
         claims_former: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept (rule 1)."""
+        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept."""
         self._open_store = open_store
         self._owned = owned
         self._confirm = confirm

@@ -1,23 +1,10 @@
 """A directory as an object store: each object is a file, its key its path below the root (O1).
 
-Terms
-  staging  `<root>/.tmp/<created_ms>-<token>`: where a body is written and synced before it gets its name
-  named    a directory is named if its entry, and those of all directories above it up to the root, are on disk
+A body is written and synced in staging (`<root>/.tmp/<created_ms>-<token>`) before it gets its name, so a crash at any step
+leaves no half object. What crashes leave in staging is never listed, and goes with `sweep_temporary`. Nothing is made on disk
+before the first put: a store on a read-only mount can be read.
 
-Rules
-  1. before: nothing, or garbage in staging · during: a synced file in staging · after: the object, under its key, on
-     disk. A crash at any step leaves no half object: a name is given (`link`, `rename`) only to bytes that were synced.
-  2. Create-only gives the name with `link`, which fails if it is taken; else `rename`, which replaces atomically.
-  3. `put` returns after the directory was synced, and all directories above it are named. Before an existing object is
-     adopted its directory is synced too: its writer may have died between link and sync.
-  4. A staging file whose sync failed is removed and never given a name.
-  5. Staging is never listed and holds no keys; what crashes leave there goes with `sweep_temporary`.
-  6. A deletion is on disk when `delete` returns; directories that become empty go with it. A put that finds its
-     directory removed meanwhile makes it again.
-  7. Nothing is made on disk before the first put: a store on a read-only mount can be read.
-
-Threads: any; also processes, since the file system arbitrates (rule 2). `_named` is only a cache: a lost entry costs a
-sync.
+Threads: any; also processes, since the file system arbitrates. `_named` is only a cache: a lost entry costs a sync.
 
 Raises: see `quire.objects.api`; disk trouble as `DiskFull`, `NotWritable`, `StorageFault`.
 """
@@ -38,6 +25,7 @@ from quire.objects.api import (
     TEMPORARY_SEGMENT,
     Buffer,
     Identity,
+    NameIsTaken,
     ObjectInfo,
     PutResult,
     Range,
@@ -46,9 +34,10 @@ from quire.objects.api import (
     check_listing,
     check_prefix,
     check_range,
+    create_or_adopt,
     past_the_end,
+    read_verified,
 )
-from quire.objects.common import NameIsTaken, create_or_adopt, read_verified
 
 COPY_STEP_BYTES = 8 << 20
 """`put_file` holds this much of the file at a time."""
@@ -226,7 +215,7 @@ class LocalStore:
         return create_or_adopt(self, key, put, identity) if create_only else put()
 
     def _stage(self, fill: Callable[[File], int]) -> tuple[str, int]:
-        """Write and sync a body in staging (rules 1 and 4)."""
+        """Write and sync a body in staging."""
         self._make_named(self._staging)
         path = os.path.join(self._staging, f"{self._clock.now_ms():013x}-{secrets.token_hex(8)}")
         try:
@@ -242,12 +231,13 @@ class LocalStore:
         return path, size
 
     def _name(self, key: str, staged: str, create_only: bool) -> None:
-        """Give the staged body its name, durably (rules 2, 3 and 6)."""
+        """Give the staged body its name, durably."""
         target = self._path(key)
         directory = os.path.dirname(target)
         for _ in range(NAMING_ROUNDS):
             try:
                 self._make_named(directory, key)
+                # `link` fails if the name is taken, `rename` replaces atomically.
                 (self._disk.link if create_only else self._disk.rename)(staged, target)
                 break
             except FileNotFoundError:
@@ -262,7 +252,7 @@ class LocalStore:
             except FileExistsError:
                 if _is_directory(self._disk, target):
                     raise _not_a_leaf(key) from None
-                self._sync_directory(directory)
+                self._sync_directory(directory)  # before it is adopted: its writer may have died between link and sync
                 raise NameIsTaken(key) from None
             except StorageFault as fault:
                 if fault.where.get("errno") in _NO_SUCH_OBJECT:
@@ -309,7 +299,7 @@ class LocalStore:
             pass
 
     def _settle_removals(self, directory: str) -> None:
-        """Make removals in `directory` durable, and remove it and its parents if they are empty now (rule 6)."""
+        """Make removals in `directory` durable, and remove it and its parents if they are empty now."""
         while directory != self._root:
             try:
                 self._disk.remove_dir(directory)

@@ -1,18 +1,11 @@
 """What obstore's errors mean for us: the one edge where they are translated.
 
-Terms
-  foreign error  what obstore raises: its own exceptions, and the builtins `FileNotFoundError` and `ValueError`
-  answer         what such an error says about the request
+`MEANINGS` has a line for every exception class obstore defines; a test enumerates them. `translate` is total, and only "no
+answer came", "server trouble" and "slow down" are transient. A missing bucket is a mistake in the configuration, not a missing
+object: a wrong URL must not look like an empty store.
 
-Rules
-  1. `ANSWERS` has a line for every exception class obstore defines; a test enumerates them.
-  2. `translate` is total, and only "no answer came", "server trouble" and "slow down" are transient.
-  3. A missing bucket is a mistake in the configuration, not a missing object: a wrong URL must not look like an empty
-     store.
-  4. Text of foreign errors enters our messages without query strings: Azure puts its signatures there.
-
-obstore gives most failures as `GenericError` with the HTTP status only in its text, so the text is searched; tests with
-a real server and a proxy hold this across versions.
+obstore gives most failures as `GenericError` with the HTTP status only in its text, so the text is searched; tests with a real
+server and a proxy hold this across versions.
 
 Pure functions, any thread. Raises nothing.
 """
@@ -29,8 +22,8 @@ from obstore import exceptions as foreign
 
 from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, QuireError, StorageFault
 from quire.durable.files import too_many_open_files
-from quire.objects.common import NameIsTaken
-from quire.objects.retry import Transient
+from quire.objects.api import NameIsTaken
+from quire.objects.options import Transient
 
 
 class ErrorMeaning(Enum):
@@ -48,7 +41,7 @@ class ErrorMeaning(Enum):
     """The class says nothing: the HTTP status in the text decides."""
 
 
-ANSWERS: dict[type[Exception], ErrorMeaning] = {
+MEANINGS: dict[type[Exception], ErrorMeaning] = {
     foreign.BaseError: ErrorMeaning.LOOK_CLOSER,
     foreign.GenericError: ErrorMeaning.LOOK_CLOSER,
     foreign.NotFoundError: ErrorMeaning.NOT_FOUND,
@@ -64,7 +57,7 @@ ANSWERS: dict[type[Exception], ErrorMeaning] = {
     FileNotFoundError: ErrorMeaning.NOT_FOUND,
     ValueError: ErrorMeaning.BAD_NAME,
 }
-FOREIGN = tuple(ANSWERS)
+FOREIGN = tuple(MEANINGS)
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"(https?://[^\s?\"]+)\?[^\s\"]*")
@@ -97,7 +90,7 @@ _NO_DESCRIPTOR = os.strerror(errno.EMFILE)
 
 def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
     """What a foreign error means for us. Total: everything has an answer."""
-    answer = next((ANSWERS[each] for each in type(error).__mro__ if each in ANSWERS), ErrorMeaning.UNEXPECTED)
+    answer = next((MEANINGS[each] for each in type(error).__mro__ if each in MEANINGS), ErrorMeaning.UNEXPECTED)
     full = str(error)
     text = readable(full)
     where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
@@ -128,7 +121,7 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
 
 
 def readable(text: str) -> str:
-    """A foreign message in one line, without the dump obstore appends, and without query strings (rule 4).
+    """A foreign message in one line, without the dump obstore appends, and without query strings.
 
     >>> readable(
     ...     "Error performing GET https://a.blob/x?sig=s3cret in 3ms - 404: <?xml version='1.0'?>\\n<Code>No</Code>"

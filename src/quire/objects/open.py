@@ -1,14 +1,10 @@
 """Opens an object store by its URL.
 
-Rules
-  1. Importing this module, or opening a path, does not import obstore: light commands stay light, and executors that
-     only read a shared directory need no cloud client.
-  2. A URL holds no credentials, no query and no fragment; it can be logged and stored.
-  3. What cannot work is refused here, with what is allowed; nothing is contacted, and nothing is made.
+A URL holds no credentials, no query and no fragment; it can be logged and stored. What cannot work is refused here, with what
+is allowed; nothing is contacted, and nothing is made. Opening a path does not import obstore: light commands stay light, and
+executors that only read a shared directory need no cloud client.
 
-Threads: any.
-
-Raises: `InvalidConfig`, `InvalidName`.
+Threads: any. Raises: `InvalidConfig`, `InvalidName`.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from quire.core.errors import InvalidConfig
 from quire.durable.files import Disk, OsDisk
 from quire.objects.api import DeletableStore, check_prefix
 from quire.objects.local import LocalStore
-from quire.objects.options import StoreOptions
-from quire.objects.retry import Retrier
+from quire.objects.options import Retrier, StoreOptions
 
 REMOTE_SCHEMES = ("s3", "gs", "az", "memory")
 ALLOWED = "a path, file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or memory://name"
@@ -83,6 +78,6 @@ file:///path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or m
     prefix = check_prefix(parts.path.removeprefix("/"))
     options = options or StoreOptions()
 
-    from quire.objects.remote import open_remote  # rule 1
+    from quire.objects.remote import open_remote  # loads obstore
 
     return open_remote(scheme, parts.netloc, prefix, options, retrier or Retrier(policy=options.retry))

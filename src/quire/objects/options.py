@@ -1,23 +1,98 @@
-"""How to reach an object store: tunables and credentials, as plain data.
+"""How to reach an object store: tunables and credentials as plain data, and the one retry loop.
 
-Rules
-  1. Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) unless `settings` has them; they are never part
-     of a URL and never shown by `repr`.
-  2. Options pickle: an executor opens its own store from (url, options).
+Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) unless `settings` has them; they are never part of a URL and
+never shown by `repr`. Options pickle: an executor opens its own store from (url, options).
 
-Raises: `InvalidConfig`.
+Only `Transient` is retried, with exponential backoff and full jitter under one deadline: "not found", "exists" and "denied"
+are answers. obstore's own retries are off. Two loops would multiply attempts, and obstore's would retry a create-only put
+without telling us, so that our own object would look like somebody else's (P11).
+
+Threads: any. Raises: `InvalidConfig`, `ObjectStoreUnavailable`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from quire.core.errors import InvalidConfig
+from quire.core.clock import Clock, SystemClock
+from quire.core.errors import InvalidConfig, ObjectStoreUnavailable
 from quire.core.object_settings import ObjectSettings
 from quire.core.settings import StoreSettings
-from quire.objects.retry import RetryPolicy
+
+T = TypeVar("T")
+
+
+class Transient(Exception):
+    """Inside `objects/` only: the attempt failed in a way that may pass. Never leaves a `Retrier`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long and how often to try. The defaults ride out a restart or a throttled minute, not an outage."""
+
+    attempts_max: int = 10
+    deadline_seconds: float = 60.0
+    backoff_first_seconds: float = 0.1
+    backoff_max_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.attempts_max < 1:
+            raise InvalidConfig(
+                "attempts_max counts the first attempt too and must be at least 1", value=self.attempts_max
+            )
+        if min(self.deadline_seconds, self.backoff_first_seconds, self.backoff_max_seconds) < 0:
+            raise InvalidConfig("retry times may not be negative")
+
+    def backoff_ceiling(self, attempt: int) -> float:
+        """The longest pause after the `attempt`-th failure (1-based).
+
+        >>> [RetryPolicy().backoff_ceiling(n) for n in (1, 2, 3, 20)]
+        [0.1, 0.2, 0.4, 10.0]
+        """
+        # The exponent is capped because 2.0**1024 overflows; 2**64 pauses are above any ceiling anyway.
+        return min(self.backoff_max_seconds, self.backoff_first_seconds * 2.0 ** min(attempt - 1, 64))
+
+
+NO_RETRIES = RetryPolicy(attempts_max=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrier:
+    """Runs operations under a policy. Clock, sleep and dice are injected so that tests take no time."""
+
+    policy: RetryPolicy = field(default_factory=RetryPolicy)
+    clock: Clock = field(default_factory=SystemClock)
+    sleep: Callable[[float], None] = time.sleep
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def call(self, operation: Callable[[], T], *, doing: str, **where: object) -> T:
+        """The result of `operation`, tried again while it raises `Transient` and the policy allows."""
+        policy = self.policy
+        started = self.clock.monotonic()
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return operation()
+            except Transient as failure:
+                # Full jitter: clients that failed together must not come back together.
+                pause = self.uniform(0.0, policy.backoff_ceiling(attempt))
+                elapsed = self.clock.monotonic() - started
+                if attempt >= policy.attempts_max or elapsed + pause > policy.deadline_seconds:
+                    raise ObjectStoreUnavailable(
+                        f"the object store kept failing while {doing}: {failure}",
+                        hint="check the network and the store's health, then try again",
+                        **where,
+                        attempts=attempt,
+                        seconds=round(elapsed, 3),
+                    ) from failure
+            self.sleep(pause)
+
 
 FROM_ENVIRONMENT = "env:"
 

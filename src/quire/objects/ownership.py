@@ -1,26 +1,13 @@
-"""Who may write a store's objects: sessions in the bucket, each seen by every other owner (A2).
+"""Who may write a store's objects: sessions in the bucket, each seen by every other owner (A2). Formats:
+docs/formats/owner.md.
 
 Two directories with one identity (a copy, a restored backup) share a bucket. The lock file of each says nothing about the
 other; a small object does: whoever puts first creates `{store_id}/owner/{epoch}.{session}`, and nobody goes on under a lower
-one.
-
-Terms
-  claim       to record a session in the directory, and then to create its object
-  nonce       drawn with each session, in the file and in the object: it tells our own object from somebody else's
-  behind      of a directory: the bucket has a session above its own, or its own number under another nonce
-  fenced      of an owner: it is behind. It puts and deletes nothing more, and says so to the whole store
-
-Rules
-  1. A session is recorded, synced, before its object is created. So an object of ours is always recognised: after a crash, and
-     after a lost answer, nobody is locked out.
-  2. Before anything is recorded the bucket is looked at from the last session on that was seen there as ours: whatever else
-     has come since is somebody else's, and this directory is behind.
-  3. After creating, the bucket is looked at again: two who claim at once cannot both go on.
-  4. A put looks at the bucket if the last look is a minute old, by either clock: a machine that slept has a monotonic clock
-     that did not move. A batch of deletions always looks.
-  5. A store that creates one name twice is refused: there, two owners would not see each other.
-  6. Looking costs one listing, from our own name on: it is empty but for a successor.
-  7. Being fenced is remembered in the file: the next opening is refused for writing without asking the bucket.
+one. A *claim* records a session with a new nonce in the directory (`owner.json`), synced, and then creates its object: so an
+object of ours is always recognised, and nobody is locked out after a crash or a lost answer. The bucket is looked at before
+the claim, from the last session on that was seen there as ours, and again after it: two who claim at once cannot both go on.
+An owner is *fenced* when the bucket has a session above its own, or its own number under another nonce. It puts and deletes
+nothing more, and remembers that in the file.
 
 What is on disk and in the bucket if a claim stops, and what the next opening does:
   looked          nothing                              looks and claims
@@ -28,8 +15,9 @@ What is on disk and in the bucket if a claim stops, and what the next opening do
   created         + its object                         recognises it by its nonce, claims the next number
   confirmed       owner.json says so                   looks from there on
 
-Threads: any; the usual check is two clocks and no lock. Raises `StoreFenced`, `StorageFault` (rule 5), and what the object
-store raises: unreachable is `ObjectStoreUnavailable`, and the next put tries again.
+Threads: any; the usual check is two clocks and no lock. Raises `StoreFenced`, `StorageFault` for a store that creates one name
+twice, `Corruption`, `FormatTooNew`, and what the object store raises: unreachable is `ObjectStoreUnavailable`, and the next
+put tries again.
 """
 
 from __future__ import annotations
@@ -41,33 +29,141 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.core.clock import Clock
 from quire.core.errors import (
     AlreadyExists,
     Corruption,
+    FormatTooNew,
     ObjectNotFound,
     StorageFault,
     StoreFenced,
     Unavailable,
 )
 from quire.core.events import emit
+from quire.core.ids import U32_MAX
+from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk
-from quire.durable.object_names import LEGACY_OWNER, owner_key, owner_prefix, parse_owner_key
+from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.object_names import LEGACY_OWNER, OWNER_FILE, owner_key, owner_prefix, parse_owner_key
 from quire.objects.api import DeletableStore, ExistingObject, ObjectStore
-from quire.objects.owner_record import (
-    NONCE_CHARACTERS,
-    OBJECT_BYTES_MAX,
-    OwnerFile,
-    OwnerObject,
-    OwnerState,
-    decode_object,
-    encode_object,
-    read_file,
-    write_file,
-)
+
+FORMAT = 1
+FILE_BYTES_MAX = 4096
+OBJECT_BYTES_MAX = 4096
+"""More than ten times what either needs."""
+NONCE_CHARACTERS = 32
+
+
+class OwnerFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """The session that this directory claims, and the last one of its own that it has seen in the bucket."""
+
+    format: int = FORMAT
+    store_id: str
+    epoch: int
+    session: int
+    nonce: str
+    confirmed: int = 0
+    """The newest session of this epoch that was seen in the bucket under a nonce of ours; 0 if none was."""
+    successor: str = ""
+    """The owner object that showed this directory to be behind; empty while none has."""
+    successor_text: str = ""
+    """The same for people: host, process and time of the other owner."""
+
+
+class OwnerObject(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner object says: whose it is, and for people who that was."""
+
+    format: int = FORMAT
+    store_id: str
+    nonce: str
+    host: str = ""
+    pid: int = 0
+    created_at_ms: int = 0
+
+
+class OwnerState(msgspec.Struct, frozen=True):
+    """Where a store stands, for people and for metrics."""
+
+    state: str
+    """`not needed`, `unconfirmed`, `confirmed` or `fenced`."""
+    epoch: int
+    session: int = 0
+    """0 before the first put of a life."""
+    successor: str = ""
+
+
+def encode_file(record: OwnerFile) -> bytes:
+    """The bytes of owner.json."""
+    line = msgspec.json.encode(record)
+    return line + b"\n" + f"{crc64(line):016x}".encode() + b"\n"
+
+
+def decode_file(data: bytes, path: str) -> OwnerFile:
+    """What owner.json says."""
+    line, _, rest = data.partition(b"\n")
+    if len(data) > FILE_BYTES_MAX or rest != f"{crc64(line):016x}\n".encode():
+        raise _damaged(path, "its checksum is not that of its contents")
+    try:
+        record = msgspec.json.decode(line, type=OwnerFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
+    if record.format > FORMAT:
+        raise FormatTooNew("owner.json was written by a newer quire", hint="upgrade quire", path=path)
+    numbers = (record.epoch, record.session, record.confirmed)
+    if not all(0 <= number <= U32_MAX for number in numbers) or record.confirmed > record.session:
+        raise _damaged(path, "its numbers make no sense")
+    return record
+
+
+def read_file(disk: Disk, root: str) -> OwnerFile | None:
+    """What a store's directory knows of its right to write; `None` if it never claimed one."""
+    path = os.path.join(root, OWNER_FILE)
+    try:
+        if disk.size(path) > FILE_BYTES_MAX:
+            raise _damaged(path, "it is too long")
+        return decode_file(read_all(disk, path), path)
+    except FileNotFoundError:
+        return None
+
+
+def write_file(disk: Disk, root: str, record: OwnerFile) -> None:
+    """Replace owner.json, durably."""
+    write_atomic(disk, os.path.join(root, OWNER_FILE), encode_file(record))
+
+
+def recorded_state(disk: Disk, root: str, epoch: int) -> OwnerState:
+    """Where a store stands by its directory alone: for readers, who ask no bucket."""
+    record = read_file(disk, root)
+    if record is None or record.epoch != epoch:
+        return OwnerState("unconfirmed", epoch)
+    if record.successor:
+        return OwnerState("fenced", epoch, record.session, record.successor)
+    confirmed = record.session and record.confirmed == record.session
+    return OwnerState("confirmed" if confirmed else "unconfirmed", epoch, record.session)
+
+
+def encode_object(record: OwnerObject) -> bytes:
+    """The bytes of an owner object."""
+    return msgspec.json.encode(record) + b"\n"
+
+
+def decode_object(data: bytes) -> OwnerObject | None:
+    """What an owner object says; `None` if it is none of ours: then it is somebody else's."""
+    if len(data) > OBJECT_BYTES_MAX:
+        return None
+    try:
+        return msgspec.json.decode(data, type=OwnerObject)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _damaged(path: str, cause: str) -> Corruption:
+    hint = "`quire takeover` writes it anew, once you are sure that no other copy of the store is in use"
+    return Corruption("owner.json is damaged", hint=hint, path=path, cause=cause)
+
 
 CHECK_SECONDS = 60.0
 """A put believes a look that is younger."""
@@ -125,7 +221,7 @@ class Ownership:
 
     # ── before something is written ───────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
-        """Before a put: claims with the first one, looks again once a minute (rule 4)."""
+        """Before a put: claims with the first one, looks again once a minute."""
         if self._fenced is not None:
             raise self._fenced.with_traceback(None)
         if not self._is_fresh():
@@ -136,7 +232,7 @@ class Ownership:
                     self._look()
 
     def confirm(self) -> None:
-        """Before a batch of deletions: always looks (rule 4)."""
+        """Before a batch of deletions: always looks."""
         with self._lock:
             if self._fenced is not None:
                 raise self._fenced.with_traceback(None)
@@ -151,6 +247,7 @@ class Ownership:
         if self._looked is None:
             return False
         monotonic, wall_ms = self._looked
+        # Both clocks: the monotonic one of a machine that slept did not move.
         gone = abs(self._clock.now_ms() - wall_ms)  # one that was set back says nothing about how long ago it was
         return self._clock.monotonic() - monotonic < CHECK_SECONDS and gone < CHECK_SECONDS * 1000
 
@@ -183,7 +280,7 @@ class Ownership:
         emit("info", "objects.session_claimed", epoch=self._epoch, session=confirmed.session)
 
     def _recorded(self) -> OwnerFile:
-        """The next session, in the directory (rules 1 and 2)."""
+        """The next session, in the directory."""
         known = read_file(self._disk, self._root)
         if known is not None and (known.store_id, known.epoch) != (self._store_id, self._epoch):
             known = None  # of an epoch that a takeover has ended
@@ -206,7 +303,7 @@ class Ownership:
         return record
 
     def _create(self, record: OwnerFile) -> None:
-        """The object of a recorded session (rules 3 and 5)."""
+        """The object of a recorded session."""
         store, key = self._place(), owner_key(self._store_id, record.epoch, record.session)
         body = encode_object(
             OwnerObject(
@@ -263,7 +360,7 @@ class Ownership:
                 self._place().delete(owner_key(self._store_id, self._epoch, session))
 
     def _newest(self, *, after: int) -> tuple[int, int, OwnerObject | None] | None:
-        """(epoch, session, what it says) of the newest owner object behind a session of this epoch (rule 6)."""
+        """(epoch, session, what it says) of the newest owner object behind a session of this epoch."""
         start = owner_key(self._store_id, self._epoch, after)
         return newest_owner(self._place(), self._store_id, start_after=start)
 
@@ -273,7 +370,7 @@ class Ownership:
             raise self._end(*newest, self._record)
 
     def _end(self, epoch: int, session: int, owner: OwnerObject | None, known: OwnerFile | None) -> StoreFenced:
-        """Rule 7: this directory is behind. Everybody hears of it, and the directory remembers."""
+        """This directory is behind: the store is told, and the file remembers, so that the next opening is refused at once."""
         self._fenced = error = behind(self._root, self._epoch, known, f"{epoch:08x}.{session:08x}", _told(owner))
         record = known or OwnerFile(store_id=self._store_id, epoch=self._epoch, session=0, nonce="")
         with suppress(StorageFault):  # the next life finds out for itself
@@ -337,7 +434,7 @@ def behind(root: str, epoch: int, known: OwnerFile | None, successor: str, told:
 
 
 def refuse_fenced(disk: Disk, root: str, epoch: int) -> None:
-    """Raise `StoreFenced` if the directory remembers that it is behind (rule 7)."""
+    """Raise `StoreFenced` if the directory remembers that it is behind."""
     record = read_file(disk, root)
     if record is not None and record.epoch == epoch and record.successor:
         raise behind(root, epoch, record, record.successor, record.successor_text)

@@ -1,18 +1,11 @@
 """Object stores behind obstore: S3, Google Cloud Storage, Azure Blob, and memory for tests.
 
-Terms
-  part     a piece of a multipart upload; the upload becomes visible only when completed
-  backend  obstore's object for a bucket
+Every call of obstore goes through `_call`, which translates what it raises (`obstore_errors.py`) and retries; each is attempts
+of one request. A body is compared with the length the response announced: a shorter one is transient, never returned. A put
+holds the caller's data plus at most `PART_BYTES * PARTS_IN_FLIGHT` (64 MiB); `put_file` only the latter, and for create-only
+maps the file instead of reading it.
 
-Rules
-  1. Only this module and `quire.objects.obstore_errors` import obstore; `open_store` imports them when a URL asks.
-  2. Every call of obstore goes through `_call`, which translates what it raises (`foreign.translate`) and retries.
-  3. obstore's own retries are off (see `quire.objects.retry`, rule 4); each call here is attempts of one request.
-  4. A body is compared with the length the response announced. A shorter one is transient, never returned.
-  5. Create-only is always one conditional PUT, whatever its size: S3 and obstore can complete a multipart upload
-     conditionally only as a copy, so a multipart create could overwrite.
-  6. Memory: a put holds the caller's data plus at most `PART_BYTES * PARTS_IN_FLIGHT` (64 MiB); `put_file` only the
-     latter, and for create-only maps the file instead of reading it.
+Only this module and `quire.objects.obstore_errors` import obstore; `open_store` imports them when a URL asks.
 
 Threads: any. obstore runs its own threads; a process that forks must open its store after the fork.
 
@@ -41,6 +34,7 @@ from quire.objects.api import (
     PAGE_OBJECTS,
     Buffer,
     Identity,
+    NameIsTaken,
     ObjectInfo,
     PutResult,
     Range,
@@ -49,13 +43,13 @@ from quire.objects.api import (
     check_listing,
     check_prefix,
     check_range,
+    create_or_adopt,
     merge_ranges,
     past_the_end,
+    read_verified,
 )
-from quire.objects.common import NameIsTaken, create_or_adopt, read_verified
 from quire.objects.obstore_errors import ALLOW_HTTP, FOREIGN, is_past_the_end, readable, translate
-from quire.objects.options import StoreOptions
-from quire.objects.retry import Retrier, Transient
+from quire.objects.options import Retrier, StoreOptions, Transient
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -268,6 +262,8 @@ class RemoteStore:
 
         def attempt() -> PutResult:
             if create_only:
+                # One conditional PUT, whatever its size: a multipart upload can be completed conditionally only as a copy, so
+                # it could overwrite.
                 result = obstore.put(self._backend, name, data, mode="create", use_multipart=False)
             elif size < MULTIPART_BYTES_MIN:
                 result = obstore.put(self._backend, name, data, use_multipart=False)
@@ -327,7 +323,7 @@ def _cut(wanted: Range, spans: Sequence[Range], bodies: Sequence[bytes]) -> byte
 
 
 def _whole(body: bytes, announced: int) -> bytes:
-    """`body`, if all of it arrived (rule 4)."""
+    """`body`, if all of it arrived."""
     if len(body) != announced:
         raise Transient(f"the body was cut short: {len(body)} of {announced} bytes arrived")
     return body

@@ -12,7 +12,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from quire.core.errors import ConfigMismatch, Corruption, InvalidInput
-from quire.core.ids import ArtifactKey, ArtifactKind, NamespaceId
+from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, PAGE_SIZE_MAX, PAGE_SIZE_MIN
 from quire.durable.names import object_key
 from quire.manifest import tables as t
@@ -20,7 +20,7 @@ from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, DbRecord, DbStatus, Residency
 from quire.manifest.store import ManifestStore
-from quire.objects.namespace import RemoteNamespace
+from quire.objects.api import check_prefix, key_below
 from quire.pages.sources import ChunkPlace, SegmentPlace
 
 
@@ -96,9 +96,7 @@ def space_of(txn: ReadTxn, namespace_id: int, objects_url: str) -> tuple[str, st
     space = txn.namespace(namespace_id)
     if space is None:
         raise Corruption("an artifact's namespace is missing", hint=_HINT, namespace_id=namespace_id)
-    return space.url or objects_url, RemoteNamespace(
-        id=NamespaceId(namespace_id), url=space.url, prefix=space.prefix
-    ).prefix
+    return space.url or objects_url, check_prefix(space.prefix)
 
 
 def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:
@@ -106,7 +104,7 @@ def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:
     row = chunk_row(txn, key)
     url, prefix = space_of(txn, row.namespace_id, objects_url)
     name = row.suffix or object_key(key)
-    return ChunkPlace(key=key, url=url, object_key=f"{prefix}/{name}" if prefix else name, size_bytes=row.size_bytes)
+    return ChunkPlace(key=key, url=url, object_key=key_below(prefix, name), size_bytes=row.size_bytes)
 
 
 def segment_place(txn: ReadTxn, origin_db_id: int, segment_id: int, objects_url: str) -> SegmentPlace | None:
@@ -122,6 +120,6 @@ def segment_place(txn: ReadTxn, origin_db_id: int, segment_id: int, objects_url:
         origin_db_id=origin_db_id,
         segment_id=segment_id,
         url=url,
-        object_key=f"{prefix}/{name}" if prefix else name,
+        object_key=key_below(prefix, name),
         used_bytes=row.used_bytes,
     )

@@ -30,7 +30,7 @@ from quire.core.errors import Corruption, SnapshotGone
 from quire.core.ids import ArtifactKey, ArtifactKind, Epoch
 from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import object_key
-from quire.objects.api import ObjectStore
+from quire.objects.api import ObjectStore, key_below
 from quire.pages.cache import PageCache
 from quire.pages.framemap import FrameMap, Location, PinnedSegment, Regions
 from quire.pages.page_source import InChain, Mark, PageSource
@@ -178,9 +178,7 @@ class ViewSource(PageSource):
         )
         url, prefix = view.spaces[int(row["space"])]
         name = view.names[int(row["name"])] or object_key(key)
-        return ChunkPlace(
-            key=key, url=url, object_key=f"{prefix}/{name}" if prefix else name, size_bytes=int(row["size_bytes"])
-        )
+        return ChunkPlace(key=key, url=url, object_key=key_below(prefix, name), size_bytes=int(row["size_bytes"]))
 
     def explain(self, error: Corruption) -> None:
         """Raise `SnapshotGone` if the snapshot behind the view was dropped."""

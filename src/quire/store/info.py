@@ -28,7 +28,7 @@ from quire.store import layout
 from quire.store.object_location import state_beside
 
 if TYPE_CHECKING:
-    from quire.objects.owner_record import OwnerState
+    from quire.objects.ownership import OwnerState
 
 E = TypeVar("E", bound=Enum)
 

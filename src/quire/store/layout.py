@@ -38,9 +38,8 @@ import msgspec
 from quire.core.errors import ConfigMismatch, InvalidConfig, InvalidInput, ManifestDamaged, StorageFault, StoreNotFound
 from quire.core.settings import EXAMPLE, StoreSettings, load
 from quire.durable import names
-from quire.durable.files import Disk, read_all, write_atomic
+from quire.durable.files import Disk, read_all, remove_tree, write_atomic
 from quire.durable.object_names import OWNER_FILE
-from quire.durable.trees import remove_tree
 from quire.objects.open import ALLOWED, REMOTE_SCHEMES
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY

@@ -27,7 +27,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.local import SetObjectPlace
 from quire.manifest.reads import ReadTxn
 from quire.objects.open import open_store
-from quire.objects.owner_record import OwnerState, recorded_state
+from quire.objects.ownership import OwnerState, recorded_state
 from quire.store.layout import objects_url
 
 if TYPE_CHECKING:

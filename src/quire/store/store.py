@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
-    from quire.objects.owner_record import OwnerState
+    from quire.objects.ownership import OwnerState
     from quire.pages.engine import PageEngine
     from quire.pages.view import SnapshotView
     from quire.service.server import Credentials, Server

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from quire.core.errors import InvalidInput
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
-from quire.objects.owner_record import OwnerState
-from quire.objects.ownership import Ownership, refuse_fenced
+from quire.objects.ownership import Ownership, OwnerState, refuse_fenced
 from quire.store import object_location
 
 if TYPE_CHECKING:

@@ -43,10 +43,9 @@ from quire.core.errors import (
 )
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings, StreamSettings
-from quire.durable.files import Disk
+from quire.durable.files import Disk, remove_tree
 from quire.durable.names import STREAMS, parse_stream_home, stream_home
 from quire.durable.object_names import log_prefix
-from quire.durable.trees import remove_tree
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, DbStatus
 from quire.manifest.store import ManifestStore

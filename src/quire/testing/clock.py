@@ -1,8 +1,4 @@
-"""A clock that moves only when a test says so.
-
-Rules
-  1. `advance` moves both clocks; `jump` moves only wall time, also backwards, as an administrator or NTP would.
-  2. Monotonic time never goes back.
+"""A clock that moves only when a test says so: `advance` moves both times, `jump` only wall time, also backwards.
 
 Threads: any. Raises `OutOfRange` for an advance below zero.
 

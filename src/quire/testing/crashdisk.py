@@ -1,24 +1,17 @@
 """A `Disk` that remembers what was not synced, and can show the directory as power loss could have left it.
 
-Terms
-  durable   what a sync has covered: a file's bytes and size by `File.sync`, a directory's names by `Disk.sync_dir`
-  pending   what happened since: each write (by 512-byte sector), each change of size, each change of a name
-  outcome   what power loss did to one pending thing: kept it, dropped it, or (bytes only) garbled it
-  chooser   a function that picks one of the outcomes offered: `random.Random(seed).choice`, a hypothesis draw,
-            `keep_all`, `drop_all`, or one of `every_chooser()`
+Durable is what a sync has covered: a file's bytes and size by `File.sync`, a directory's names by `Disk.sync_dir`. Everything
+since is pending: each write (by 512-byte sector), each change of size, each change of a name. A *chooser* decides for each
+pending thing, independently, whether power loss kept it, dropped it, or (bytes only) garbled it: `random.Random(seed).choice`,
+a hypothesis draw, `keep_all`, `drop_all`, or one of `every_chooser()`. That is harsher than a journaling file system, and as
+harsh as the promises of POSIX: a write beyond the end may leave the new size without its bytes, a file whose name is not
+durable may vanish although its bytes were synced, and a removed or replaced file may be back.
 
-Rules
-  1. Durable things always survive; pending ones are decided one by one, independently, whatever their order was.
-     That is harsher than a journaling file system, and as harsh as the promises of POSIX.
-  2. A write beyond the end may leave the new size without its bytes (zeros), or some sectors without others.
-  3. A rename in one directory is one thing: it happened or it did not. Between directories the new name comes first,
-     the removal of the old one is decided apart and only if the new name is there.
-  4. A file whose name is not durable may vanish although its bytes were synced; a removed or replaced file may be back.
-  5. Live files are real files, so that `fileno`, mmap and locks work; bytes changed through a mapping are found at the
-     next sync or at the crash by comparing.
+Live files are real files, so that `fileno`, mmap and locks work; bytes changed through a mapping are found at the next sync or
+at the crash by comparing.
 
-Threads: any; one lock, so operations are atomic for the record. Nothing is really synced: tests stay fast.
-Raises what `OsDisk` raises, and `InvalidInput` for a path outside the root.
+Threads: any; one lock, so operations are atomic for the record. Nothing is really synced: tests stay fast. Raises what
+`OsDisk` raises, and `InvalidInput` for a path outside the root.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.core.errors import InvalidInput
-from quire.durable.files import OsDisk, OsFile
+from quire.durable.files import DiskLayer, File, OsDisk
 
 SECTOR_BYTES = 512
 
@@ -127,12 +120,12 @@ class _Edit:
     node: _Node | None
 
 
-class CrashDisk:
+class CrashDisk(DiskLayer):
     """A `Disk` over a real directory that can crash; what is there at the start counts as durable."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
-        self._inner = OsDisk()
+        super().__init__(OsDisk())
         self._lock = threading.RLock()
         self._changes: list[list[_Edit]] = []
         os.makedirs(self.root, exist_ok=True)
@@ -160,15 +153,6 @@ class CrashDisk:
                 self._change(_Edit(parent, name, node))
             assert isinstance(node, _Inode), path
             return CrashFile(inner, node, self._lock)
-
-    def exists(self, path: str) -> bool:
-        return self._inner.exists(path)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
-
-    def names(self, path: str) -> list[str]:
-        return self._inner.names(path)
 
     def make_dirs(self, path: str) -> None:
         with self._lock:
@@ -228,7 +212,7 @@ class CrashDisk:
                     raise FileNotFoundError(path)
                 directory = below
             for edits in self._changes:
-                # Rule 3: the removal of an old name waits for the new one.
+                # A rename between directories: the removal of the old name waits for the new one.
                 while edits and edits[0].directory is directory:
                     _apply(directory.durable, edits.pop(0))
             self._changes = [edits for edits in self._changes if edits]
@@ -260,7 +244,7 @@ class CrashFile:
 
     __slots__ = ("_inner", "_inode", "_lock")
 
-    def __init__(self, inner: OsFile, inode: _Inode, lock: threading.RLock) -> None:
+    def __init__(self, inner: File, inode: _Inode, lock: threading.RLock) -> None:
         self._inner = inner
         self._inode = inode
         self._lock = lock

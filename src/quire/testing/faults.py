@@ -1,21 +1,10 @@
 """A `Disk` whose n-th call fails, so that a test can fail the first, second, … last call until a clean pass.
 
-Terms
-  call   one operation that can fail: every method of `Disk` and `File` except `exists`, `fileno`, `path` and `close`
-  fault  how it fails
-
-A test is a loop: `for disk in each_fault(new_disk, Fault.EIO): …`, expecting a typed error whenever `disk.fired`.
-
-Rules
-  1. Faults look as `OsDisk` would show them: translated, typed, with path and errno.
-  2. Everything before the failing call really happens; `SHORT_WRITE` also writes half of its data, `LOST_ANSWER` does
-     the whole thing and then fails, as a sync may.
-  3. `POWER_CUT` raises a `PowerCut`, which no `except Exception` stops, at that call and at every later one: handlers
-     that would clean up do not get to. Crash the `CrashDisk` below next.
-  4. Silent faults raise nothing: a write that is acknowledged and lost or lands elsewhere in its file, a read that is
-     answered with what was there before or with the bytes of another place. They happen to calls of their kind only
-     (`operation` "write" or "read"), and not to bytes that are read through a mapping.
-  5. An object store fails above its disk: `FaultyStore` is a store below a path, one call of which goes wrong.
+A test is a loop: `for disk in each_fault(new_disk, Fault.EIO): …`, expecting a typed error whenever `disk.fired`. A call is
+any method of `Disk` and `File` except `exists`, `fileno`, `path` and `close`. Faults look as `OsDisk` would show them, and
+everything before the failing call really happens. `POWER_CUT` raises a `PowerCut`, which no `except Exception` stops, at that
+call and at every later one; crash the `CrashDisk` below next. Silent faults raise nothing, and happen to writes or reads only
+(`operation` "write" or "read"). `FaultyStore` is an object store below a path, one call of which goes wrong.
 
 Threads: any; the counter is under a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`, `ObjectStoreUnavailable`.
 """
